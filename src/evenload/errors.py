@@ -1,0 +1,39 @@
+"""Every error Evenload raises on purpose.
+
+A message says what is wrong, the values, the limit and the fix, so that it can be shown to a
+user as one line without a traceback. `exit_code` is what the command line returns for it.
+"""
+
+
+class EvenloadError(Exception):
+    """Base of all deliberate errors."""
+
+    exit_code = 2
+
+
+class ConfigError(EvenloadError, ValueError):
+    """A setting, a layout or a combination of features that cannot work."""
+
+
+class DataError(EvenloadError, ValueError):
+    """A document source that cannot be read or a document that breaks a limit."""
+
+
+class UnsupportedModelError(EvenloadError):
+    """A model part that replay cannot run exactly; named, never run wrong."""
+
+
+class InfeasiblePlanError(EvenloadError):
+    """No plan satisfies the limits (usually memory)."""
+
+    exit_code = 3
+
+
+class InvalidPlanError(EvenloadError):
+    """A plan breaks an invariant (coverage, order, caps, digest)."""
+
+    exit_code = 1
+
+
+class ScheduleDeadlockError(InvalidPlanError):
+    """A schedule whose actions wait for each other in a circle."""

@@ -1,0 +1,95 @@
+"""`SliceColumns`: packs as flat numpy columns, the form in which planners think.
+
+Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.types.document import Slice
+from evenload.types.micropack import Direction, MicroPack
+
+
+@dataclass(frozen=True, eq=False)
+class SliceColumns:
+    """All packs of one direction.
+
+    Args:
+        doc: int32[num_slices], index into the replica's document arrays (not the doc_id).
+        start, stop: int64[num_slices], half-open token range.
+        pack_offset: int64[num_packs + 1]; pack i holds slices `[pack_offset[i], pack_offset[i+1])`.
+        pad_to: int64[num_packs], 0 where slices are not padded.
+    """
+
+    doc: NDArray[np.int32]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    pack_offset: NDArray[np.int64]
+    pad_to: NDArray[np.int64]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs."""
+        return len(self.pack_offset) - 1
+
+    @property
+    def num_slices(self) -> int:
+        """Slices in all packs."""
+        return len(self.doc)
+
+    def pack_of_slice(self) -> NDArray[np.int64]:
+        """int64[num_slices]: the pack each slice lies in."""
+        return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offset))
+
+    def pack_sums(self, values: NDArray) -> NDArray[np.float64]:
+        """Sum a per-slice column over each pack; float64[num_packs]."""
+        return np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
+
+    def pack_tokens(self) -> NDArray[np.int64]:
+        """Real tokens of each pack; int64[num_packs]."""
+        return self.pack_sums(self.stop - self.start).astype(np.int64)
+
+    def packs(self, direction: Direction, doc_ids: NDArray[np.int64], cost_s: NDArray[np.float64]) -> tuple[MicroPack, ...]:
+        """The same packs as objects.
+
+        Args:
+            doc_ids: int64[num_documents], the id of each document index.
+            cost_s: float64[num_packs].
+        """
+        ids = doc_ids[self.doc].tolist()
+        start, stop = self.start.tolist(), self.stop.tolist()
+        offset, pad_to, cost = self.pack_offset.tolist(), self.pad_to.tolist(), cost_s.tolist()
+        return tuple(
+            MicroPack(
+                index=i,
+                direction=direction,
+                slices=tuple(
+                    Slice(doc_id=ids[k], start=start[k], stop=stop[k]) for k in range(offset[i], offset[i + 1])
+                ),
+                pad_to=pad_to[i],
+                cost_s=cost[i],
+            )
+            for i in range(self.num_packs)
+        )
+
+
+def whole_document_columns(groups: list[list[int]], num_tokens: NDArray[np.int64], *, padded: bool = False) -> SliceColumns:
+    """Packs of whole documents.
+
+    Args:
+        groups: per pack the document indices, in order.
+        num_tokens: int64[num_documents].
+        padded: every document of a pack is padded to the pack's longest.
+    """
+    doc = np.array([d for group in groups for d in group], dtype=np.int32)
+    sizes = np.array([len(group) for group in groups], dtype=np.int64)
+    pad_to = [int(num_tokens[group].max()) if padded and len(group) > 1 else 0 for group in groups]
+    return SliceColumns(
+        doc=doc,
+        start=np.zeros(len(doc), dtype=np.int64),
+        stop=num_tokens[doc].astype(np.int64),
+        pack_offset=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        pad_to=np.array(pad_to, dtype=np.int64),
+    )

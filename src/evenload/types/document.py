@@ -1,0 +1,35 @@
+"""`Document` and `Slice`: what is trained, and the pieces in which it is computed."""
+
+from evenload.types.base import Frozen
+
+
+class Document(Frozen):
+    """One training document of a step, without its tokens.
+
+    Args:
+        doc_id: unique within the run's epoch order; stable across resumes.
+        num_tokens: at least 1.
+        num_label_tokens: positions that carry a loss (plain text: `num_tokens - 1`).
+    """
+
+    doc_id: int
+    num_tokens: int
+    num_label_tokens: int
+
+
+class Slice(Frozen):
+    """Tokens `[start, stop)` of a document; `start` is also the length of its KV prefix.
+
+    Args:
+        cp: ranks that share this slice under context parallelism or DP-Merge.
+    """
+
+    doc_id: int
+    start: int
+    stop: int
+    cp: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the slice."""
+        return self.stop - self.start

@@ -1,0 +1,96 @@
+"""`ParallelLayout`: how ranks, stages and layers are arranged.
+
+Global rank order, slowest to fastest: pipeline rank, data rank, context rank, tensor rank. So
+tensor and context groups are neighbours on a node, and a pipeline's stages lie far apart, where
+the traffic is smallest.
+"""
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+
+class ParallelLayout(Frozen):
+    """Sizes of the parallel dimensions and the split of layers into stages.
+
+    Args:
+        dp, cp, pp, tp: sizes of the data, context, pipeline and tensor dimensions.
+        stage_layers: per virtual stage its layers as a half-open range; consecutive, covering all.
+        stage_to_rank: per virtual stage the pipeline rank that runs it.
+        generation: rises by one at every live reconfiguration.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    pp: int = 1
+    tp: int = 1
+    stage_layers: tuple[tuple[int, int], ...]
+    stage_to_rank: tuple[int, ...]
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("dp", "cp", "pp", "tp"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"layout: {field} is {getattr(self, field)}, must be at least 1")
+        if len(self.stage_layers) != len(self.stage_to_rank) or len(self.stage_layers) % self.pp:
+            raise ConfigError(
+                f"layout: {len(self.stage_layers)} stages, {len(self.stage_to_rank)} stage ranks for pp={self.pp}; "
+                "give every pipeline rank the same number of stages"
+            )
+        edge = 0
+        for start, stop in self.stage_layers:
+            if start != edge or stop <= start:
+                raise ConfigError(f"layout: stage layers {self.stage_layers} are not consecutive non-empty ranges")
+            edge = stop
+        if sorted(set(self.stage_to_rank)) != list(range(self.pp)):
+            raise ConfigError(f"layout: stages go to ranks {self.stage_to_rank}, expected each of 0..{self.pp - 1}")
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages in the pipeline (`pp` unless interleaved)."""
+        return len(self.stage_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.stage_layers[-1][1]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.cp * self.pp * self.tp
+
+    def global_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0, tp_rank: int = 0) -> int:
+        """The rank in `torch.distributed` order."""
+        return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
+
+    def describe(self) -> str:
+        """Short form for tables and logs, for example `dp=2 pp=4`."""
+        parts = [f"{k}={getattr(self, k)}" for k in ("dp", "cp", "pp", "tp") if getattr(self, k) > 1]
+        virtual = self.num_stages // self.pp
+        return " ".join(parts + ([f"virtual={virtual}"] if virtual > 1 else [])) or "single"
+
+
+def even_layout(
+    num_layers: int, *, dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, virtual: int = 1, generation: int = 0
+) -> ParallelLayout:
+    """Split layers as evenly as possible; earlier stages take the remainder (the last carries the head).
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    stages = pp * virtual
+    if stages < 1 or num_layers < stages:
+        raise ConfigError(f"layout: {num_layers} layers cannot fill {stages} stages (pp={pp} x virtual={virtual}); lower pp")
+    base, extra = divmod(num_layers, stages)
+    edges = [0]
+    for stage in range(stages):
+        edges.append(edges[-1] + base + (stage < extra))
+    return ParallelLayout(
+        dp=dp,
+        cp=cp,
+        pp=pp,
+        tp=tp,
+        stage_layers=tuple(zip(edges[:-1], edges[1:], strict=True)),
+        stage_to_rank=tuple(stage % pp for stage in range(stages)),
+        generation=generation,
+    )

@@ -1,0 +1,75 @@
+"""`MicroPack` and `PackPlan`: the units that travel through a pipeline.
+
+A MicroPack is a list of slices that one stage computes in one go (SlimPack §4.1). Forward and
+backward have their own MicroPacks; only whole documents tie them together.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from evenload.types.base import Frozen
+from evenload.types.document import Slice
+
+Direction = Literal["forward", "backward"]
+ActivationPolicy = Literal["replay", "recompute", "offload"]
+PackState = Literal["slim", "mix", "pack"]
+
+
+class MicroPack(Frozen):
+    """Slices computed together.
+
+    Args:
+        index: position among the packs of its direction, from 0.
+        slices: at most one slice of any document.
+        pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
+        sharding: how a context-parallel group splits the pack; "" = not sharded.
+        cost_s: predicted seconds on the slowest stage.
+    """
+
+    index: int
+    direction: Direction
+    slices: tuple[Slice, ...]
+    pad_to: int = 0
+    sharding: str = ""
+    cost_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens computed for nothing."""
+        return self.pad_to * len(self.slices) - self.num_tokens if self.pad_to else 0
+
+    def state(self, num_tokens: Mapping[int, int]) -> PackState:
+        """SlimPack Fig. 4: *slim* = slices of one document, *pack* = whole documents, else *mix*.
+
+        Args:
+            num_tokens: tokens of every document by id.
+        """
+        whole = [piece.num_tokens == num_tokens[piece.doc_id] for piece in self.slices]
+        if all(whole):
+            return "pack"
+        return "slim" if len(self.slices) == 1 else "mix"
+
+
+class PackPlan(Frozen):
+    """The packs of one data-parallel replica.
+
+    Args:
+        forward: documents ascend, slices of a document ascend.
+        backward: documents in the same order, slices of a document descend (FILO).
+        policies: activation policy of documents that do not use `replay`.
+    """
+
+    dp_rank: int
+    forward: tuple[MicroPack, ...]
+    backward: tuple[MicroPack, ...]
+    policies: dict[int, ActivationPolicy] = {}
+
+    def forwards_needed(self) -> list[int]:
+        """`D[j]`: forward packs that must be done before backward pack j (DESIGN §7). Length m_b."""
+        last = {piece.doc_id: pack.index for pack in self.forward for piece in pack.slices}
+        return [1 + max(last[piece.doc_id] for piece in pack.slices) for pack in self.backward]

@@ -1,0 +1,139 @@
+"""`ModelSpec`: the numbers about a decoder that decide work, memory and communication."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+
+class ModelSpec(Frozen):
+    """Shape of a transformer, enough to cost it without instantiating it.
+
+    Args:
+        name: shown to users; does not influence any number.
+        num_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads (GQA when smaller than `num_heads`).
+        head_dim: width of one head; `num_heads * head_dim` may differ from `hidden_size`.
+        ffn_hidden_size: inner width of the feed-forward block (of one expert for MoE).
+        vocab_size: rows of the embedding.
+        tied_embeddings: the head shares the embedding's weights.
+        gated_ffn: three matrices (SwiGLU) instead of two.
+        num_experts: 0 for dense.
+        experts_per_token: experts that process one token (MoE).
+        sliding_windows: per layer the attention window in tokens, 0 = full; empty = all full.
+        causal: False for bidirectional encoders, which cannot be sliced.
+        bytes_per_element: of weights and activations in compute precision (bf16: 2).
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    gated_ffn: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 0
+    sliding_windows: tuple[int, ...] = ()
+    causal: bool = True
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+                      "ffn_hidden_size", "vocab_size", "bytes_per_element"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model {self.name}: {self.num_heads} query heads do not divide into "
+                f"{self.num_kv_heads} key/value heads"
+            )
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ConfigError(
+                f"model {self.name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
+            )
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"model {self.name}: experts_per_token {self.experts_per_token} is outside 1..{self.num_experts}"
+            )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Attention window of every layer in tokens, 0 = full. Length `num_layers`."""
+        return self.sliding_windows or (0,) * self.num_layers
+
+    @property
+    def linear_parameters_per_layer(self) -> int:
+        """Weights of one layer's matrices that one token meets (active experts only)."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
+        return attention + ffn * max(1, self.experts_per_token)
+
+    @property
+    def stored_parameters_per_layer(self) -> int:
+        """Weights of one layer's matrices held in memory (all experts)."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
+        router = self.hidden_size * self.num_experts
+        return attention + ffn * max(1, self.num_experts) + router + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the embedding (and of the head, which has the same shape)."""
+        return self.vocab_size * self.hidden_size
+
+
+def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
+    """Read a Hugging Face `config.json`.
+
+    Args:
+        config: the parsed JSON object.
+        name: shown to users.
+        bytes_per_element: of the compute precision.
+
+    Raises:
+        ConfigError: a needed key is missing.
+    """
+    hidden = _needed(config, "hidden_size", name)
+    heads = _needed(config, "num_attention_heads", name)
+    layers = _needed(config, "num_hidden_layers", name)
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        ffn_hidden_size=config.get("moe_intermediate_size") or _needed(config, "intermediate_size", name),
+        vocab_size=_needed(config, "vocab_size", name),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        gated_ffn=config.get("model_type") not in ("gpt2", "bert", "gpt_neox", "opt"),
+        num_experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        sliding_windows=_sliding_windows(config, layers),
+        causal=config.get("model_type") not in ("bert", "roberta", "modernbert"),
+        bytes_per_element=bytes_per_element,
+    )
+
+
+def _needed(config: Mapping[str, Any], key: str, name: str) -> int:
+    if not isinstance(config.get(key), int):
+        raise ConfigError(f"model {name}: config.json has no integer '{key}'; is it a decoder's config?")
+    return config[key]
+
+
+def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Window per layer as transformers applies it (`layer_types` first, else one window for all)."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return ()
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

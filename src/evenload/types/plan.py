@@ -1,0 +1,103 @@
+"""`StepPlan`: everything ranks must agree on for one step; the only planning object that crosses processes."""
+
+import hashlib
+
+import msgspec
+
+from evenload.errors import InvalidPlanError
+from evenload.types.base import Frozen
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import PackPlan
+from evenload.types.schedule import Schedule
+
+
+class PackTimes(Frozen):
+    """Predicted seconds of one replica's packs, enough to re-simulate its schedule.
+
+    Args:
+        forward_s, backward_s: per pack, per virtual stage.
+        p2p_forward_s, p2p_backward_s: per pack, one hop between neighbouring stages.
+    """
+
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+    p2p_forward_s: tuple[float, ...]
+    p2p_backward_s: tuple[float, ...]
+
+
+class Prediction(Frozen):
+    """What the simulator expects of the step.
+
+    Args:
+        step_time_s: slowest replica plus gradient reduction and optimizer.
+        per_replica_s: pipeline makespan of every replica.
+        peak_memory_bytes: of the fullest rank, over time.
+    """
+
+    step_time_s: float
+    per_replica_s: tuple[float, ...]
+    peak_memory_bytes: int
+
+
+class LeftOut(Frozen):
+    """A document of the global batch that this step does not train.
+
+    Args:
+        reason: "deferred" (comes in a later step) or why it was dropped.
+    """
+
+    doc_id: int
+    num_tokens: int
+    reason: str
+
+
+class StepPlan(Frozen):
+    """One optimizer step.
+
+    Args:
+        documents: all documents trained in this step.
+        num_label_tokens: of the whole global batch: the denominator of the loss on every rank.
+        pack_plans, schedules, times: one entry per data-parallel rank.
+        digest: of everything that decides execution; see `plan_digest`.
+    """
+
+    step: int
+    strategy: str
+    layout: ParallelLayout
+    documents: tuple[Document, ...]
+    num_label_tokens: int
+    pack_plans: tuple[PackPlan, ...]
+    schedules: tuple[Schedule, ...]
+    times: tuple[PackTimes, ...]
+    predicted: Prediction
+    left_out: tuple[LeftOut, ...] = ()
+    digest: str = ""
+
+
+def plan_digest(plan: StepPlan) -> str:
+    """Hash of what decides execution (not of predictions), equal on every rank that got the same plan."""
+    executed = (plan.step, plan.layout, plan.documents, plan.num_label_tokens, plan.pack_plans, plan.schedules)
+    return hashlib.sha256(msgspec.msgpack.encode(executed)).hexdigest()[:16]
+
+
+def seal(plan: StepPlan) -> StepPlan:
+    """The same plan with its digest filled in."""
+    return msgspec.structs.replace(plan, digest=plan_digest(plan))
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Compact bytes for another process."""
+    return msgspec.msgpack.encode(plan)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """Inverse of `encode_plan`.
+
+    Raises:
+        InvalidPlanError: the digest does not match the content.
+    """
+    plan = msgspec.msgpack.decode(data, type=StepPlan)
+    if plan.digest != plan_digest(plan):
+        raise InvalidPlanError(f"plan of step {plan.step} says digest {plan.digest}, content gives {plan_digest(plan)}")
+    return plan
