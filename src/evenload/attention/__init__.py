@@ -1,0 +1,1 @@
+"""Range attention: the one attention primitive and its backends."""

@@ -1,0 +1,61 @@
+"""The one primitive under every strategy: attention of a token range against its document's prefix.
+
+    keys      0 ......... p ......... p+n
+    queries               [ n rows   )         row i sees keys (p+i-window, p+i]
+
+Slices with a KV prefix, backward packs cut differently from forward packs, context parallelism and
+DP-Merge are all lists of such ranges (DESIGN §8). Forward also returns the log-sum-exp per row and
+head; backward takes *any* output and log-sum-exp, so results merged from parts may be passed in.
+Autograd must never run through such a merge: the gradient would be silently wrong.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from evenload.errors import ConfigError
+
+
+class RangeAttention(Protocol):
+    """A backend. Shapes: n query rows, s >= n keys (the last n belong to the queries), H query heads,
+    G key/value heads (H a multiple of G), D head dim. `window` in tokens, 0 = full causal.
+
+    A caller with a sliding window may pass only the keys that the first row can see.
+    """
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
+        """q [n, H, D], k and v [s, G, D] -> output [n, H, D] and log-sum-exp [n, H] (fp32, or fp64 for fp64)."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q [n, H, D], k [s, G, D] and v [s, G, D]."""
+        ...
+
+
+def first_visible_key(start: int, window: int) -> int:
+    """Index of the first key that the query row at position `start` sees."""
+    return max(0, start - window + 1) if window else 0
+
+
+def select_backend(name: str, device: str) -> RangeAttention:
+    """The backend of that name; `auto` takes the fastest one for the device.
+
+    Raises:
+        ConfigError: unknown name, or a backend that does not run on the device.
+    """
+    from evenload.attention.cpu_flash import CpuFlashAttention
+    from evenload.attention.reference import ReferenceAttention
+
+    if name == "auto":
+        name = "cpu_flash" if device == "cpu" else "reference"
+    if name == "reference":
+        return ReferenceAttention()
+    if name == "cpu_flash":
+        if device != "cpu":
+            raise ConfigError(f"attention backend cpu_flash runs on the CPU only, the device is {device}; use 'auto'")
+        return CpuFlashAttention()
+    raise ConfigError(f"unknown attention backend '{name}'; choose auto, reference or cpu_flash")

@@ -1,0 +1,81 @@
+"""Every backend's range attention equals full-document attention by autograd."""
+
+import pytest
+import torch
+
+from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.range_attention import first_visible_key, select_backend
+from evenload.attention.reference import ReferenceAttention
+from evenload.errors import ConfigError
+
+BACKENDS = [ReferenceAttention(), CpuFlashAttention()]
+
+
+def full_attention(q, k, v, window):
+    """torch's own attention over the whole document, [T, H, D]."""
+    n = q.shape[0]
+    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    visible = column <= row
+    if window:
+        visible &= column > row - window
+    qh, kh, vh = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(qh, kh, vh, attn_mask=visible, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("window", [0, 1, 7, 300, 1000])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (6, 1)])
+def test_slices_equal_the_whole_document(backend, window, heads, groups):
+    """Forward cuts and other backward cuts give the output and gradients of one uncut document."""
+    torch.manual_seed(heads * 100 + window)
+    n, dim = 601, 16
+    q = torch.randn(n, heads, dim, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(n, groups, dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    grad = torch.randn(n, heads, dim, dtype=torch.float64)
+    expected = full_attention(q, k, v, window)
+    expected.backward(grad)
+    scale = dim**-0.5
+
+    out, lse = torch.empty_like(expected), torch.empty(n, heads, dtype=torch.float64)
+    with torch.no_grad():
+        for start, stop in [(0, 1), (1, 290), (290, 555), (555, 601)]:
+            first = first_visible_key(start, window)
+            out[start:stop], lse[start:stop] = backend.forward(
+                q[start:stop], k[first:stop], v[first:stop], scale=scale, window=window
+            )
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for start, stop in [(400, 601), (33, 400), (0, 33)]:
+            first = first_visible_key(start, window)
+            dq[start:stop], part_k, part_v = backend.backward(
+                grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop], lse[start:stop],
+                scale=scale, window=window,
+            )  # fmt: skip
+            dk[first:stop] += part_k
+            dv[first:stop] += part_v
+    for ours, theirs in [(out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)]:
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16():
+    """Slicing must not add rounding beyond what low precision costs anyway (flash-attention's rule)."""
+    torch.manual_seed(0)
+    n, heads, groups, dim = 512, 4, 2, 32
+    q, k, v = (torch.randn(n, h, dim) for h in (heads, groups, groups))
+    exact = full_attention(q.double(), k.double(), v.double(), 0)
+    low = [t.bfloat16() for t in (q, k, v)]
+    plain = (full_attention(*low, 0).double() - exact).norm()
+    backend = CpuFlashAttention()
+    parts = [
+        backend.forward(low[0][a:b], low[1][:b], low[2][:b], scale=dim**-0.5, window=0)[0]
+        for a, b in zip(range(0, n, 64), range(64, n + 1, 64), strict=True)
+    ]
+    assert (torch.cat(parts).double() - exact).norm() <= 2 * plain
+
+
+def test_unknown_backend_and_wrong_device_are_refused():
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash9'"):
+        select_backend("flash9", "cpu")
+    with pytest.raises(ConfigError, match="CPU only"):
+        select_backend("cpu_flash", "cuda")
+    assert select_backend("auto", "cpu").name == "cpu_flash"
