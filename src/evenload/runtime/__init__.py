@@ -1,0 +1,1 @@
+"""Executes plans: stages, channels, data parallelism, optimizer, checkpoints."""

@@ -1,0 +1,93 @@
+"""`ParameterUnit`: one unit's parameters as two flat buffers, cut into data-parallel shards.
+
+Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of
+a flat fp32 buffer (fp64 for fp64), so that reduction, sharding and the optimizer work on a few long
+tensors. Buffers are cut by unit, not by a byte range of the whole model: a change of stages moves whole
+units. One buffer takes weight decay (matrices), the other does not (norms, biases).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evenload.runtime.hf_model import StageModel
+
+
+@dataclass(eq=False)
+class FlatBuffer:
+    """Parameters of one unit and one weight-decay group.
+
+    Args:
+        key: "<unit>.decay" or "<unit>.no_decay"; stable across layouts, names optimizer state.
+        names: Hugging Face parameter names, in order.
+        parameters: the parameters, views of `values`.
+        num_elements: real elements; the buffers are padded to a multiple of `dp`.
+        values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
+        tied: the buffer holds the embedding/head weight that another stage holds too.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    num_elements: int
+    values: Tensor
+    grads: Tensor
+    decays: bool
+    tied: bool
+
+    def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
+        """The view of `flat` that a data-parallel rank owns."""
+        size = flat.numel() // dp
+        return flat[dp_rank * size : (dp_rank + 1) * size]
+
+
+def flatten_units(stage: StageModel, dp: int) -> list[FlatBuffer]:
+    """Move the stage's parameters into flat buffers and give each a `main_grad`.
+
+    Gradients that autograd produces itself (norm weights) are added to `main_grad` by a hook; linears and
+    the embedding write there directly.
+    """
+    crosses_stages = bool(stage.config.tie_word_embeddings) and not stage.ties_within_stage
+    buffers = []
+    for unit, named in stage.unit_parameters():
+        for decays in (True, False):
+            group = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
+            if not group:
+                continue
+            tied = crosses_stages and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
+            assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
+            buffers.append(_flatten(f"{unit}.{'decay' if decays else 'no_decay'}", group, dp, decays, tied))
+    return buffers
+
+
+def _flatten(key: str, group: list[tuple[str, nn.Parameter]], dp: int, decays: bool, tied: bool) -> FlatBuffer:
+    num_elements = sum(p.numel() for _, p in group)
+    padded = -(-num_elements // dp) * dp
+    like = group[0][1]
+    values = like.new_zeros(padded)
+    grads = torch.zeros(padded, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    start = 0
+    for _, parameter in group:
+        stop = start + parameter.numel()
+        values[start:stop].copy_(parameter.detach().flatten())
+        parameter.data = values[start:stop].view(parameter.shape)
+        parameter.main_grad = grads[start:stop].view(parameter.shape)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        start = stop
+    return FlatBuffer(
+        key=key,
+        names=tuple(name for name, _ in group),
+        parameters=tuple(parameter for _, parameter in group),
+        num_elements=num_elements,
+        values=values,
+        grads=grads,
+        decays=decays,
+        tied=tied,
+    )
+
+
+def _add_to_main_grad(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
+    parameter.grad = None

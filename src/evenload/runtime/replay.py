@@ -1,0 +1,186 @@
+"""Replay: run an unmodified Hugging Face decoder layer forward once, and backward over *other* token ranges.
+
+In the forward pack every `nn.Linear` and the attention of a layer record their outputs per token. A
+backward pack runs the same layer again on its own ranges with the recorded outputs in place of matrix
+products and attention, so only norms, rotary embedding and activations are recomputed; autograd then
+walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`.
+Cost: measured against plain autograd in benchmarks/replay.py.
+
+Source: our own; the closest published relative is SlimPack's regrouping of slices in backward (§4.2),
+which does not say how activations are shared between the two cuts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.runtime.store import ActivationStore, Range
+
+ATTENTION_NAME = "evenload_range"
+"""Name under which the attention function is registered with transformers."""
+
+
+@dataclass(eq=False)
+class ReplayState:
+    """What the running pass is; shared by the replaced modules of one stage.
+
+    Args:
+        mode: "record" in forward packs, "replay" in backward packs.
+        ranges: of the running pack, in row order.
+    """
+
+    backend: RangeAttention
+    mode: Literal["record", "replay"] = "record"
+    ranges: tuple[Range, ...] = ()
+    store: ActivationStore | None = None
+
+
+class ReplayLinear(nn.Linear):
+    """An `nn.Linear` whose output is recorded and read back. Instances are made by changing the class of
+    the model's own modules, so parameters, names and hooks stay untouched."""
+
+    replay: ReplayState
+    site: tuple[int, str]
+    output_unused: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[1, T, in] -> [1, T, out]."""
+        state = self.replay
+        assert state.store is not None
+        if state.mode == "record":
+            output = nn.functional.linear(input, self.weight, self.bias)
+            if not self.output_unused:
+                state.store.record(self.site, output[0])
+            return output
+        if self.output_unused:
+            # Nothing in the layer's backward reads this value, only its shape.
+            output = input.new_zeros(()).expand(1, input.shape[1], self.out_features)
+        else:
+            output = state.store.read(self.site, state.ranges)[None]
+        return linear_with_known_output(input, self.weight, self.bias, output)
+
+
+def linear_with_known_output(input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`."""
+    # In a tuple, autograd does not see the weights, so it makes no gradients of its own for them.
+    return _KnownLinear.apply(input, (weight, bias), output)  # type: ignore[return-value]
+
+
+class _KnownLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input: Tensor, parameters: tuple[Tensor, Tensor | None], output: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.bias = parameters
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (input,) = ctx.saved_tensors
+        grad_rows, input_rows = grad.flatten(0, -2), input.flatten(0, -2)
+        total = ctx.weight.main_grad
+        if total.dtype == grad_rows.dtype:
+            total.addmm_(grad_rows.t(), input_rows)
+        else:
+            total += grad_rows.t() @ input_rows
+        if ctx.bias is not None:
+            ctx.bias.main_grad += grad_rows.sum(0, dtype=ctx.bias.main_grad.dtype)
+        return grad @ ctx.weight, None, None
+
+
+class _RangeAttentionFunction(torch.autograd.Function):
+    """q [T, H, D], k and v [T, G, D] of all ranges of a pack -> output [T, H, D]."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, scale: float, window: int):
+        store = state.store
+        assert store is not None
+        ctx.call = (store, state.backend, state.ranges, layer, scale, window)
+        if state.mode == "replay":
+            out = store.read((layer, "attention"), state.ranges)
+            ctx.save_for_backward(q, out, store.read((layer, "lse"), state.ranges))
+            return out.view_as(out)
+        outs, lses = [], []
+        for rows, (doc_id, start, stop) in _rows_of(state.ranges):
+            keys, values = store.document_keys(doc_id, layer, k, v)
+            keys[start:stop], values[start:stop] = k[rows], v[rows]
+            first = first_visible_key(start, window)
+            out, lse = state.backend.forward(
+                q[rows], keys[first:stop], values[first:stop], scale=scale, window=window
+            )
+            outs.append(out)
+            lses.append(lse)
+        out, lse = torch.cat(outs), torch.cat(lses)
+        store.record((layer, "attention"), out)
+        store.record((layer, "lse"), lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        store, backend, ranges, layer, scale, window = ctx.call
+        q, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        dqs, dks, dvs = [], [], []
+        for rows, (doc_id, start, stop) in _rows_of(ranges):
+            keys, values = store.document_keys(doc_id, layer, q, q)
+            first = first_visible_key(start, window)
+            dq, dk, dv = backend.backward(
+                grad[rows], q[rows], keys[first:stop], values[first:stop], out[rows], lse[rows],
+                scale=scale, window=window,
+            )  # fmt: skip
+            dk, dv = store.add_key_grads(doc_id, layer, first, dk, dv, start, stop)
+            dqs.append(dq)
+            dks.append(dk)
+            dvs.append(dv)
+        return *(torch.cat(parts).to(q.dtype) for parts in (dqs, dks, dvs)), None, None, None, None
+
+
+def _rows_of(ranges: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
+    row = 0
+    for r in ranges:
+        stop = row + r[2] - r[1]
+        yield slice(row, stop), r
+        row = stop
+
+
+def _hf_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
+    state: ReplayState = module.replay  # type: ignore[assignment]
+    assert attention_mask is None and dropout == 0.0, "document boundaries come from the plan, never from a mask"
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = _RangeAttentionFunction.apply(q, k, v, state, layer, scaling, sliding_window or 0)
+    return out[None], None  # type: ignore[index]
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _hf_attention)
+
+
+def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, unused_outputs: tuple[str, ...]) -> None:
+    """Turn a decoder layer's linears and attention into recording ones, in place.
+
+    Args:
+        unused_outputs: names inside the layer of linears whose output value no backward needs (the last
+            linear of a pre-norm layer, which only feeds the residual sum).
+    """
+    for name, module in layer.named_modules():
+        if type(module) is nn.Linear:
+            module.__class__ = ReplayLinear
+            module.replay, module.site = state, (layer_index, name)  # type: ignore[assignment]
+            module.output_unused = name in unused_outputs  # type: ignore[assignment]
+        elif hasattr(module, "layer_idx"):
+            module.replay = state  # type: ignore[assignment]

@@ -1,0 +1,169 @@
+"""`PipelineStage`: forward and backward of packs on one stage's layers.
+
+Embedding runs in the forward of the first stage; final norm, head and loss run inside the *backward* of
+the last stage (its forward stops at the final hidden states), so the head's cost belongs to the backward
+pack, where the cost model charges it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evenload.attention.range_attention import RangeAttention
+from evenload.runtime.hf_model import StageModel
+from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
+from evenload.runtime.store import ActivationStore, Range
+
+# Rows of logits held at once: bounds their memory at vocab * 2048 whatever the pack.
+_HEAD_ROWS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class PackTokens:
+    """Token data of a pack, as the first and the last stage need it.
+
+    Args:
+        ranges: (doc_id, start, stop) per slice, in row order.
+        token_ids, targets, positions: int64[T]; target -100 carries no loss.
+    """
+
+    ranges: tuple[Range, ...]
+    token_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+class PipelineStage:
+    """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py)."""
+
+    def __init__(self, model: StageModel, backend: RangeAttention) -> None:
+        self.model = model
+        self._state = ReplayState(backend=backend)
+        for index, layer in model.layers.items():
+            make_replayable(layer, index, self._state, model.recipe.unused_outputs)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states sent between stages."""
+        return self.model.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute precision."""
+        return next(next(iter(self.model.layers.values())).parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage computes."""
+        return next(next(iter(self.model.layers.values())).parameters()).device
+
+    @torch.no_grad()
+    def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
+        """Run a forward pack.
+
+        Args:
+            hidden: [T, hidden] from the stage before; None on the first.
+
+        Returns:
+            Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
+        """
+        if hidden is None:
+            assert self.model.embedding is not None
+            hidden = self.model.embedding(pack.token_ids)
+        assert hidden is not None
+        store.open_pack(pack.ranges)
+        with self._pass("record", pack.ranges, store):
+            kwargs = self._layer_arguments(hidden, pack.positions)
+            for index, layer in self.model.layers.items():
+                store.record((index, "input"), hidden)
+                hidden = layer(hidden[None], **kwargs)[0]
+        if self.model.is_last:
+            store.record("final", hidden)
+        return hidden
+
+    def backward(
+        self, pack: PackTokens, grad: Tensor | None, store: ActivationStore, num_label_tokens: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run a backward pack and add to every parameter's `main_grad`.
+
+        Args:
+            grad: [T, hidden] from the stage after; None on the last.
+            num_label_tokens: of the whole global batch, the loss's denominator.
+
+        Returns:
+            Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
+            global mean loss (fp64 scalar; 0 except on the last stage).
+        """
+        loss = torch.zeros((), dtype=torch.float64)
+        if self.model.is_last:
+            grad, loss = self._head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
+        assert grad is not None
+        with self._pass("replay", pack.ranges, store):
+            kwargs = self._layer_arguments(grad, pack.positions)
+            for index in reversed(self.model.layers):
+                hidden = store.read((index, "input"), pack.ranges)[None].detach().requires_grad_()
+                with torch.enable_grad():
+                    output = self.model.layers[index](hidden, **kwargs)
+                output.backward(grad[None])
+                assert hidden.grad is not None
+                grad = hidden.grad[0]
+        if self.model.is_first:
+            self._embedding_backward(pack.token_ids, grad)
+            grad = None
+        store.close_backward(pack.ranges)
+        return grad, loss
+
+    def _head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of the final hidden states [T, hidden], in row blocks."""
+        norm, head = self.model.norm, self.model.head
+        assert norm is not None and head is not None
+        grads, total = [], torch.zeros((), dtype=torch.float64)
+        for start in range(0, hidden.shape[0], _HEAD_ROWS):
+            rows = hidden[start : start + _HEAD_ROWS].detach().requires_grad_()
+            with torch.enable_grad():
+                normed = norm(rows)
+                with torch.no_grad():
+                    logits = nn.functional.linear(normed, head.weight, head.bias)
+                logits = linear_with_known_output(normed, head.weight, head.bias, logits)
+                exact = logits if logits.dtype == torch.float64 else logits.float()
+                loss = nn.functional.cross_entropy(exact, targets[start : start + _HEAD_ROWS], reduction="sum")
+                # A batch without any label has a zero loss and zero gradients, not 0/0.
+                loss = loss / max(1, num_label_tokens)
+            loss.backward()
+            assert rows.grad is not None
+            grads.append(rows.grad)
+            total += loss.detach().double().cpu()
+        return torch.cat(grads), total
+
+    def _embedding_backward(self, token_ids: Tensor, grad: Tensor) -> None:
+        embedding = self.model.embedding
+        assert embedding is not None
+        total = embedding.weight.main_grad
+        if embedding.padding_idx is not None:
+            grad = grad.masked_fill((token_ids == embedding.padding_idx)[:, None], 0)
+        total.index_add_(0, token_ids, grad.to(total.dtype))
+
+    def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict:
+        rows = positions[None]
+        return {
+            "attention_mask": None,
+            "position_ids": rows,
+            "position_embeddings": self.model.rotary(like[None], rows),
+            "use_cache": False,
+        }
+
+    @contextmanager
+    def _pass(self, mode, ranges: tuple[Range, ...], store: ActivationStore) -> Iterator[None]:
+        state = self._state
+        state.mode, state.ranges, state.store = mode, ranges, store
+        # The configuration is shared with the user's model object, so it is changed only while a pass runs.
+        before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = ATTENTION_NAME
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
+            state.store, state.ranges = None, ()

@@ -1,0 +1,184 @@
+"""Replay on one stage: loss and gradients equal plain training, whatever the forward and backward cuts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+
+from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.errors import UnsupportedModelError
+from evenload.runtime.hf_model import build_stage_model, check_supported
+from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.stage import PackTokens, PipelineStage
+from evenload.runtime.store import ActivationStore
+
+LENGTHS = [61, 30, 1, 7, 2, 1, 19]
+
+
+def pack_tokens(ranges, tokens):
+    """Collate by hand: the slow, obvious way."""
+    ids, targets, positions = [], [], []
+    for doc, start, stop in ranges:
+        for t in range(start, stop):
+            ids.append(tokens[doc][t].item())
+            targets.append(tokens[doc][t + 1].item() if t + 1 < len(tokens[doc]) else -100)
+            positions.append(t)
+    return PackTokens(tuple(ranges), *(torch.tensor(x) for x in (ids, targets, positions)))
+
+
+def cut_documents(lengths, cuts):
+    """Slices of every document at the given fractions; ascending."""
+    slices = {}
+    for doc, n in enumerate(lengths):
+        edges = sorted({0, n, *(round(c * n) for c in cuts)})
+        slices[doc] = list(zip(edges[:-1], edges[1:], strict=True))
+    return slices
+
+
+def packs_of(lengths, cuts, budget, *, last_first):
+    """Greedy packs of at most `budget` tokens (or one slice), at most one slice of a document each."""
+    packs, current, size = [], [], 0
+    for doc, pieces in cut_documents(lengths, cuts).items():
+        for start, stop in reversed(pieces) if last_first else pieces:
+            if current and (size + stop - start > budget or current[-1][0] == doc):
+                packs.append(current)
+                current, size = [], 0
+            current.append((doc, start, stop))
+            size += stop - start
+    return [*packs, current]
+
+
+def run_single_stage(config, dtype, tokens, forward, backward):
+    """Loss, gradients and the store after all forwards, then all backwards."""
+    model = build_stage_model(
+        config, layers=(0, config.num_hidden_layers), dtype=dtype, device=torch.device("cpu"), weights=None, seed=3
+    )
+    buffers = flatten_units(model, dp=1)
+    weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    stage = PipelineStage(model, CpuFlashAttention())
+    store = ActivationStore({d: len(t) for d, t in tokens.items()}, [tuple(p) for p in backward])
+    labels = sum(len(t) - 1 for t in tokens.values())
+    for pack in forward:
+        stage.forward(pack_tokens(pack, tokens), None, store)
+    loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
+    store.check_empty()
+    gradients = {n: p.main_grad.clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    return loss, gradients, weights, store
+
+
+def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
+    loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward)
+    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, dtype)
+    assert abs(loss - plain_loss) <= tolerance * abs(plain_loss)
+    assert set(gradients) == set(plain)
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, plain[name]) <= tolerance, name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_gradients_equal_plain_training(kind, tied, dtype, tolerance):
+    config = tiny_config(kind, tied=tied)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
+    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    assert_equals_plain(config, dtype, tokens, forward, backward, tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 9, 500])
+def test_sliding_window_equals_plain_training(window):
+    config = tiny_config("mistral", sliding_window=window)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
+    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    assert_equals_plain(config, torch.float64, tokens, forward, backward, 1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    forward_cuts=st.lists(st.floats(0, 1), max_size=4),
+    backward_cuts=st.lists(st.floats(0, 1), max_size=4),
+    forward_budget=st.integers(1, 80),
+    backward_budget=st.integers(1, 80),
+)
+def test_any_cuts_equal_plain_training(lengths, forward_cuts, backward_cuts, forward_budget, backward_budget):
+    config = tiny_config("llama", num_hidden_layers=2)
+    tokens = make_tokens(lengths, config.vocab_size)
+    forward = packs_of(lengths, forward_cuts, forward_budget, last_first=False)
+    backward = packs_of(lengths, backward_cuts, backward_budget, last_first=True)
+    assert_equals_plain(config, torch.float64, tokens, forward, backward, 1e-10)
+
+
+def test_changing_one_document_leaves_the_others_gradient_share_unchanged():
+    """Isolation: the gradient is a sum over documents, so replacing one document's tokens changes exactly its term."""
+    config = tiny_config("llama")
+    forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
+    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    other = tokens | {1: make_tokens(LENGTHS, config.vocab_size, seed=9)[1]}
+    labels = sum(n - 1 for n in LENGTHS)
+    _, before, weights, _ = run_single_stage(config, torch.float64, tokens, forward, backward)
+    _, after, _, _ = run_single_stage(config, torch.float64, other, forward, backward)
+    _, alone_before = plain_loss_and_gradients(config, weights, {1: tokens[1]}, torch.float64, labels)
+    _, alone_after = plain_loss_and_gradients(config, weights, {1: other[1]}, torch.float64, labels)
+    for name in before:
+        expected = before[name] + alone_after[name] - alone_before[name]
+        assert relative_error(after[name], expected) <= 1e-10, name
+
+
+def test_hidden_states_of_a_document_do_not_depend_on_its_neighbours():
+    """Perturbation: other documents' tokens must not change a document's outputs by one bit of meaning."""
+    config = tiny_config("llama")
+    model = build_stage_model(
+        config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
+    )
+    flatten_units(model, dp=1)
+    stage = PipelineStage(model, CpuFlashAttention())
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    perturbed = make_tokens(LENGTHS, config.vocab_size, seed=5) | {1: tokens[1]}
+    outputs = []
+    for batch in (tokens, perturbed):
+        store = ActivationStore(dict(enumerate(LENGTHS)), [])
+        pieces = []
+        for pack in packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False):
+            hidden = stage.forward(pack_tokens(pack, batch), None, store)
+            row = 0
+            for doc, start, stop in pack:
+                if doc == 1:
+                    pieces.append(hidden[row : row + stop - start].clone())
+                row += stop - start
+        outputs.append(torch.cat(pieces))
+    assert outputs[0].shape[0] == LENGTHS[1]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-12)
+
+
+def test_symmetric_packs_are_kept_without_copies():
+    """A pack that comes back whole is one block: its recorded tensors are returned, not gathered."""
+    store = ActivationStore({0: 4, 1: 3}, [((0, 0, 4), (1, 0, 3))])
+    rows = torch.randn(7, 2)
+    store.open_pack(((0, 0, 4), (1, 0, 3)))
+    store.record("x", rows)
+    assert store.read("x", ((0, 0, 4), (1, 0, 3))) is rows
+    assert store.held_bytes == rows.nbytes
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_options_that_replay_would_run_wrong_are_refused(change, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        check_supported(tiny_config("llama", **change))
+
+
+def test_unknown_architecture_is_refused_by_name():
+    from transformers import MixtralConfig
+
+    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM"):
+        check_supported(MixtralConfig(num_hidden_layers=1))
