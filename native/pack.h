@@ -1,0 +1,25 @@
+// Whole documents into bins: best-fit decreasing by tokens, longest first by work.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace evenload {
+
+// Items of group g are members[offset[g] .. offset[g + 1]), in the order they were placed.
+struct Groups {
+    std::vector<int64_t> members;
+    std::vector<int64_t> offset;
+};
+
+// Place items in descending size into the fullest bin that still has room, else into a new bin.
+// Every size is in 1..capacity. O(n log n).
+Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity);
+
+// Place items in descending work into the group with the least work that still has room; a new
+// group opens when none has. Empty `num_tokens` = no cap. O(n log k) unless full groups are skipped.
+Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::span<const int64_t> num_tokens,
+                     int64_t capacity);
+
+}  // namespace evenload
