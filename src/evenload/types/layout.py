@@ -9,7 +9,7 @@ from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
 
-class ParallelLayout(Frozen, kw_only=True):
+class ParallelLayout(Frozen):
     """Sizes of the parallel dimensions and the split of layers into stages.
 
     Args:
