@@ -1,0 +1,25 @@
+# Compiled core (native/). Call it through the wrappers named beside each function; they check inputs.
+import numpy as np
+from numpy.typing import NDArray
+
+# plan/bin_packing.py: (members int64[n], offset int64[groups + 1])
+def best_fit_decreasing(
+    num_tokens: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def longest_first(
+    work_s: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
+# plan/partition.py: (doc int32[slices], start, stop int64[slices], pack_offset int64[packs + 1])
+def partition_by_work(
+    num_tokens: NDArray[np.int64],
+    order: NDArray[np.int32],
+    linear_s: float,
+    attention_s: tuple[tuple[float, int], ...],
+    slice_s: float,
+    num_packs: int,
+    align: int,
+    min_slice_tokens: int,
+    max_pack_tokens: int,
+    last_first: bool,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.plan.bin_packing import best_fit_decreasing, longest_first
+from hypothesis import given
+from hypothesis import strategies as st
+
+BACKENDS = ["native", "python"]
+lengths = st.lists(st.integers(1, 50), max_size=40)
+
+
+def column(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def plain_best_fit(num_tokens: list[int], capacity: int) -> list[list[int]]:
+    """The definition, O(n^2): look at every bin."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for item in sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i)):
+        fitting = [b for b in range(len(bins)) if free[b] >= num_tokens[item]]
+        best = min(fitting, key=lambda b: (free[b], b), default=None)
+        if best is None:
+            best = len(bins)
+            bins.append([])
+            free.append(capacity)
+        bins[best].append(item)
+        free[best] -= num_tokens[item]
+    return bins
+
+
+def plain_longest_first(work: list[float], num_groups: int, tokens: list[int], capacity: int) -> list[list[int]]:
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    load, held = [0.0] * num_groups, [0] * num_groups
+    for item in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        fitting = [g for g in range(len(groups)) if held[g] + tokens[item] <= capacity]
+        best = min(fitting, key=lambda g: (load[g], g), default=None)
+        if best is None:
+            best = len(groups)
+            groups.append([])
+            load.append(0.0)
+            held.append(0)
+        groups[best].append(item)
+        load[best] += work[item]
+        held[best] += tokens[item]
+    return groups
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_best_fit_places_by_hand(backend):
+    # 7 | 6 | 3 joins 7 (exactly full), 3 joins 6 (1 left), 2 opens, 1 joins the fuller bin.
+    assert best_fit_decreasing(column([3, 7, 2, 6, 3, 1]), 10, backend=backend) == [[1, 0], [3, 4, 5], [2]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(lengths, st.integers(50, 120))
+def test_best_fit_equals_its_definition(backend, num_tokens, capacity):
+    assert best_fit_decreasing(column(num_tokens), capacity, backend=backend) == plain_best_fit(num_tokens, capacity)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(lengths, st.integers(1, 9), st.integers(50, 200))
+def test_longest_first_equals_its_definition(backend, num_tokens, num_groups, capacity):
+    # Works with many ties, in another order than the lengths.
+    work = [float((7 * t) % 11) for t in num_tokens]
+    expected = plain_longest_first(work, num_groups, num_tokens, capacity)
+    got = longest_first(np.array(work), num_groups, num_tokens=column(num_tokens), capacity=capacity, backend=backend)
+    assert got == expected
+    uncapped = plain_longest_first(work, num_groups, [0] * len(work), 1)
+    assert longest_first(np.array(work), num_groups, backend=backend) == uncapped
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
+def test_longest_first_twins_agree_on_any_works(work, num_groups):
+    """Loads are sums of doubles; another summation order would break ties differently."""
+    native = longest_first(np.array(work), num_groups, backend="native")
+    assert native == longest_first(np.array(work), num_groups, backend="python")
+
+
+def test_longest_first_balances_many_documents():
+    rng = np.random.default_rng(0)
+    work = rng.lognormal(0, 1.5, 65_536)
+    loads = [work[group].sum() for group in longest_first(work, 64)]
+    assert max(loads) <= 1.0001 * np.mean(loads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_document_over_capacity_is_named(backend):
+    with pytest.raises(InfeasiblePlanError, match="document 1 has 11 tokens, a pack holds 10"):
+        best_fit_decreasing(column([3, 11]), 10, backend=backend)
+    with pytest.raises(InfeasiblePlanError, match="document 0 has 12 tokens"):
+        longest_first(np.array([1.0]), 2, num_tokens=column([12]), capacity=10, backend=backend)
+
+
+def test_bad_inputs_are_refused():
+    with pytest.raises(ConfigError, match="document 1 has 0 tokens"):
+        best_fit_decreasing(column([3, 0]), 10)
+    with pytest.raises(ConfigError, match="num_groups is 0"):
+        longest_first(np.array([1.0]), 0)
+    with pytest.raises(ConfigError, match="without negatives"):
+        longest_first(np.array([np.nan]), 1)
+    with pytest.raises(ConfigError, match="together, or neither"):
+        longest_first(np.array([1.0]), 1, capacity=4)
+    with pytest.raises(ConfigError, match="2 works but 1 lengths"):
+        longest_first(np.array([1.0, 2.0]), 1, num_tokens=column([4]), capacity=4)

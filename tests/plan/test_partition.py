@@ -1,0 +1,169 @@
+import numpy as np
+import pytest
+from evenload.errors import ConfigError
+from evenload.plan.partition import partition_by_work
+from evenload.types.columns import SliceColumns
+from evenload.types.work import WorkCurve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LINEAR = WorkCurve(linear_s=1.0)
+CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
+
+
+def rows(columns: SliceColumns) -> list[list[tuple[int, int, int]]]:
+    flat = list(zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True))
+    edges = columns.pack_offset.tolist()
+    return [flat[lo:hi] for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def partition(lengths, num_packs, work=LINEAR, order=None, **options) -> list[list[tuple[int, int, int]]]:
+    sequence = np.arange(len(lengths), dtype=np.int32) if order is None else np.array(order, dtype=np.int32)
+    return rows(partition_by_work(np.array(lengths, dtype=np.int64), sequence, work, num_packs, **options))
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["native", "python"])
+
+
+@BACKENDS
+def test_linear_work_is_cut_by_tokens(backend):
+    """doc 0: ----------|----        doc 1: ------|-
+    pack 0 takes 10, pack 1 takes 4 + 6 and pack 2 the rest of 21 tokens in 3 packs of 7."""
+    assert partition([14, 7], 3, backend=backend) == [[(0, 0, 7)], [(0, 7, 14)], [(1, 0, 7)]]
+    assert partition([10, 11], 3, backend=backend) == [[(0, 0, 7)], [(0, 7, 10), (1, 0, 4)], [(1, 4, 11)]]
+
+
+@BACKENDS
+def test_backward_slices_come_from_the_documents_end(backend):
+    expected = [[(0, 3, 10)], [(0, 0, 3), (1, 7, 11)], [(1, 0, 7)]]
+    assert partition([10, 11], 3, last_first=True, backend=backend) == expected
+
+
+@BACKENDS
+def test_order_is_followed(backend):
+    assert partition([10, 11], 3, order=[1, 0], backend=backend) == [[(1, 0, 7)], [(1, 7, 11), (0, 0, 3)], [(0, 3, 10)]]
+
+
+@BACKENDS
+def test_cuts_lie_on_multiples_from_the_documents_start(backend):
+    forward = partition([100], 3, align=16, backend=backend)
+    assert forward == [[(0, 0, 32)], [(0, 32, 64)], [(0, 64, 100)]]
+    backward = partition([100], 3, align=16, last_first=True, backend=backend)
+    assert backward == [[(0, 64, 100)], [(0, 32, 64)], [(0, 0, 32)]]
+
+
+@BACKENDS
+def test_short_documents_are_not_cut_into_crumbs(backend):
+    """Targets 5, 10, 15 fall inside documents of 6: with min 4 no legal cut exists, so whole ones remain."""
+    assert partition([6, 6, 6], 3, min_slice_tokens=4, backend=backend) == [[(0, 0, 6)], [(1, 0, 6)], [(2, 0, 6)]]
+
+
+@BACKENDS
+def test_cap_cuts_a_long_document_and_adds_packs(backend):
+    packs = partition([20, 3], 1, max_pack_tokens=8, backend=backend)
+    assert packs == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 20), (1, 0, 3)]]
+
+
+@BACKENDS
+def test_cap_leaves_no_pack_above_the_first_share(backend):
+    """A long document carries the work, short ones the tokens: capped packs must not make a later pack heavier."""
+    work = WorkCurve(linear_s=1.0, attention_s=((0.1, 0),))
+    lengths = [400] + [1] * 400
+    packs = partition(lengths, 4, work, order=[*range(200, 401), *range(200)], max_pack_tokens=150, backend=backend)
+    seconds = [sum(work.slice_work_s(a, b) for _, a, b in pack) for pack in packs]
+    share = sum(work.slice_work_s(0, n) for n in lengths) / 4
+    assert max(seconds) <= 1.03 * share  # one boundary token of the long document is worth 41 s
+    assert max(sum(b - a for _, a, b in pack) for pack in packs) <= 150
+
+
+def check(lengths, order, columns, *, align, min_slice, cap, last_first) -> None:
+    seen: dict[int, int] = {}
+    visited: list[int] = []
+    for pack in rows(columns):
+        assert pack, "empty pack"
+        assert sum(b - a for _, a, b in pack) <= cap
+        assert len({doc for doc, _, _ in pack}) == len(pack), "two slices of one document in a pack"
+        for doc, start, stop in pack:
+            assert start < stop
+            if doc not in seen:
+                visited.append(doc)
+                seen[doc] = lengths[doc] if last_first else 0
+            assert (stop if last_first else start) == seen[doc]
+            seen[doc] = start if last_first else stop
+            assert (start == 0 and stop == lengths[doc]) or stop - start >= min_slice
+            for edge in (start, stop):
+                assert edge % align == 0 or edge == lengths[doc]
+    assert visited == list(order)
+    assert all(seen[doc] == (0 if last_first else lengths[doc]) for doc in order)
+
+
+@settings(max_examples=300)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=25),
+    num_packs=st.integers(1, 30),
+    align=st.sampled_from([1, 1, 3, 16]),
+    min_slice=st.sampled_from([1, 1, 2, 20]),
+    cap=st.none() | st.integers(60, 400),
+    last_first=st.booleans(),
+    work=st.builds(
+        WorkCurve,
+        linear_s=st.sampled_from([0.0, 1.0, 0.3]),
+        attention_s=st.sampled_from([(), ((0.1, 0),), ((0.02, 0), (0.3, 16))]),
+        slice_s=st.sampled_from([0.0, 5.0]),
+    ),
+    seed=st.integers(0, 99),
+)
+def test_any_partition_covers_once_keeps_order_and_cap(
+    lengths, num_packs, align, min_slice, cap, last_first, work, seed
+):
+    order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
+    options = {"align": align, "min_slice_tokens": min_slice, "max_pack_tokens": cap, "last_first": last_first}
+    column = np.array(lengths, dtype=np.int64)
+    columns = partition_by_work(column, order, work, num_packs, **options)
+    check(lengths, order, columns, align=align, min_slice=min_slice, cap=cap or 10**9, last_first=last_first)
+    if cap is None:
+        assert columns.num_packs <= num_packs
+    twin = partition_by_work(column, order, work, num_packs, **options, backend="python")
+    for name in ("doc", "start", "stop", "pack_offset"):
+        assert np.array_equal(getattr(columns, name), getattr(twin, name)), name
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_real_like_lengths_are_balanced(last_first):
+    """512 lognormal documents up to 128K tokens, cuts on 128: within 1 % of equal work."""
+    rng = np.random.default_rng(1)
+    lengths = np.minimum(rng.lognormal(7.0, 1.6, 512).astype(np.int64) + 1, 131_072)
+    work = WorkCurve(linear_s=1e-6, attention_s=((4e-11, 0),))
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
+    columns = partition_by_work(lengths, order, work, 32, align=128, min_slice_tokens=128, last_first=last_first)
+    seconds = columns.pack_sums(work.slice_works_s(columns.start, columns.stop))
+    assert columns.num_packs == 32
+    assert seconds.max() / seconds.mean() <= 1.01
+    assert columns.num_slices - len(lengths) <= 31, "more cuts than pack borders"
+
+
+def test_cut_is_the_nearest_boundary():
+    """Brute force over every boundary of one document: the first pack ends nearest to half of the work."""
+    for last_first in (False, True):
+        for n in range(2, 60):
+            [first, *_] = partition([n], 2, CAUSAL, last_first=last_first)
+            half = CAUSAL.slice_work_s(0, n) / 2
+            miss = {t: abs(CAUSAL.slice_work_s(*((n - t, n) if last_first else (0, t))) - half) for t in range(1, n)}
+            assert miss[first[0][2] - first[0][1]] == min(miss.values())
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match="cannot be cut into packs of 10"):
+        partition([20], 2, max_pack_tokens=10, min_slice_tokens=8)
+    with pytest.raises(ConfigError, match="num_packs is 0"):
+        partition([20], 0)
+    with pytest.raises(ConfigError, match="at most once"):
+        partition([20, 20], 2, order=[0, 0])
+    with pytest.raises(ConfigError, match="document of 0 tokens"):
+        partition([20, 0], 2)
+    with pytest.raises(ConfigError, match="negative or non-finite"):
+        WorkCurve(linear_s=-1.0)
+
+
+def test_no_documents_give_no_packs():
+    assert partition([], 4) == partition([], 4, backend="python") == []
