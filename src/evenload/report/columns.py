@@ -1,0 +1,80 @@
+"""Columns of the strategy comparison, shared by the terminal's table and the page's.
+
+Keys are those of `evenload plan --json` (DESIGN §11), plus what only a trained run knows. A column is
+shown when any row has a value for it; keys without a column are carried by the files, not by the table.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from evenload.report.units import (
+    MISSING,
+    format_bytes,
+    format_count,
+    format_layout,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
+
+
+class Column(NamedTuple):
+    """One column: the key of its values, heading, how to print a value, and what it means."""
+
+    key: str
+    heading: str
+    format: Callable[[Any], str]
+    meaning: str
+
+
+COLUMNS = (
+    Column("measured_step_time_s", "step\nmeasured", format_seconds, "median measured seconds of an optimizer step"),
+    Column("mean_step_time_s", "step\npredicted", format_seconds, "mean simulated seconds of an optimizer step"),
+    Column("fraction_of_bound", "of bound", format_percent, "lower bound over predicted step time; 100 % is ideal"),
+    Column(
+        "speedup_over_best_fit",
+        "vs\nbest_fit",
+        lambda ratio: f"{ratio:.2f}×",  # noqa: RUF001
+        "predicted speed relative to best_fit",
+    ),
+    Column("tokens_per_s_per_device", "tokens/s\ndevice", format_count, "real tokens a second and device, predicted"),
+    Column("measured_tokens_per_s", "tokens/s\nmeasured", format_count, "real tokens a second, all devices"),
+    Column("final_loss", "loss\nlast", lambda loss: f"{loss:.4f}", "loss of the last step"),
+    Column("bubble_fraction", "bubble", format_percent, "share of rank time in which nothing is computed"),
+    Column("imbalance_forward", "fwd\nmax/mean", format_ratio, "slowest forward pack over the mean"),
+    Column("imbalance_backward", "bwd\nmax/mean", format_ratio, "slowest backward pack over the mean"),
+    Column("imbalance_dp", "dp\nmax/mean", format_ratio, "slowest replica over the mean"),
+    Column("peak_memory_bytes", "memory\npeak", format_bytes, "most bytes any device holds at any time"),
+    Column("cap_violations", "over\ncap", format_count, "packs over the memory cap"),
+    Column("num_packs_forward", "packs\nfwd", format_count, "forward packs of a step"),
+    Column("num_packs_backward", "packs\nbwd", format_count, "backward packs of a step"),
+    Column("deferred_tokens", "tokens\ndeferred", format_count, "tokens moved to a later step"),
+    Column("dropped_tokens", "tokens\ndropped", format_count, "tokens never trained"),
+    Column("plan_time_s", "plan\ntime", format_seconds, "seconds to plan a step"),
+    Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
+)
+_SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens"})
+
+
+def shown_columns(rows: Iterable[Mapping[str, object]]) -> tuple[Column, ...]:
+    """The columns for which any row has a value; counts of bad things only when one is not zero."""
+    rows = tuple(rows)
+    return tuple(
+        column
+        for column in COLUMNS
+        if any(
+            row.get(column.key) is not None and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)
+            for row in rows
+        )
+    )
+
+
+def format_cell(column: Column, row: Mapping[str, object]) -> str:
+    """A row's value in a column; a dash when it has none."""
+    value = row.get(column.key)
+    return MISSING if value is None else column.format(value)
+
+
+def is_feasible(row: Mapping[str, object]) -> bool:
+    """Whether a strategy can run; rows of trained runs do not say and did."""
+    return row.get("feasible", True) is not False

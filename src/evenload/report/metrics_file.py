@@ -1,0 +1,151 @@
+"""`metrics.jsonl`: one JSON object a step, with fixed keys, appended and read back.
+
+A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and
+goes on; anywhere else a broken line is an error. Appending after a torn line would hide it in the
+middle of the file, so it is refused until `drop_torn_line` has cut it off.
+
+JSON has no NaN or infinity, but a diverged loss must be recorded: non-finite numbers are written as the
+strings "NaN", "Infinity" and "-Infinity" (as in the JSON form of protocol buffers) and read back as floats.
+Price: one open, one read of a byte and one write a step; reading is O(file).
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from evenload.errors import DataError
+
+METRIC_KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "label_tokens",
+    "padding_tokens",
+    "documents",
+    "step_time_s",
+    "predicted_step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "bubble_fraction",
+    "imbalance_forward",
+    "imbalance_backward",
+    "imbalance_dp",
+    "pack_efficiency",
+    "plan_time_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+    "predicted_peak_memory_bytes",
+    "deferred_documents",
+    "mean_token_delay_steps",
+    "layout",
+)
+"""The keys of a row, in the order in which they are written. A value that does not exist is `None`."""
+
+MetricValue = int | float | str | None
+MetricRow = Mapping[str, MetricValue]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TEXT_KEYS = frozenset({"layout"})
+_LOG = logging.getLogger(__name__)
+
+
+def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
+    """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`.
+
+    Raises:
+        DataError: keys are missing or unknown, or the file ends in a torn line.
+    """
+    line = (_encode(row) + "\n").encode()
+    with open(path, "a+b") as file:
+        if _ends_torn(file):
+            raise DataError(
+                f"{path} ends in a torn line (a crash while writing); call drop_torn_line before appending to it"
+            )
+        file.write(line)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
+    """All rows in file order; a torn last line is left out with a log warning.
+
+    Raises:
+        DataError: the file does not exist, or a line that is not the torn last one is not a row of the
+            fixed keys; named by its number.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run") from error
+    lines = text.split(b"\n")
+    torn = lines.pop()
+    if torn:
+        _LOG.warning("%s: left out the torn last line %d (%d bytes)", path, len(lines) + 1, len(torn))
+    return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def drop_torn_line(path: str | os.PathLike[str]) -> str:
+    """Cut an unfinished last line off the file, as a resumed run must.
+
+    Returns:
+        The text cut off; "" when the file ends in a whole line or does not exist.
+    """
+    if not os.path.exists(path):
+        return ""
+    content = Path(path).read_bytes()
+    keep = content.rfind(b"\n") + 1
+    if keep < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(keep)
+    return content[keep:].decode(errors="replace")
+
+
+def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
+    """Rows by ascending step, the last written of each: a resumed run repeats the steps it lost."""
+    latest = {row["step"]: row for row in rows}
+    return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
+
+
+def _encode(row: MetricRow) -> str:
+    missing = [key for key in METRIC_KEYS if key not in row]
+    unknown = sorted(set(row) - set(METRIC_KEYS))
+    if missing or unknown:
+        raise DataError(
+            f"metrics of step {row.get('step', '?')}: missing keys {missing}, unknown keys {unknown}; "
+            "give exactly METRIC_KEYS, with None for a value that does not exist"
+        )
+    return json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False)
+
+
+def _encode_value(value: MetricValue) -> MetricValue:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
+    if not isinstance(row, dict) or set(row) != set(METRIC_KEYS):
+        keys = set(row) if isinstance(row, dict) else set()
+        raise DataError(
+            f"{where} is not a metrics row: missing keys {[k for k in METRIC_KEYS if k not in keys]}, "
+            f"unknown keys {sorted(keys - set(METRIC_KEYS))}; is it a file of another version?"
+        )
+    return {key: _decode_value(key, row[key]) for key in METRIC_KEYS}
+
+
+def _decode_value(key: str, value: MetricValue) -> MetricValue:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in _TEXT_KEYS else value
+
+
+def _ends_torn(file) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"

@@ -1,0 +1,58 @@
+"""Seconds of every pack of a `Timeline`, and how evenly they are spread.
+
+A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the
+schedule splits a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over
+the mean pack, as in `metrics.jsonl`; 1.0 is perfect. Price: O(n log n) in tasks.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.types.micropack import Direction
+from evenload.types.timeline import KINDS, Timeline
+
+FORWARD_KIND = KINDS.index("F")
+
+
+class PackTimes(NamedTuple):
+    """Packs of one direction, by ascending (dp rank, pack).
+
+    Args:
+        dp_rank, pack: int64[num_packs].
+        seconds: float64[num_packs], on the pack's slowest stage.
+    """
+
+    dp_rank: NDArray[np.int64]
+    pack: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+
+    def imbalance(self) -> float:
+        """Slowest over mean; NaN without packs or without time."""
+        mean = float(self.seconds.mean()) if len(self.seconds) else 0.0
+        return float(self.seconds.max()) / mean if mean > 0 else float("nan")
+
+
+def is_forward(timeline: Timeline) -> NDArray[np.bool_]:
+    """bool[num_tasks]: forward tasks; all other kinds belong to backward packs."""
+    return timeline.kind == FORWARD_KIND
+
+
+def pack_times(timeline: Timeline, direction: Direction) -> PackTimes:
+    """Seconds of the packs of one direction over all replicas."""
+    chosen = is_forward(timeline) == (direction == "forward")
+    seconds = (timeline.end_s - timeline.start_s)[chosen]
+    keys = np.stack([timeline.dp_rank[chosen], timeline.pack[chosen], timeline.stage[chosen]]).astype(np.int64)
+    stages, of_stage = np.unique(keys, axis=1, return_inverse=True)
+    stage_seconds = np.bincount(of_stage.ravel(), weights=seconds, minlength=stages.shape[1])
+    packs, of_pack = np.unique(stages[:2], axis=1, return_inverse=True)
+    slowest = np.zeros(packs.shape[1])
+    np.maximum.at(slowest, of_pack.ravel(), stage_seconds)
+    return PackTimes(dp_rank=packs[0], pack=packs[1], seconds=slowest)
+
+
+def replica_ends(timeline: Timeline) -> dict[int, float]:
+    """Seconds at which each replica's last task ends, by dp rank."""
+    ranks = np.unique(timeline.dp_rank)
+    return {int(rank): float(timeline.end_s[timeline.dp_rank == rank].max()) for rank in ranks}

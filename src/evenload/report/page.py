@@ -1,0 +1,104 @@
+"""The frame of a self-contained page: head, styles, plotly.js once, figures as data, and the rule that no
+byte comes from the network.
+
+Every figure is a JSON data block; `report.js` draws it when it is scrolled near, so a page with many
+strategies opens at once. A content security policy in the page itself forbids all loads: even a mistake in a
+figure cannot reach out. `<` is escaped inside data blocks, so no text can end its block early.
+Price: plotly.js is 4.8 MB of every page.
+"""
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any, cast
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+_HERE = Path(__file__).parent
+
+
+def page_html(title: str, blocks: Iterable[str]) -> str:
+    """A whole document.
+
+    Args:
+        title: plain text.
+        blocks: finished HTML of the body, in order.
+    """
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_asset('report.css')}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            *blocks,
+            '<noscript><p class="note">The figures of this page need JavaScript; it loads nothing from the network.'
+            "</p></noscript>",
+            "</main>",
+            f"<script>{get_plotlyjs()}</script>",
+            f"<script>\n{_asset('report.js')}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def figure_html(identifier: str, heading: str, how_to_read: str, figure: go.Figure) -> str:
+    """One figure with its heading and the paragraph that says how to read it.
+
+    Args:
+        identifier: unique in the page; letters, digits and dashes.
+        heading: plain text.
+        how_to_read: HTML.
+        figure: its height is kept, its width follows the page.
+    """
+    height = int(cast(Any, figure.layout).height)
+    figure = go.Figure(figure).update_layout(template="none", autosize=True)
+    figure.update_xaxes(title_font_size=12.5).update_yaxes(title_font_size=12.5)
+    _place_legend(figure)
+    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
+    data = str(figure.to_json()).replace("<", "\\u003c")
+    return "\n".join(
+        [
+            f'<figure id="{identifier}">',
+            f"<h3>{escape(heading)}</h3>",
+            f'<div class="plot" data-figure="{identifier}-data" style="height:{height}px"></div>',
+            f'<script type="application/json" id="{identifier}-data">{data}</script>',
+            f"<figcaption>{how_to_read}</figcaption>",
+            "</figure>",
+        ]
+    )
+
+
+def _place_legend(figure: go.Figure) -> None:
+    """A row at the very top, over the panels' headings, left of the buttons."""
+    figure.update_layout(
+        legend={
+            "orientation": "h",
+            "xref": "container",
+            "yref": "container",
+            "x": 0,
+            "y": 1,
+            "xanchor": "left",
+            "yanchor": "top",
+            "bgcolor": "rgba(0,0,0,0)",
+            "tracegroupgap": 0,
+        }
+    )
+
+
+def _asset(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")

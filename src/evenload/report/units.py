@@ -1,0 +1,93 @@
+"""Numbers as people read them: one place that decides units and digits for tables, lines and pictures.
+
+Bytes are binary (GiB) because device memory is sold that way; counts are decimal (K, M). A missing
+value (`None` or NaN) prints as a dash, so that "not measured" never looks like zero.
+"""
+
+import math
+
+MISSING = "-"
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNT_UNITS = ("", "K", "M", "G", "T", "P")
+_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """Bytes in binary units: `1610612736` is "1.50 GiB"; below one KiB exact."""
+    if num_bytes is None or math.isnan(num_bytes):
+        return MISSING
+    return _scaled(num_bytes, 1024.0, _BYTE_UNITS, separator=" ")
+
+
+def format_count(count: float | None) -> str:
+    """A count in decimal units: `131072` is "131K"; below 1,000 exact."""
+    if count is None or math.isnan(count):
+        return MISSING
+    return _scaled(count, 1000.0, _COUNT_UNITS, separator="")
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Seconds with three digits in s, ms, µs or ns: `0.0123` is "12.3 ms"; from 100 s on whole seconds."""
+    if seconds is None or math.isnan(seconds):
+        return MISSING
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds == 0:
+        return "0 s"
+    for unit_s, name in _SECOND_UNITS:
+        # Rounded first, so that 0.9999 s is "1.00 s" and not "1000 ms".
+        if abs(_round3(seconds)) >= unit_s:
+            return f"{_three_digits(seconds / unit_s)} {name}"
+    return f"{seconds:.3g} s"
+
+
+def format_percent(fraction: float | None) -> str:
+    """A share of one: `0.0734` is "7.3 %"."""
+    return MISSING if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
+
+
+def format_change(fraction: float | None) -> str:
+    """A signed relative change: `-0.054` is "-5.4 %"."""
+    return MISSING if fraction is None or math.isnan(fraction) else f"{100 * fraction:+.1f} %"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """A ratio near one, such as max over mean: `1.0412` is "1.041"."""
+    return MISSING if ratio is None or math.isnan(ratio) else f"{ratio:.3f}"
+
+
+def format_plain(value: float | None, spec: str) -> str:
+    """A number by a format specification; NaN and infinity are shown, as news about a loss. Only `None` is missing."""
+    return MISSING if value is None else format(float(value), spec)
+
+
+def format_layout(layout: object) -> str:
+    """A layout as "dp=8 pp=4 cp=1 tp=1": from a mapping with those keys, or text as it is."""
+    if layout is None:
+        return MISSING
+    if isinstance(layout, dict):
+        return " ".join(f"{key}={layout[key]}" for key in ("dp", "cp", "pp", "tp") if key in layout)
+    return str(layout)
+
+
+def _scaled(value: float, base: float, units: tuple[str, ...], separator: str) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    power = 0
+    while abs(_round3(value / base**power)) >= base and power + 1 < len(units):
+        power += 1
+    if power == 0:
+        number = f"{value:.0f}" if float(value).is_integer() else _three_digits(value)
+        return f"{number}{separator}{units[0]}" if units[0] else number
+    return f"{_three_digits(value / base**power)}{separator}{units[power]}"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits without an exponent; more when the whole part is longer."""
+    magnitude = abs(_round3(value))
+    decimals = 2 if magnitude < 10 else 1 if magnitude < 100 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _round3(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -1,0 +1,104 @@
+"""Small hand-made inputs for the report tests: timelines of a greedy 1F1B run, and metrics rows."""
+
+import numpy as np
+
+from evenload.report.metrics_file import METRIC_KEYS
+from evenload.report.pack_label import PackLabel
+from evenload.types.timeline import KINDS, Timeline
+
+
+def make_timeline(num_dp=1, num_ranks=4, num_packs=8, seed=0, noise=0.0, memory=True, split=False) -> Timeline:
+    """A 1F1B step with random pack times: dependencies and order are kept, so no two tasks of a rank overlap."""
+    rng = np.random.default_rng(seed)
+    tasks, samples = [], []
+    for dp in range(num_dp):
+        forward = 0.010 * (1 + rng.random(num_packs))
+        done_f = np.zeros((num_packs, num_ranks))
+        done_b = np.zeros((num_packs, num_ranks))
+        free = np.zeros(num_ranks)
+        orders = [_one_f_one_b(rank, num_ranks, num_packs) for rank in range(num_ranks)]
+        held = [40 * 2**30] * num_ranks
+        samples += [(dp, rank, 0.0, held[rank]) for rank in range(num_ranks)]
+        at = [0] * num_ranks
+        while any(at[rank] < len(orders[rank]) for rank in range(num_ranks)):
+            for rank in range(num_ranks):
+                while at[rank] < len(orders[rank]):
+                    kind, pack = orders[rank][at[rank]]
+                    if kind == "F":
+                        ready = done_f[pack, rank - 1] if rank else 1e-12
+                    else:
+                        ready = done_b[pack, rank + 1] if rank < num_ranks - 1 else done_f[pack, rank]
+                    if ready == 0:
+                        break
+                    start = max(free[rank], ready)
+                    seconds = forward[pack] * (1 if kind == "F" else 2) * (1 + noise * rng.random())
+                    end = start + seconds
+                    free[rank] = end
+                    (done_f if kind == "F" else done_b)[pack, rank] = end
+                    held[rank] += (1 if kind == "F" else -1) * int(forward[pack] * 2**30 * 200)
+                    samples.append((dp, rank, start if kind == "F" else end, held[rank]))
+                    if split and kind == "B":
+                        middle = (start + end) / 2
+                        tasks += [(dp, rank, rank, "I", pack, start, middle), (dp, rank, rank, "W", pack, middle, end)]
+                    else:
+                        tasks.append((dp, rank, rank, kind, pack, start, end))
+                    at[rank] += 1
+    dp, rank, stage, kind, pack, start, end = zip(*tasks, strict=True)
+    samples = samples if memory else []
+    return Timeline(
+        dp_rank=np.array(dp, np.int32),
+        rank=np.array(rank, np.int32),
+        stage=np.array(stage, np.int32),
+        kind=np.array([KINDS.index(k) for k in kind], np.uint8),
+        pack=np.array(pack, np.int32),
+        start_s=np.array(start, np.float64),
+        end_s=np.array(end, np.float64),
+        step_time_s=max(end) * 1.01,
+        memory_dp_rank=np.array([s[0] for s in samples], np.int32),
+        memory_rank=np.array([s[1] for s in samples], np.int32),
+        memory_time_s=np.array([s[2] for s in samples], np.float64),
+        memory_bytes=np.array([s[3] for s in samples], np.int64),
+    )
+
+
+def _one_f_one_b(rank, num_ranks, num_packs):
+    warmup = min(num_packs, num_ranks - 1 - rank)
+    order = [("F", k) for k in range(warmup)]
+    for k in range(num_packs - warmup):
+        order += [("F", warmup + k), ("B", k)]
+    return order + [("B", k) for k in range(num_packs - warmup, num_packs)]
+
+
+def make_labels(num_dp=1, num_packs=8, text="doc 812 [0, 4096) of 20.0K, 813 (512)"):
+    return {
+        (dp, direction, pack): PackLabel(2, 1, 4608 + pack, text)
+        for dp in range(num_dp)
+        for direction in ("forward", "backward")
+        for pack in range(num_packs)
+    }
+
+
+def make_row(step: int, **values):
+    row = dict.fromkeys(METRIC_KEYS, None) | {
+        "step": step,
+        "loss": 11.0 / (1 + 0.02 * step) + 0.05 * float(np.sin(step * 1.7)),
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "tokens": 65536,
+        "label_tokens": 65000,
+        "padding_tokens": 0,
+        "documents": 64,
+        "step_time_s": 1.30 + 0.05 * float(np.sin(step)),
+        "predicted_step_time_s": 1.25,
+        "tokens_per_s": 65536 / (1.30 + 0.05 * float(np.sin(step))),
+        "bubble_fraction": 0.073,
+        "imbalance_forward": 1.041,
+        "imbalance_backward": 1.052,
+        "imbalance_dp": 1.003,
+        "data_wait_s": 0.0012,
+        "peak_memory_bytes": 61 * 2**30,
+        "predicted_peak_memory_bytes": 60 * 2**30,
+        "deferred_documents": 0,
+        "layout": "dp=2 pp=4 cp=1 tp=1",
+    }
+    return row | values
