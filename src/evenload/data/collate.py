@@ -1,0 +1,135 @@
+"""Pack plan + tokens → the arrays that a stage runs: ids, targets, positions and cumulative lengths.
+
+Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`;
+its keys are tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a
+token is the next token of its document, also where a cut lies between them; -100 at a document's last
+token and at padding. So the first label of a document is never trained, and no target crosses documents.
+
+Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second pack:
+
+    pack 0: ids 5 6 7        targets 6 7 8            positions 0 1 2        q 0 3      k 0 3
+    pack 1: ids 8 9 1 2      targets 9 -100 2 -100    positions 3 4 0 1      q 0 2 4    k 0 5 7
+
+Price: one copy of every token and target, and a few array operations per slice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import InvalidPlanError
+from evenload.types.micropack import MicroPack, PackPlan
+
+IGNORE_INDEX = -100
+"""Target without a loss, as in PyTorch's cross entropy."""
+
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackBatch:
+    """One pack, ready to run. S slices, T tokens with padding.
+
+    Args:
+        doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
+        token_ids: int64[T]; padding is 0.
+        targets: int64[T]; -100 = no loss.
+        positions: int64[T] within the document; padding goes on counting.
+        cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
+        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to ask the device.
+        num_label_tokens: targets that carry a loss.
+        num_padding_tokens: computed for nothing.
+    """
+
+    doc_ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cu_seqlens_q: NDArray[np.int32]
+    cu_seqlens_k: NDArray[np.int32]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_label_tokens: int
+    num_padding_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T: computed tokens, padding included."""
+        return len(self.token_ids)
+
+
+def collate_pack(pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> PackBatch:
+    """The arrays of one pack, of either direction.
+
+    Args:
+        tokens: int32[num_tokens] of every document in the pack.
+
+    Raises:
+        InvalidPlanError: an empty pack or slice, a slice outside its document, a document without tokens,
+            more than 2**31 - 1 keys.
+    """
+    num_slices = len(pack.slices)
+    if not num_slices:
+        raise InvalidPlanError(f"{pack.direction} pack {pack.index} has no slices")
+    doc_ids = np.fromiter((piece.doc_id for piece in pack.slices), np.int64, num_slices)
+    starts = np.fromiter((piece.start for piece in pack.slices), np.int64, num_slices)
+    real_stops = np.fromiter((piece.stop for piece in pack.slices), np.int64, num_slices)
+    stops = starts + pack.pad_to if pack.pad_to else real_stops
+    edges_q, edges_k = _edges(stops - starts), _edges(stops)
+    if edges_k[-1] > np.iinfo(np.int32).max:
+        raise InvalidPlanError(
+            f"{pack.direction} pack {pack.index} has {edges_k[-1]} keys, more than cu_seqlens (int32) can hold; "
+            "use smaller packs"
+        )
+    total = int(edges_q[-1])
+    token_ids = np.full(total, PADDING_TOKEN, dtype=np.int64)
+    targets = np.full(total, IGNORE_INDEX, dtype=np.int64)
+    num_label_tokens = 0
+    for piece, at, stop in zip(pack.slices, edges_q.tolist(), stops.tolist(), strict=False):
+        content = tokens.get(piece.doc_id)
+        if content is None or not 0 <= piece.start < piece.stop <= len(content) or stop < piece.stop:
+            have = "no tokens" if content is None else f"{len(content)} tokens"
+            raise InvalidPlanError(
+                f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
+                f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; "
+                "the plan was made for another batch"
+            )
+        token_ids[at : at + piece.num_tokens] = content[piece.start : piece.stop]
+        labels = content[piece.start + 1 : piece.stop + 1]
+        targets[at : at + len(labels)] = labels
+        num_label_tokens += len(labels)
+    positions = np.arange(total) + np.repeat(starts - edges_q[:-1], stops - starts)
+    return PackBatch(
+        doc_ids=doc_ids,
+        starts=starts,
+        stops=stops,
+        token_ids=token_ids,
+        targets=targets,
+        positions=positions,
+        cu_seqlens_q=edges_q.astype(np.int32),
+        cu_seqlens_k=edges_k.astype(np.int32),
+        max_seqlen_q=int((stops - starts).max()),
+        max_seqlen_k=int(stops.max()),
+        num_label_tokens=num_label_tokens,
+        num_padding_tokens=int((stops - real_stops).sum()),
+    )
+
+
+def collate_packs(
+    packs: PackPlan, tokens: Mapping[int, NDArray[np.int32]]
+) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
+    """Forward and backward packs of one replica.
+
+    Raises:
+        InvalidPlanError: see `collate_pack`.
+    """
+    forward = tuple(collate_pack(pack, tokens) for pack in packs.forward)
+    return forward, tuple(collate_pack(pack, tokens) for pack in packs.backward)
+
+
+def _edges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])

@@ -1,0 +1,101 @@
+"""`LoaderState`: where a loader stands, without any text or tokens; small, global, independent of the layout.
+
+Restoring reads again only the documents that the loader held (window, pending, deferred), so it takes
+the same time at step 10 and at step 10 million. It is exact to the bit if the sources and the data
+settings are the same, which the fingerprint checks (`epochs` may be changed to train on).
+"""
+
+import msgspec
+
+from evenload.data.config import DataConfig
+from evenload.data.ledger import LedgerState
+from evenload.data.stream import DocumentPosition, StreamCursor
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+from evenload.types.document import Document
+
+STATE_VERSION = 1
+
+_FREE_FIELDS = ("sources", "include", "tokenizer", "epochs")
+"""Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
+
+
+class DeferredDocument(Frozen):
+    """A document that a plan put off, and where its tokens are."""
+
+    document: Document
+    position: DocumentPosition
+
+
+class LoaderState(Frozen):
+    """Everything that decides the coming batches.
+
+    Args:
+        step: number of the next global batch.
+        next_doc_id: of the next new document.
+        num_draws: from the shuffle window in this epoch.
+        window: what it holds, in its order.
+        pending: drawn documents that did not fit the last batch, in order (one at most, unless reading
+            failed in the middle of a batch).
+        deferred: documents that plans put off.
+        fingerprint: data settings and source by name, see `config_fingerprint`.
+    """
+
+    version: int = STATE_VERSION
+    step: int
+    epoch: int
+    next_doc_id: int
+    cursor: StreamCursor
+    num_draws: int
+    window: tuple[DocumentPosition, ...]
+    pending: tuple[DocumentPosition, ...]
+    deferred: tuple[DeferredDocument, ...]
+    ledger: LedgerState
+    fingerprint: dict[str, str]
+
+
+def config_fingerprint(config: DataConfig, files_digest: str, tokenizer_name: str) -> dict[str, str]:
+    """What must be equal to resume exactly; where files lie does not matter, their names and sizes do."""
+    fields = {
+        f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
+    }
+    return {"source files": files_digest, "tokenizer": tokenizer_name, **fields}
+
+
+def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
+    """Refuse a state that was made with other data.
+
+    Raises:
+        ConfigError: naming every difference.
+    """
+    if state.version != STATE_VERSION:
+        raise ConfigError(f"loader state has version {state.version}, this Evenload reads version {STATE_VERSION}")
+    names = sorted(set(fingerprint) | set(state.fingerprint))
+    differences = [
+        f"{name}: saved with {state.fingerprint.get(name)}, now {fingerprint.get(name)}"
+        for name in names
+        if state.fingerprint.get(name) != fingerprint.get(name)
+    ]
+    if differences:
+        raise ConfigError(
+            "the loader state was made with other data settings, so the run cannot go on exactly: "
+            + "; ".join(differences)
+            + ". Restore these settings, or start the data anew without the state"
+        )
+
+
+def encode_state(state: LoaderState) -> bytes:
+    """The state as JSON."""
+    return msgspec.json.encode(state)
+
+
+def decode_state(data: bytes) -> LoaderState:
+    """Inverse of `encode_state`.
+
+    Raises:
+        ConfigError: the bytes are not a loader state.
+    """
+    try:
+        return msgspec.json.decode(data, type=LoaderState)
+    except msgspec.DecodeError as err:
+        raise ConfigError(f"not a loader state: {err}; the checkpoint may be damaged or of another version") from err

@@ -1,0 +1,38 @@
+import msgspec
+import pytest
+from corpus_files import data_config
+
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_documents": None}, ["batch_documents", "batch_tokens", "exactly one"]),
+        ({"batch_documents": 2, "batch_tokens": 5}, ["batch_documents is 2", "batch_tokens is 5", "exactly one"]),
+        ({"batch_documents": 0}, ["batch_documents is 0", "at least 1"]),
+        ({"shuffle_window": 0}, ["shuffle_window is 0", "at least 1"]),
+        ({"epochs": 0}, ["epochs is 0"]),
+        ({"max_document_tokens": -3}, ["max_document_tokens is -3"]),
+        ({"seed": -1}, ["seed is -1"]),
+        ({"sources": ()}, ["data.sources"]),
+        ({"overlong": "cut"}, ["'cut'", "truncate"]),
+        ({"format": "arrow"}, ["'arrow'", "parquet"]),
+        ({"on_corrupt": "ignore"}, ["'ignore'", "skip"]),
+        ({"text_column": ""}, ["text_column"]),
+    ],
+)
+def test_bad_settings_name_value_and_fix(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        data_config("x", **changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_config_decodes_from_a_settings_file_and_refuses_unknown_keys():
+    """A misspelt key must not be passed over."""
+    settings = {"sources": ["docs"], "max_document_tokens": 8, "batch_tokens": 16}
+    assert msgspec.convert(settings, DataConfig).batch_tokens == 16
+    with pytest.raises(msgspec.ValidationError, match="shufle_window"):
+        msgspec.convert({**settings, "shufle_window": 3}, DataConfig)

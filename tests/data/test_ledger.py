@@ -1,0 +1,68 @@
+import pytest
+
+from evenload.data.ledger import Ledger, Tally
+from evenload.errors import DataError, InvalidPlanError
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.plan import LeftOut, Prediction, StepPlan
+
+
+def make_plan(trained, left_out=()):
+    return StepPlan(
+        step=3,
+        strategy="test",
+        layout=even_layout(1),
+        documents=tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in trained),
+        num_label_tokens=1,
+        pack_plans=(),
+        schedules=(),
+        times=(),
+        predicted=Prediction(step_time_s=0.0, per_replica_s=(), peak_memory_bytes=0),
+        left_out=tuple(LeftOut(doc_id=i, num_tokens=n, reason=reason) for i, n, reason in left_out),
+    )
+
+
+def tally(documents, tokens):
+    return Tally(documents=documents, tokens=tokens)
+
+
+def test_every_token_ends_up_in_one_row():
+    ledger = Ledger()
+    for num_tokens in (10, 20, 30, 40, 50):
+        ledger.note_read(num_tokens)
+    ledger.note_dropped("overlong", 1, 50)
+    ledger.check(tally(4, 100))
+    ledger.note_handed_out(tally(3, 60), tally(0, 0))
+    ledger.check(tally(1, 40))
+    ledger.note_step(make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
+    ledger.check(tally(1, 40))
+    assert (ledger.trained, ledger.deferred, ledger.in_flight) == (tally(1, 10), tally(1, 20), tally(0, 0))
+    assert ledger.dropped == {"overlong": tally(1, 50), "too_long": tally(1, 30)}
+    ledger.note_handed_out(tally(1, 40), tally(1, 20))  # the deferred document comes again
+    ledger.note_step(make_plan([(1, 20), (3, 40)]))
+    ledger.check(tally(0, 0))
+    assert (ledger.trained, ledger.deferred) == (tally(3, 70), tally(0, 0))
+    assert [line.split()[0] for line in ledger.summary()] == [
+        "read", "trained", "dropped", "dropped", "deferred", "waiting",
+    ]  # fmt: skip
+    assert "150 tokens" in ledger.summary()[0]
+
+
+def test_lost_or_doubled_tokens_are_found():
+    ledger = Ledger()
+    ledger.note_read(10)
+    with pytest.raises(DataError, match="read 1 documents of 10 tokens, accounted for 0 of 0"):
+        ledger.check(tally(0, 0))
+    with pytest.raises(DataError, match="accounted for 1 of 11"):
+        ledger.check(tally(1, 11))
+
+
+def test_noting_a_step_twice_is_refused_and_changes_nothing():
+    ledger = Ledger()
+    ledger.note_read(10)
+    ledger.note_handed_out(tally(1, 10), tally(0, 0))
+    ledger.note_step(make_plan([(0, 10)]))
+    before = ledger.state()
+    with pytest.raises(InvalidPlanError, match="step 3"):
+        ledger.note_step(make_plan([(0, 10)]))
+    assert ledger.state() == before

@@ -1,0 +1,227 @@
+import itertools
+from collections import Counter
+
+import pytest
+from corpus_files import (
+    FORMATS,
+    all_batches,
+    data_config,
+    documents_of,
+    naive_documents,
+    plan_for,
+    write_corpus,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import ConfigError, DataError, InvalidPlanError
+
+texts_of = st.lists(st.text("abä三", max_size=30), min_size=1, max_size=14)
+batchings = st.one_of(
+    st.fixed_dictionaries({"batch_documents": st.integers(1, 6)}),
+    st.fixed_dictionaries({"batch_tokens": st.integers(1, 80)}),
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_token_of_every_epoch_comes_exactly_once(tmp_path_factory, format, data):
+    """Documents lost, doubled, cut or mixed by any combination of format, length rule, batching and window."""
+    texts = data.draw(texts_of)
+    overlong = data.draw(st.sampled_from(["split", "truncate", "drop"]))
+    limit = data.draw(st.integers(1, 40))
+    epochs = data.draw(st.integers(1, 3))
+    changes = data.draw(batchings) | {
+        "overlong": overlong,
+        "max_document_tokens": limit,
+        "shuffle_window": data.draw(st.sampled_from([1, 2, 5, 1000])),
+        "seed": data.draw(st.integers(0, 2**63 - 1)),
+        "epochs": epochs,
+    }
+    root = write_corpus(tmp_path_factory.mktemp("corpus"), format, texts, num_files=data.draw(st.integers(1, 3)))
+    expected = Counter(naive_documents(texts, limit, overlong))
+    loader = GlobalBatchLoader(data_config(root, **changes))
+    if not expected:
+        with pytest.raises(DataError, match="no document to train"):
+            loader.next_batch()
+        return
+
+    batches = all_batches(loader)
+    for epoch in range(epochs):
+        seen = Counter(document for batch in batches if batch.epoch == epoch for document in documents_of(batch))
+        assert seen == expected
+    ids = [document.doc_id for batch in batches for document in batch.documents]
+    assert ids == list(range(sum(expected.values()) * epochs))
+    assert [batch.step for batch in batches] == list(range(len(batches)))
+    for batch in batches:
+        for document in batch.documents:
+            assert document.num_tokens == len(batch.tokens[document.doc_id]) <= limit
+            assert document.num_label_tokens == document.num_tokens - 1
+    loader.check_ledger()
+    # All that was read: every byte of every text and an end token, in every epoch.
+    raw_tokens = sum(len(text.encode()) + 1 for text in texts if text)
+    assert loader.ledger.read.tokens == epochs * raw_tokens
+    assert loader.ledger.in_flight.tokens == epochs * sum(map(len, expected.elements()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), budget=st.integers(1, 70))
+def test_token_batches_take_documents_in_order_until_the_next_would_exceed(tmp_path_factory, sizes, budget):
+    root = write_corpus(tmp_path_factory.mktemp("corpus"), "jsonl", ["x" * size for size in sizes], num_files=1)
+    loader = GlobalBatchLoader(data_config(root, batch_tokens=budget, append_eos=False, shuffle_window=1))
+    batches = [[document.num_tokens for document in batch.documents] for batch in all_batches(loader)]
+    assert [size for batch in batches for size in batch] == sizes
+    for batch, after in zip(batches, [*batches[1:], [budget]], strict=True):
+        assert sum(batch) <= budget or len(batch) == 1
+        assert sum(batch) + after[0] > budget
+
+
+def test_batches_end_with_the_epoch_and_the_last_may_be_short(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", list("abcdefg"), num_files=1)
+    loader = GlobalBatchLoader(data_config(root, batch_documents=3, epochs=2))
+    assert [len(batch.documents) for batch in all_batches(loader)] == [3, 3, 1, 3, 3, 1]
+    assert loader.next_batch() is None
+
+
+def test_no_epoch_limit_repeats(tmp_path):
+    root = write_corpus(tmp_path, "text", ["a", "b"])
+    loader = GlobalBatchLoader(data_config(root, epochs=None))
+    assert [loader.next_batch().epoch for _ in range(50)] == list(range(50))
+
+
+def order_of(root, **changes):
+    loader = GlobalBatchLoader(data_config(root, **changes))
+    epochs: dict[int, list] = {}
+    for batch in all_batches(loader):
+        epochs.setdefault(batch.epoch, []).extend(documents_of(batch))
+    return epochs
+
+
+@pytest.mark.parametrize("format", ["jsonl", "text"])
+def test_order_depends_on_seed_and_epoch(tmp_path, format):
+    texts = [f"document {number}" for number in range(40)]
+    root = write_corpus(tmp_path, format, texts, num_files=3)
+    orders = {}
+    for seed in (0, 1):
+        for epoch, order in order_of(root, epochs=2, seed=seed, shuffle_window=8).items():
+            orders[seed, epoch] = tuple(order)
+    assert len(set(orders.values())) == 4
+    assert order_of(root, epochs=2, seed=1, shuffle_window=8)[1] == list(orders[1, 1])
+    for order in orders.values():
+        assert sum(a < b for a, b in itertools.pairwise(order)) < 35, "hardly shuffled"
+
+
+def test_window_of_one_keeps_files_and_lines_in_order(tmp_path):
+    texts = [f"document {number:02}" for number in range(20)]
+    root = write_corpus(tmp_path, "text", texts)
+    expected = naive_documents(texts, 64, "error")
+    assert order_of(root, epochs=2, shuffle_window=1) == {0: expected, 1: expected}
+
+
+def test_files_are_permuted_every_epoch(tmp_path):
+    """A window over sorted files would show all of file 0 before file 9, in every epoch."""
+    texts = [f"{number // 10}" for number in range(100)]
+    for index in range(10):
+        write_corpus(tmp_path / f"{index}", "jsonl", texts[index * 10 : index * 10 + 10], num_files=1)
+    epochs = order_of(str(tmp_path), epochs=4, shuffle_window=2)
+    firsts = [order[0] for order in epochs.values()]
+    assert len(set(firsts)) > 1
+
+
+def test_overlong_error_names_place_length_limit_and_all_ways_out(tmp_path):
+    (tmp_path / "docs.jsonl").write_text('{"text": "short"}\n{"text": "' + "x" * 100 + '"}\n')
+    with pytest.raises(DataError) as caught:
+        GlobalBatchLoader(data_config(str(tmp_path), max_document_tokens=50)).next_batch()
+    for word in ("docs.jsonl:2", "101 tokens", "(50)", '"split"', '"truncate"', '"drop"', '"error"'):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "documents", "dropped"),
+    [
+        ("split", ["abcd", "efgh", "ij", "kl"], {}),
+        ("truncate", ["abcd", "kl"], {"truncated": (0, 6)}),
+        ("drop", ["kl"], {"overlong": (1, 10)}),
+    ],
+)
+def test_overlong_documents_are_accounted(tmp_path, overlong, documents, dropped):
+    root = write_corpus(tmp_path, "text", ["abcdefghij", "kl"])
+    loader = GlobalBatchLoader(
+        data_config(root, max_document_tokens=4, overlong=overlong, append_eos=False, shuffle_window=1)
+    )
+    batches = all_batches(loader)
+    assert [bytes(document).decode() for batch in batches for document in documents_of(batch)] == documents
+    assert {reason: (t.documents, t.tokens) for reason, t in loader.ledger.dropped.items()} == dropped
+    for batch in batches:
+        loader.note_step(batch, plan_for(batch))
+    loader.check_ledger()
+    assert loader.ledger.trained.tokens == sum(map(len, documents))
+    assert loader.ledger.read.tokens == 12
+
+
+def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", list("abcdef"), num_files=1)
+    loader = GlobalBatchLoader(data_config(root, batch_documents=3, shuffle_window=1))
+    first = loader.next_batch()
+    loader.note_step(first, plan_for(first, deferred={1, 2}))
+    second = loader.next_batch()
+    assert [document.doc_id for document in second.carried] == [1, 2]
+    assert second.tokens[1].tolist() == [98, 256]
+    assert [document.doc_id for document in second.documents] == [3, 4, 5]
+    loader.note_step(second, plan_for(second, deferred={2, 5}, dropped={1}))
+    loader.check_ledger()
+    assert loader.ledger.deferred.documents == 2
+    last = loader.next_batch()
+    assert last.is_last
+    assert last.documents == ()
+    assert [document.doc_id for document in last.carried] == [2, 5]
+    with pytest.raises(InvalidPlanError, match="last batch"):
+        loader.note_step(last, plan_for(last, deferred={5}))
+    loader.note_step(last, plan_for(last))
+    assert loader.next_batch() is None
+    loader.check_ledger()
+    assert (loader.ledger.trained.documents, loader.ledger.deferred.documents) == (5, 0)
+    assert loader.ledger.dropped["too_long"].documents == 1
+
+
+def test_a_plan_for_another_batch_is_refused(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", list("abcdef"), num_files=1)
+    loader = GlobalBatchLoader(data_config(root))
+    first, second = loader.next_batch(), loader.next_batch()
+    with pytest.raises(InvalidPlanError, match=r"missing \[0, 1, 2\], unknown \[3, 4, 5\]"):
+        loader.note_step(first, plan_for(second))
+
+
+def test_a_failing_record_loses_nothing(tmp_path):
+    """The documents drawn before the failure must come once the file is repaired."""
+    path = tmp_path / "a.jsonl"
+    good = b"".join(b'{"text": "%d"}\n' % number for number in range(5))
+    path.write_bytes(good + b'{"text"; "5"}\n')
+    loader = GlobalBatchLoader(data_config(str(tmp_path), batch_documents=6, shuffle_window=2))
+    with pytest.raises(DataError):
+        loader.next_batch()
+    loader.check_ledger()
+    state = loader.state()
+    path.write_bytes(good + b'{"text": "5"}\n')
+    resumed = GlobalBatchLoader(loader.config)
+    resumed.load_state(state)
+    for candidate in (loader, resumed):
+        (batch,) = all_batches(candidate)
+        assert sorted(documents_of(batch)) == naive_documents(list("012345"), 64, "error")
+        candidate.check_ledger()
+
+
+def test_append_eos_without_an_end_token_is_refused(tmp_path):
+    class NoEnd:
+        name = "no end"
+        vocab_size = 256
+        eos_id = None
+
+        def encode(self, text):
+            raise AssertionError
+
+    root = write_corpus(tmp_path, "text", ["a"])
+    with pytest.raises(ConfigError, match="append_eos"):
+        GlobalBatchLoader(data_config(root), tokenizer=NoEnd())

@@ -1,0 +1,149 @@
+import itertools
+
+import msgspec
+import pytest
+from corpus_files import FORMATS, all_batches, data_config, fingerprint_of, plan_for, write_corpus
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.state import decode_state, encode_state
+from evenload.errors import ConfigError, DataError
+
+TEXTS = [("abcdefg三"[number % 8] * (number * 7 % 50)) for number in range(17)]
+
+
+def train(loader, stop=None):
+    """Run to the end (or `stop` more batches), deferring every third document once; yields batch and state bytes."""
+    while stop is None or stop > 0:
+        batch = loader.next_batch()
+        if batch is None:
+            return
+        deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
+        loader.note_step(batch, plan_for(batch, deferred=deferred))
+        loader.check_ledger()
+        yield fingerprint_of(batch), encode_state(loader.state())
+        stop = None if stop is None else stop - 1
+
+
+@pytest.mark.parametrize("window", [1, 3, 1000])
+@pytest.mark.parametrize("batching", [{"batch_documents": 4}, {"batch_tokens": 37}])
+@pytest.mark.parametrize("format", FORMATS)
+def test_batches_are_bit_identical_after_a_restart_at_every_step(tmp_path, format, batching, window):
+    """Window, pending, deferred, split records and epoch borders all pass through the JSON of the state."""
+    root = write_corpus(tmp_path, format, TEXTS)
+    config = data_config(
+        root, **batching, shuffle_window=window, epochs=2, overlong="split", max_document_tokens=20, seed=5
+    )
+    whole = GlobalBatchLoader(config)
+    start = encode_state(whole.state())
+    run = list(train(whole))
+    assert len(run) > 8
+    states = [start, *(state for _, state in run)]
+    for step, state in enumerate(states):
+        resumed = GlobalBatchLoader(config)
+        resumed.load_state(decode_state(state))
+        assert encode_state(resumed.state()) == state
+        # The whole rest at a few steps, the next batches at all of them.
+        stop = None if step in (0, 1, len(run) // 2) else 3
+        rest = list(train(resumed, stop))
+        assert rest == run[step:][: len(rest)]
+        assert stop is not None or len(rest) == len(run) - step
+        if stop is None:
+            assert resumed.ledger.state() == whole.ledger.state()
+
+
+def test_state_holds_no_text_and_does_not_grow(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", ["secret words " * 3] * 50)
+    loader = GlobalBatchLoader(data_config(root, epochs=None, shuffle_window=8))
+    sizes = []
+    for _ in range(200):
+        batch = loader.next_batch()
+        loader.note_step(batch, plan_for(batch))
+        sizes.append(len(encode_state(loader.state())))
+    assert b"secret" not in encode_state(loader.state())
+    assert max(sizes) < 3000
+
+
+def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
+    """Resume must not take longer at step 1000 than at step 1."""
+    root = write_corpus(tmp_path, "jsonl", [f"text {number}" for number in range(400)], num_files=2)
+    config = data_config(root, shuffle_window=5, batch_documents=10)
+    loader = GlobalBatchLoader(config)
+    for _ in range(30):
+        loader.next_batch()
+    resumed = GlobalBatchLoader(config)
+    encoded = []
+    original = resumed.tokenizer.encode
+    monkeypatch.setattr(resumed.tokenizer, "encode", lambda text: encoded.append(text) or original(text))
+    resumed.load_state(loader.state())
+    resumed.next_batch()
+    assert len(encoded) <= 5 + 10
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seed": 1}, "data.seed: saved with 0, now 1"),
+        ({"shuffle_window": 7}, "data.shuffle_window"),
+        ({"max_document_tokens": 63}, "data.max_document_tokens"),
+        ({"overlong": "split"}, "data.overlong"),
+        ({"append_eos": False}, "data.append_eos"),
+        ({"batch_documents": None, "batch_tokens": 9}, "data.batch_tokens"),
+        ({"include": ("0.*",)}, "source files"),
+    ],
+)
+def test_other_data_settings_are_refused_by_name(tmp_path, change, name):
+    root = write_corpus(tmp_path, "jsonl", TEXTS)
+    config = data_config(root)
+    state = GlobalBatchLoader(config).state()
+    other = GlobalBatchLoader(msgspec.structs.replace(config, **change))
+    with pytest.raises(ConfigError) as caught:
+        other.load_state(state)
+    assert name in str(caught.value)
+
+
+def test_other_tokenizer_is_refused(tmp_path):
+    from evenload.data.tokenize import train_byte_pair_tokenizer
+
+    root = write_corpus(tmp_path / "docs", "jsonl", TEXTS)
+    train_byte_pair_tokenizer(["some text"], 260, tmp_path / "tokenizer.json")
+    state = GlobalBatchLoader(data_config(root)).state()
+    other = GlobalBatchLoader(data_config(root, tokenizer=str(tmp_path / "tokenizer.json")))
+    with pytest.raises(ConfigError, match="tokenizer: saved with bytes"):
+        other.load_state(state)
+
+
+def test_more_epochs_and_a_moved_data_set_may_go_on(tmp_path):
+    texts = [f"text {number}" for number in range(7)]
+    here = write_corpus(tmp_path / "here", "jsonl", texts)
+    first = GlobalBatchLoader(data_config(here, epochs=1))
+    before = all_batches(first)
+    (tmp_path / "here").rename(tmp_path / "there")
+    more = GlobalBatchLoader(data_config(str(tmp_path / "there"), epochs=2))
+    more.load_state(first.state())
+    after = all_batches(more)
+    assert {batch.epoch for batch in after} == {1}
+    reference = all_batches(GlobalBatchLoader(data_config(str(tmp_path / "there"), epochs=2)))
+    assert list(map(fingerprint_of, itertools.chain(before, after))) == list(map(fingerprint_of, reference))
+
+
+def test_changed_content_of_the_same_size_is_noticed_where_it_matters(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "aaaa"}\n{"text": "bbbb"}\n{"text": "cccc"}\n')
+    config = data_config(str(tmp_path), batch_documents=1, shuffle_window=3)
+    loader = GlobalBatchLoader(config)
+    loader.next_batch()
+    path.write_text('{"text": "aaaa"}#{"text": "bbbb"}#{"text": "cccc"}#')
+    with pytest.raises(DataError, match="must not change"):
+        GlobalBatchLoader(config).load_state(loader.state())
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"not json", b'{"version": 2}'])
+def test_bytes_that_are_no_state_are_refused(data):
+    with pytest.raises(ConfigError, match="not a loader state"):
+        decode_state(data)
+
+
+def test_state_of_another_version_is_refused(tmp_path):
+    loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "text", ["a"])))
+    with pytest.raises(ConfigError, match="version 99"):
+        loader.load_state(msgspec.structs.replace(loader.state(), version=99))

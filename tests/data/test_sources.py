@@ -1,0 +1,182 @@
+import functools
+import gzip
+import http.server
+import importlib.util
+import json
+import threading
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpus_files import FORMATS, all_batches, data_config, documents_of, naive_documents, write_corpus
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.record import RecordPosition
+from evenload.data.sources import DocumentSource
+from evenload.errors import DataError
+
+TEXTS = ["one", "zwei äöü", "三", "line\nbreak\r\n", "five", "six", "seven", "😀 eight"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_record_is_read_and_can_be_read_again_by_position(tmp_path, format):
+    source = DocumentSource(data_config(write_corpus(tmp_path, format, TEXTS)))
+    texts, positions = [], []
+    for file in range(len(source.files)):
+        for record in source.records(file):
+            texts.append(record.text)
+            positions.append(RecordPosition(file=file, offset=record.offset, record=record.record))
+    assert sorted(texts) == sorted(TEXTS)
+    # In any order, with repeats, and only some of them.
+    wanted = [positions[index] for index in (5, 0, 3, 3, 7)]
+    assert source.reread(wanted) == {position: texts[positions.index(position)] for position in wanted}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_streaming_goes_on_from_every_position(tmp_path, format):
+    source = DocumentSource(data_config(write_corpus(tmp_path, format, TEXTS)))
+    for file in range(len(source.files)):
+        records = list(source.records(file))
+        for index, record in enumerate(records):
+            assert list(source.records(file, record.next_offset, record.record + 1)) == records[index + 1 :]
+
+
+def test_parquet_rows_over_several_row_groups_keep_order_and_column(tmp_path):
+    texts = [f"row {number}" for number in range(700)]
+    table = pa.table({"body": pa.array(texts, pa.large_string()), "other": texts[::-1]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=300)
+    source = DocumentSource(data_config(str(tmp_path), text_column="body"))
+    assert [record.text for record in source.records(0)] == texts
+    for start in (0, 1, 255, 256, 257, 299, 300, 301, 555, 699, 700):
+        assert [record.text for record in source.records(0, start, start)] == texts[start:]
+
+
+def test_parquet_without_the_column_or_with_numbers_is_named(tmp_path):
+    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'text', only body, n"):
+        list(DocumentSource(data_config(str(tmp_path))).records(0))
+    with pytest.raises(DataError, match="'n' is int64"):
+        list(DocumentSource(data_config(str(tmp_path), text_column="n")).records(0))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "cut of', "not JSON"),
+        (b"just words", "not JSON"),
+        (b'{"body": "no text"}', "no text under key 'text'"),
+        (b'{"text": null}', "no text under key 'text'"),
+        (b'["text"]', "no text under key 'text'"),
+        (b'{"text": "\xff\xfe"}', "not UTF-8"),
+    ],
+)
+def test_broken_jsonl_line_names_file_and_line(tmp_path, line, why):
+    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "ok"}\n\n' + line + b'\n{"text": "after"}\n')
+    loader = GlobalBatchLoader(data_config(str(tmp_path)))
+    for _ in range(2):  # asked again, it must not go on behind the broken line
+        with pytest.raises(DataError) as caught:
+            loader.next_batch()
+        assert "docs.jsonl:3: " in str(caught.value)
+        assert why in str(caught.value)
+        assert "on_corrupt" in str(caught.value)
+
+    skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip", shuffle_window=1))
+    (batch,) = all_batches(skipping)
+    assert documents_of(batch) == naive_documents(["ok", "after"], 64, "error")
+    assert skipping.ledger.dropped["corrupt"].documents == 1
+    skipping.check_ledger()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("b.txt", b"latin \xe4 text", r"not UTF-8: byte 0xe4 at offset 6"),
+        ("b.txt.gz", gzip.compress(b"x" * 1000)[:-9], "compression is damaged"),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 3)[:-9], "compression is damaged"),
+        ("b.jsonl.gz", b"no gzip at all", "compression is damaged"),
+        ("b.parquet", b"PAR1 is not enough PAR1", "parquet file is damaged"),
+    ],
+)
+def test_undecodable_file_is_named_or_skipped_into_the_ledger(tmp_path, name, content, why):
+    (tmp_path / "a.txt").write_text("before")
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "c.txt").write_text("after")
+    with pytest.raises(DataError, match=why) as caught:
+        all_batches(GlobalBatchLoader(data_config(str(tmp_path))))
+    assert name in str(caught.value)
+
+    skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip"))
+    documents = [document for batch in all_batches(skipping) for document in documents_of(batch)]
+    assert set(naive_documents(["before", "after"], 64, "error")) <= set(documents)
+    assert skipping.ledger.dropped["corrupt"].documents == 1
+    skipping.check_ledger()
+
+
+def test_empty_texts_are_dropped_by_name(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "d.jsonl").write_text("")
+    loader = GlobalBatchLoader(data_config(str(tmp_path)))
+    (batch,) = all_batches(loader)
+    assert documents_of(batch) == [(98, 256)]
+    assert loader.ledger.dropped["empty"].documents == 2
+    loader.check_ledger()
+
+
+def test_an_epoch_without_documents_is_an_error_and_no_endless_loop(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    loader = GlobalBatchLoader(data_config(str(tmp_path), epochs=None))
+    with pytest.raises(DataError, match=r"no document to train.*dropped \(empty\)"):
+        loader.next_batch()
+
+
+def test_a_file_that_vanishes_is_an_error_also_when_skipping(tmp_path):
+    """A storage failure is no corrupt record: skipping it would lose data without a trace in the files."""
+    source = write_corpus(tmp_path, "jsonl", TEXTS)
+    loader = GlobalBatchLoader(data_config(source, on_corrupt="skip"))
+    (tmp_path / "0.jsonl").unlink()
+    with pytest.raises(DataError, match=r"0\.jsonl cannot be opened"):
+        all_batches(loader)
+
+
+@pytest.fixture
+def memory_corpus():
+    """jsonl and parquet files on fsspec's in-memory file system."""
+    filesystem = fsspec.filesystem("memory")
+    root = "/evenload_corpus"
+    with filesystem.open(f"{root}/a.jsonl", "wb") as stream:
+        stream.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]).encode())
+    with filesystem.open(f"{root}/sub/b.parquet", "wb") as stream:
+        pq.write_table(pa.table({"text": TEXTS[5:]}), stream)
+    yield f"memory://{root}"
+    filesystem.rm(root, recursive=True)
+
+
+@pytest.mark.parametrize("below", ["", "/*/b.parquet"])
+def test_fsspec_urls_are_read(memory_corpus, below):
+    loader = GlobalBatchLoader(data_config(memory_corpus + below))
+    documents = [document for batch in all_batches(loader) for document in documents_of(batch)]
+    assert sorted(documents) == sorted(naive_documents(TEXTS[5:] if below else TEXTS, 64, "error"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("aiohttp") is None or importlib.util.find_spec("requests") is None,
+    reason="fsspec reads http with aiohttp and requests, which are not installed",
+)
+def test_http_urls_are_read(tmp_path):
+    write_corpus(tmp_path, "jsonl", TEXTS)
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        loader = GlobalBatchLoader(data_config("", sources=(f"{url}/0.jsonl", f"{url}/1.jsonl")))
+        documents = [document for batch in all_batches(loader) for document in documents_of(batch)]
+        server.shutdown()
+    assert sorted(documents) == sorted(naive_documents(TEXTS, 64, "error"))
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
