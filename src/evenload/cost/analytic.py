@@ -1,0 +1,80 @@
+"""`analytic_coefficients`: cost coefficients from data sheets, for planning without a device.
+
+    linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
+    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x (SlimPack §2.2.2)
+    pack_s                kernel_s + linear_s_per_token · matmul_half_tokens: see `cost.coefficients` why the
+                          loss of small products is a constant
+    head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
+
+Limits: no memory-bound kernels apart from the optimizer and the embedding, no dK/dV traffic of sliced documents
+(about 2 % of a 16K slice deep in a 128K document on an H100), no overlap of communication and compute inside a
+stage. Relative costs of strategies are trustworthy, absolute seconds need calibration.
+"""
+
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, BACKWARD_LINEAR_RATIO
+from evenload.cost.support import require_supported_layout
+from evenload.errors import ConfigError
+from evenload.types.cluster import ClusterSpec
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+FLOPS_PER_MEMORY_BYTE = 300.0
+"""Peak FLOP/s over memory bandwidth of current accelerators (H100: 989e12 / 3.35e12); for memory-bound work."""
+OPTIMIZER_BYTES_PER_PARAMETER = 30.0
+"""AdamW reads gradient, master and two moments in fp32, writes the last three and the bf16 weight."""
+SLICE_SHARE_OF_KERNEL = 1 / 20
+"""A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
+
+
+def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout) -> CostCoefficients:
+    """Coefficients of a model on a cluster; the layout decides which links the transfers cross.
+
+    Raises:
+        ConfigError: the layout needs more devices than the cluster has, or is not supported yet.
+    """
+    require_supported_layout(model, layout)
+    if layout.world_size > cluster.num_devices:
+        raise ConfigError(
+            f"layout {layout.describe()} needs {layout.world_size} devices, cluster {cluster.name} has "
+            f"{cluster.num_devices}; lower dp or pp, or name a larger cluster"
+        )
+    device = cluster.device
+    matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
+    attention_flops_per_s = device.peak_flops_per_s * device.attention_efficiency
+    memory_bytes_per_s = device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
+
+    linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
+    pair_s = 4.0 * model.num_heads * model.head_dim / attention_flops_per_s
+    head_s = 3.0 * 2.0 * model.embedding_parameters / matmul_flops_per_s
+    passes = [
+        PassCoefficients(
+            linear_s_per_token=linear_s * linear_ratio,
+            attention_s_per_pair=pair_s * attention_ratio,
+            slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
+            pack_s=(device.kernel_s + linear_s * device.matmul_half_tokens) * linear_ratio,
+        )
+        for linear_ratio, attention_ratio in ((1.0, 1.0), (BACKWARD_LINEAR_RATIO, BACKWARD_ATTENTION_RATIO))
+    ]
+    # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some hop leaves the node as soon as the
+    # whole pipeline does; data-parallel ranks are neighbours.
+    p2p = cluster.link(layout.world_size)
+    reduce = cluster.link(layout.dp * layout.cp * layout.tp)
+    return CostCoefficients(
+        source="analytic",
+        device=device.name,
+        peak_flops_per_s=device.peak_flops_per_s,
+        forward=passes[0],
+        backward=passes[1],
+        attention_tile=device.attention_tile,
+        # Read a row and write it (forward), read the gradient and add it to an fp32 row (backward): alike.
+        embedding_s_per_token=2.0 * model.hidden_size * model.bytes_per_element / memory_bytes_per_s,
+        head_s_per_token=head_s,
+        head_pack_s=3.0 * device.kernel_s + head_s * device.matmul_half_tokens,
+        optimizer_s_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / memory_bytes_per_s,
+        p2p_bandwidth_bytes_per_s=p2p.bandwidth_bytes_per_s,
+        p2p_latency_s=p2p.latency_s,
+        reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
+        reduce_latency_s=reduce.latency_s,
+        model=model.name,
+    )

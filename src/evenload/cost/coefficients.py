@@ -1,0 +1,122 @@
+"""`CostCoefficients`: everything the cost model knows about a device, in seconds and bytes, by value.
+
+The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
+planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
+in which measurements return to planning (DESIGN §1).
+
+Time of a pack on one layer is linear in five features of the pack:
+
+    linear_s_per_token · tokens + attention_s_per_pair · pairs + slice_s · slices + pack_s
+
+`pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
+n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
+additive constant per pack, so it needs no non-linear term and sums stay sums.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+
+class PassCoefficients(Frozen):
+    """Seconds of one direction (forward or backward) on ONE layer.
+
+    Args:
+        linear_s_per_token: all matrix products and elementwise work of one token.
+        attention_s_per_pair: one query attending to one key, all heads.
+        slice_s: constant of every slice (document piece) in a pack.
+        pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
+    """
+
+    linear_s_per_token: float
+    attention_s_per_pair: float
+    slice_s: float = 0.0
+    pack_s: float = 0.0
+
+
+class CostCoefficients(Frozen):
+    """What computing and communicating costs.
+
+    Args:
+        source: "analytic" (from data sheets) or "calibrated" (measured on the device).
+        device: name of the device, shown to users.
+        peak_flops_per_s: of one device; MFU is a share of it.
+        forward, backward: seconds per layer.
+        attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
+        embedding_s_per_token: on the first stage, once in forward and once in backward.
+        head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
+            BACKWARD, because that is where the runtime computes them (DESIGN §4).
+        optimizer_s_per_parameter: one parameter of the rank's own shard.
+        p2p_bandwidth_bytes_per_s, p2p_latency_s: one hop between neighbouring pipeline stages.
+        reduce_bandwidth_bytes_per_s, reduce_latency_s: one hop of the ring over data-parallel ranks.
+        model: name of the model these per-layer numbers belong to; shown to users.
+
+    Raises:
+        ConfigError: a negative time or a bandwidth that is not positive.
+    """
+
+    source: Literal["analytic", "calibrated"]
+    device: str
+    peak_flops_per_s: float
+    forward: PassCoefficients
+    backward: PassCoefficients
+    attention_tile: int = 1
+    embedding_s_per_token: float = 0.0
+    head_s_per_token: float = 0.0
+    head_pack_s: float = 0.0
+    optimizer_s_per_parameter: float = 0.0
+    p2p_bandwidth_bytes_per_s: float
+    p2p_latency_s: float
+    reduce_bandwidth_bytes_per_s: float
+    reduce_latency_s: float
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        seconds = {
+            **{f"forward.{k}": v for k, v in msgspec.structs.asdict(self.forward).items()},
+            **{f"backward.{k}": v for k, v in msgspec.structs.asdict(self.backward).items()},
+            **{
+                k: getattr(self, k)
+                for k in (
+                    "embedding_s_per_token",
+                    "head_s_per_token",
+                    "head_pack_s",
+                    "optimizer_s_per_parameter",
+                    "p2p_latency_s",
+                    "reduce_latency_s",
+                )
+            },
+        }
+        for field, value in seconds.items():
+            if not value >= 0:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be >= 0 seconds")
+        for field in ("peak_flops_per_s", "p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be > 0")
+        if self.attention_tile < 1:
+            raise ConfigError(
+                f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
+            )
+
+
+def read_coefficients(path: str | Path) -> CostCoefficients:
+    """Read a cost file.
+
+    Raises:
+        ConfigError: the file is missing or is not a cost file; the message names the field.
+    """
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=CostCoefficients)
+    except OSError as error:
+        raise ConfigError(f"cost file {path} cannot be read: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"cost file {path} is not valid: {error}; make it again by calibrating") from error
+
+
+def write_coefficients(path: str | Path, coefficients: CostCoefficients) -> None:
+    """Write a cost file as indented JSON."""
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n")

@@ -1,0 +1,64 @@
+"""Attention pairs and true FLOPs of documents.
+
+Conventions, used for MFU and nothing else:
+- a matrix product of a token with a weight costs 2 FLOPs a weight; attention costs 4·heads·head_dim FLOPs a
+  (query, key) pair (QK and PV, 2 each), only pairs inside the causal mask and the sliding window count;
+- backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
+  backward 2.5x by default because flash kernels recompute scores (SlimPack §2.2.2); that recomputation is not
+  useful work, so MFU does not count it (the usual "model FLOPs", no recompute);
+- the embedding look-up is 0, norms and activations are not counted.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenload.types.model import ModelSpec
+
+BACKWARD_LINEAR_RATIO = 2.0
+"""Backward / forward cost of matrix products: dX and dW."""
+BACKWARD_ATTENTION_RATIO = 2.5
+"""Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
+
+
+def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
+    """(query, key) pairs of the queries `[start, stop)` of causal documents.
+
+    Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
+
+    Args:
+        start, stop: integers of equal shape, `0 <= start <= stop`.
+    """
+    return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
+
+
+def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Pairs of the queries `[0, tokens)`."""
+    if not window:
+        return tokens * (tokens + 1) * 0.5
+    inside = np.minimum(tokens, window)
+    return inside * (inside + 1) * 0.5 + (tokens - inside) * window
+
+
+def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool = True) -> NDArray[np.float64]:
+    """Pairs of slices. A bidirectional model has only whole documents (`start` 0): `stop²` within the window."""
+    if causal:
+        return causal_pairs(start, stop, window)
+    tokens = np.asarray(stop, np.float64)
+    return tokens * np.minimum(tokens, 2.0 * window + 1) if window else tokens * tokens
+
+
+def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
+    """FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of `num_tokens`."""
+    tokens = np.asarray(num_tokens, np.float64)
+    linear = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
+    flops = linear * tokens
+    zero = np.zeros_like(tokens)
+    for window in sorted(set(model.windows)):
+        pairs = slice_pairs(zero, tokens, window, causal=model.causal)
+        flops = flops + 4.0 * model.num_heads * model.head_dim * model.windows.count(window) * pairs
+    return flops
+
+
+def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
+    """Model FLOPs of forward and backward of whole documents (3x forward); the numerator of MFU."""
+    return 3.0 * forward_flops(model, num_tokens)

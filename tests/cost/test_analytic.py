@@ -1,0 +1,43 @@
+import pytest
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.errors import ConfigError
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+
+
+def test_analytic_coefficients_equal_hand_arithmetic_for_llama_7b() -> None:
+    model, cluster = model_from("llama-7b"), cluster_from("h100x32")
+    found = analytic_coefficients(model, cluster, even_layout(32, dp=4, pp=8))
+    weights = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    matmul = 989e12 * 0.65
+    assert found.forward.linear_s_per_token == pytest.approx(2 * weights / matmul)
+    assert found.backward.linear_s_per_token == pytest.approx(4 * weights / matmul)
+    assert found.forward.attention_s_per_pair == pytest.approx(4 * 4096 / (989e12 * 0.55))
+    assert found.backward.attention_s_per_pair == pytest.approx(10 * 4096 / (989e12 * 0.55))
+    assert found.forward.pack_s == pytest.approx(20e-6 + 256 * 2 * weights / matmul)
+    assert found.head_s_per_token == pytest.approx(6 * 4096 * 32000 / matmul)
+    # 32 devices leave a node, so stages talk over the NIC; 4 data ranks are neighbours inside one.
+    assert found.p2p_bandwidth_bytes_per_s == 42e9
+    assert found.reduce_bandwidth_bytes_per_s == 400e9
+
+
+def test_matmul_loss_on_small_packs_is_the_pack_constant() -> None:
+    """n / (n + n_half) of the speed must be exactly the additive constant the planners use."""
+    model, cluster = model_from("llama-7b"), cluster_from("h100x8")
+    forward = analytic_coefficients(model, cluster, even_layout(32, pp=8)).forward
+    tokens, half = 1000, cluster.device.matmul_half_tokens
+    seconds = forward.linear_s_per_token * tokens + forward.pack_s - cluster.device.kernel_s
+    assert seconds == pytest.approx(forward.linear_s_per_token * tokens / (tokens / (tokens + half)))
+
+
+def test_layout_larger_than_the_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs 16 devices"):
+        analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, dp=4, pp=4))
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_context_and_tensor_parallelism_are_refused_as_planned(axis: str) -> None:
+    with pytest.raises(ConfigError, match="planned"):
+        analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, **{axis: 2}))

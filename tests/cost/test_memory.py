@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_columns, sample_model
+from evenload.cost.memory import parameters_per_rank, pipeline_bytes, static_bytes
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.layout import even_layout
+
+# Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
+ACTIVATION, KV, KV_GRADIENT = 152, 2 * 2 * 4, 4 * 2 * 4
+
+
+def test_ledger_of_two_documents_by_hand() -> None:
+    """Document 0 has 10 tokens in two forward slices and three backward slices, document 1 has 3 tokens."""
+    layout = even_layout(3, pp=2)  # 2 + 1 layers; the last also keeps 2·8 bytes of final hidden states a token
+    forward = sample_columns([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
+    backward = sample_columns([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
+    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array([10, 3]))
+    chunk = np.array([2 * ACTIVATION, ACTIVATION + 16])
+    kv, gradient = np.array([2, 1]) * KV, np.array([2, 1]) * KV_GRADIENT
+    np.testing.assert_array_equal(found.forward_kept_bytes, [6 * chunk + 10 * kv, 7 * chunk + 3 * kv])
+    # The chunk [6, 10) is freed by the slice with token 6, which is [4, 8); [0, 6) by [0, 4).
+    np.testing.assert_array_equal(
+        found.backward_freed_bytes,
+        [-10 * gradient, 4 * chunk, 6 * chunk + 10 * kv + 10 * gradient + 3 * chunk + 3 * kv],
+    )
+    # dK/dV appear inside the first backward pack, so its temporaries cover what `freed` takes back.
+    plain = 2 * (6 * 8 + 4 * 16)
+    logits = np.array([0, 32 * (2 + 8)])
+    np.testing.assert_array_equal(found.backward_temp_bytes[0], 2 * (plain + logits) + 10 * gradient)
+    np.testing.assert_array_equal(found.backward_temp_bytes[2], 7 * (plain + logits))
+
+
+@st.composite
+def cut_documents(draw) -> tuple[list[int], SliceColumns, SliceColumns]:
+    """Random documents, cut independently in both directions, a slice a pack."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    packs = []
+    for reverse in (False, True):
+        rows = []
+        for doc, length in enumerate(lengths):
+            inner = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
+            pieces = [(doc, a, b) for a, b in zip([0, *inner], [*inner, length], strict=True)]
+            rows += [[piece] for piece in (pieces[::-1] if reverse else pieces)]
+        packs.append(sample_columns(rows))
+    return lengths, packs[0], packs[1]
+
+
+@settings(max_examples=100)
+@given(cut_documents(), st.sampled_from([2, 4, 8]), st.integers(1, 3))
+def test_kept_equals_freed_and_nothing_is_freed_early(case, element: int, pp: int) -> None:
+    """A leak in the ledger would make long steps look infeasible; freeing early would run out of memory."""
+    lengths, forward, backward = case
+    layout = even_layout(3, pp=pp)
+    found = pipeline_bytes(sample_model(bytes_per_element=element), layout, forward, backward, np.array(lengths))
+    np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
+    live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
+    assert (live >= 0).all()
+    assert (live[-1] == 0).all()
+
+
+def test_padded_documents_are_stored_with_their_padding() -> None:
+    lengths = np.array([3, 9])
+    padded = whole_document_columns([[0, 1]], lengths, padded=True)
+    as_long = whole_document_columns([[0, 1]], np.array([9, 9]))
+    layout = even_layout(3, pp=3)
+    found = pipeline_bytes(sample_model(), layout, padded, padded, lengths)
+    expected = pipeline_bytes(sample_model(), layout, as_long, as_long, np.array([9, 9]))
+    for column in ("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"):
+        np.testing.assert_array_equal(getattr(found, column), getattr(expected, column))
+
+
+def test_float64_keeps_wider_sums() -> None:
+    lengths = np.array([4])
+    cut = sample_columns([[(0, 2, 4)], [(0, 0, 2)]])
+    found = pipeline_bytes(
+        sample_model(bytes_per_element=8), even_layout(3), sample_columns([[(0, 0, 4)]]), cut, lengths
+    )
+    activation = 8 * (8 + 16 + 8 + 8 + 32) + 2 * 8
+    assert found.forward_kept_bytes.tolist() == [[4 * (3 * (activation + 8 * 2 * 4) + 8 * 8)]]
+    assert found.backward_freed_bytes[0].tolist() == [-4 * 3 * 8 * 2 * 4]
+
+
+def test_static_bytes_by_hand() -> None:
+    layer, embedding = 192 + 384 + 2 * 8, 32 * 8
+    parameters = np.array([2 * layer + embedding, layer + embedding + 8])
+    layout = even_layout(3, dp=4, pp=2)
+    np.testing.assert_array_equal(parameters_per_rank(sample_model(), layout), parameters)
+    # bf16 weights, fp32 gradients, and a quarter of master + two moments in fp32
+    np.testing.assert_array_equal(static_bytes(sample_model(), layout), parameters * 6 + 12 * -(-parameters // 4))
+    np.testing.assert_array_equal(
+        static_bytes(sample_model(bytes_per_element=8), layout), parameters * 16 + 16 * -(-parameters // 4)
+    )
+
+
+@pytest.mark.parametrize(("pp", "copies"), [(1, 1), (3, 2)])
+def test_tied_embedding_is_stored_twice_only_across_ranks(pp: int, copies: int) -> None:
+    found = parameters_per_rank(sample_model(tied_embeddings=True), even_layout(3, pp=pp)).sum()
+    assert found == 3 * (192 + 384 + 16) + copies * 256 + 8
+
+
+def test_empty_replica_holds_only_static_bytes() -> None:
+    empty = sample_columns([])
+    found = pipeline_bytes(sample_model(), even_layout(3, pp=3), empty, empty, np.zeros(0, np.int64))
+    assert found.forward_kept_bytes.shape == (0, 3)
+    assert found.backward_freed_bytes.shape == (0, 3)

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_columns, sample_model
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.types.columns import whole_document_columns
+from evenload.types.layout import even_layout
+
+
+def test_pack_seconds_equal_hand_arithmetic() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=2))  # stages of 2 and 1 layers
+    packs = sample_columns([[(0, 0, 4)], [(0, 4, 6), (1, 0, 3)]])
+    pairs = [4 * 5 / 2, (6 * 7 - 4 * 5) / 2 + 3 * 4 / 2]
+    layer = [4 * 1.0 + pairs[0] * 0.1 + 0.01 + 5.0, 5 * 1.0 + pairs[1] * 0.1 + 0.02 + 5.0]
+    expected = [[2 * layer[0] + 4 * 0.5, layer[0]], [2 * layer[1] + 5 * 0.5, layer[1]]]
+    np.testing.assert_allclose(costs.pack_seconds(packs, "forward"), expected)
+
+
+def test_head_is_charged_to_the_last_stage_backward_only() -> None:
+    with_head = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
+    without = PackCosts(
+        sample_model(), sample_coefficients(head_s_per_token=0.0, head_pack_s=0.0), even_layout(3, pp=3)
+    )
+    packs = sample_columns([[(0, 0, 4)]])
+    np.testing.assert_array_equal(with_head.pack_seconds(packs, "forward"), without.pack_seconds(packs, "forward"))
+    difference = with_head.pack_seconds(packs, "backward") - without.pack_seconds(packs, "backward")
+    np.testing.assert_allclose(difference, [[0, 0, 4 * 3.0 + 11.0]])
+
+
+def test_padded_pack_costs_its_padding() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    lengths = np.array([3, 9])
+    padded = whole_document_columns([[0, 1]], lengths, padded=True)
+    as_long = whole_document_columns([[0, 1]], np.array([9, 9]))
+    np.testing.assert_allclose(costs.pack_seconds(padded, "forward"), costs.pack_seconds(as_long, "forward"))
+    # hop: 18 tokens x 8 hidden x 2 bytes, but one stage has no hop
+    assert costs.p2p_seconds(padded).tolist() == [0.0]
+    piped = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
+    assert piped.p2p_seconds(padded).tolist() == [18 * 8 * 2 / 100.0 + 0.5]
+
+
+def test_incomplete_tile_costs_whole_rows() -> None:
+    plain = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    tiled = PackCosts(sample_model(), sample_coefficients(attention_tile=4), even_layout(3))
+    packs = sample_columns([[(0, 4, 8)], [(0, 4, 9)]])
+    extra = tiled.pack_seconds(packs, "forward") - plain.pack_seconds(packs, "forward")
+    np.testing.assert_allclose(extra[:, 0], [0, 3 * (3 * 9) * 0.1])  # 3 missing rows of 9 keys on 3 layers
+
+
+def test_each_stage_counts_its_own_windows() -> None:
+    costs = PackCosts(sample_model(sliding_windows=(0, 2, 2)), sample_coefficients(), even_layout(3, pp=3))
+    found = costs.pack_seconds(sample_columns([[(0, 0, 10)]]), "forward")[0]
+    base = 10 * 1.0 + 0.01 + 5.0
+    np.testing.assert_allclose(found, [base + 55 * 0.1 + 10 * 0.5, base + 19 * 0.1, base + 19 * 0.1])
+
+
+def test_bidirectional_documents_cannot_be_sliced() -> None:
+    costs = PackCosts(sample_model(causal=False), sample_coefficients(), even_layout(3))
+    assert costs.pack_seconds(sample_columns([[(0, 0, 10)]]), "forward")[0, 0] == pytest.approx(
+        3 * (10 + 100 * 0.1 + 0.01 + 5) + 5
+    )
+    with pytest.raises(ConfigError, match="bidirectional"):
+        costs.pack_seconds(sample_columns([[(0, 0, 4)], [(0, 4, 10)]]), "forward")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=8), st.integers(1, 3), st.booleans())
+def test_work_curves_agree_with_pack_seconds(lengths: list[int], pp: int, windows: bool) -> None:
+    """Partitioners cut by the curve, the simulator prices by pack_seconds: they must be one cost model."""
+    spec = sample_model(sliding_windows=(0, 16, 16)) if windows else sample_model()
+    costs = PackCosts(spec, sample_coefficients(), even_layout(3, pp=pp))
+    packs = sample_columns([[(0, 0, n)] for n in lengths])
+    stop = np.array(lengths, dtype=np.int64)
+    for stage in range(pp):
+        layers = costs.layout.stage_layers[stage][1] - costs.layout.stage_layers[stage][0]
+        found = costs.forward_work(stage).slice_works_s(np.zeros_like(stop), stop)
+        np.testing.assert_allclose(found + layers * 5.0, costs.pack_seconds(packs, "forward")[:, stage])
+
+
+def test_default_curves_are_those_of_the_slowest_stage() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=2))
+    assert costs.forward_work() == costs.forward_work(0)  # two layers and the embedding
+    heavy_head = PackCosts(sample_model(), sample_coefficients(head_s_per_token=100.0), even_layout(3, pp=2))
+    assert heavy_head.backward_work() == heavy_head.backward_work(1)
+
+
+def test_document_seconds_are_both_directions_without_pack_constants() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
+    packs = sample_columns([[(0, 0, 7)]])
+    both = costs.pack_seconds(packs, "forward").sum() + costs.pack_seconds(packs, "backward").sum()
+    assert costs.document_seconds([7]) == pytest.approx(both - 3 * 5.0 - 3 * 7.0 - 11.0)
+
+
+def test_lower_bound_is_useful_work_over_all_devices() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(attention_tile=128), even_layout(3, dp=2, pp=3))
+    linear = 3 * (1.0 + 2.0) + 2 * 0.5 + 3.0
+    pairs = 5 * 6 / 2 + 8 * 9 / 2
+    assert costs.lower_bound_seconds([5, 8]) == pytest.approx((13 * linear + 3 * pairs * 0.35) / 6)
+
+
+def test_reduction_and_optimizer_of_the_fullest_rank() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, dp=2))
+    parameters = 3 * (192 + 384 + 16) + 2 * 32 * 8 + 8
+    assert costs.reduction_seconds() == pytest.approx((4 + 2) * parameters / 2 / 1000.0 + 2 * 0.25)
+    assert costs.optimizer_seconds() == pytest.approx(1e-3 * parameters / 2)
+    assert PackCosts(sample_model(), sample_coefficients(), even_layout(3)).reduction_seconds() == 0.0
+
+
+def test_layout_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4 layers"):
+        PackCosts(sample_model(), sample_coefficients(), even_layout(4))
