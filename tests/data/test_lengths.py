@@ -40,6 +40,12 @@ def test_documents_of_a_source_are_counted_as_the_loader_would_read_them(tmp_pat
     assert read_lengths(root, config).tolist() == [3, 3, 500]
 
 
+def test_a_glob_of_text_files_is_a_text_source(tmp_path):
+    """The error about a .txt that holds no numbers sends users here."""
+    write_corpus(tmp_path, "text", ["abc", "de"])
+    assert read_lengths(str(tmp_path / "*.txt")).tolist() == [4, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [

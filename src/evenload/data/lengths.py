@@ -25,7 +25,7 @@ def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.in
 
     Args:
         source: a `.npy` or `.npy.gz` of integers, a `.txt` of one length a line, or a text source (file,
-            directory, glob, fsspec URL) whose documents are counted.
+            directory, glob such as `docs/*.txt`, fsspec URL) whose documents are counted.
         config: how a text source is read (format, text column, tokeniser, end-of-document token, corrupt
             records); its `sources` are not used. Default: bytes with an end-of-document token.
 
@@ -38,7 +38,7 @@ def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.in
     """
     if source.endswith((".npy", ".npy.gz")):
         lengths = _read_npy(source)
-    elif source.endswith(".txt"):
+    elif source.endswith(".txt") and "*" not in source:
         lengths = _read_txt(source)
     else:
         base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
