@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +18,7 @@ from evenload.report.units import (
 )
 
 
-def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title: str = "") -> Table:
+def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title: str = "") -> Group:
     """Strategies side by side; the best marked, those that cannot run under the table with the reason.
 
     Args:
@@ -28,12 +29,9 @@ def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
     columns = shown_columns(feasible)
-    reasons = "\n".join(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}" for row in refused)
     table = Table(
         title=Text(title) if title else None,
         title_justify="left",
-        caption=Text(reasons) if reasons else None,
-        caption_justify="left",
         header_style="bold",
         pad_edge=False,
     )
@@ -45,7 +43,9 @@ def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title
         name = Text(f"{'▶' if is_best else ' '} {row['name']}")
         cells = [Text(format_cell(column, row)) for column in columns]
         table.add_row(name, *cells, style="bold green" if is_best else None)
-    return table
+    # Under the table and not in it: reasons are sentences and may use the whole width.
+    reasons = [Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}") for row in refused]
+    return Group(table, *reasons)
 
 
 def step_line(row: MetricRow) -> str:

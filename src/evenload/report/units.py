@@ -66,7 +66,7 @@ def format_layout(layout: object) -> str:
     if layout is None:
         return MISSING
     if isinstance(layout, dict):
-        return " ".join(f"{key}={layout[key]}" for key in ("dp", "cp", "pp", "tp") if key in layout)
+        return " ".join(f"{key}={layout[key]}" for key in ("dp", "pp", "cp", "tp") if key in layout)
     return str(layout)
 
 
@@ -74,7 +74,7 @@ def _scaled(value: float, base: float, units: tuple[str, ...], separator: str) -
     if not math.isfinite(value):
         return str(value)
     power = 0
-    while abs(_round3(value / base**power)) >= base and power + 1 < len(units):
+    while round(abs(value / base**power)) >= base and power + 1 < len(units):
         power += 1
     if power == 0:
         number = f"{value:.0f}" if float(value).is_integer() else _three_digits(value)

@@ -1,0 +1,135 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from plotly.offline import get_plotlyjs
+from report_samples import make_labels, make_row, make_timeline
+
+from evenload.errors import ConfigError
+from evenload.report.html import render_report, write_report
+from evenload.report.run_report import RunReport, RunSection
+
+EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&\"'"
+
+
+def make_report(text="auto") -> RunReport:
+    rows = tuple(make_row(step) for step in range(1, 6))
+    trained = RunSection(
+        name=text,
+        metrics=rows,
+        predicted=make_timeline(2, 4, 8),
+        measured=make_timeline(2, 4, 8, noise=0.2),
+        timeline_step=3,
+        task_labels=make_labels(2, 8, text=text),
+        memory_limit_bytes=80 * 2**30,
+        notes=(text,),
+    )
+    simulated = RunSection(name="best_fit", predicted=make_timeline(2, 4, 8, seed=1))
+    comparison = (
+        {"name": text, "mean_step_time_s": 1.2, "layout": text},
+        {"name": "padded", "feasible": False, "why": text},
+    )
+    return RunReport(
+        title=text,
+        facts=((text, text),),
+        sections=(trained, simulated),
+        comparison=comparison,
+        best=text,
+        ledger=(text,),
+    )
+
+
+class Page(HTMLParser):
+    """Elements, attributes that load, and the text outside of scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.loads, self.text, self.data = [], [], [], {}
+        self._script = None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        attributes = dict(attrs)
+        assert not [name for name in attributes if name.startswith("on")], "no inline handlers"
+        self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag in ("script", "style"):
+            self._script = attributes.get("id", tag)
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._script = None
+
+    def handle_data(self, data):
+        if self._script:
+            self.data[self._script] = self.data.get(self._script, "") + data
+        else:
+            self.text.append(data)
+
+
+def test_page_loads_nothing_from_the_network():
+    page = render_report(make_report())
+    parsed = Page(page)
+    assert {load for load in parsed.loads if not load.startswith("#")} == {"data:,"}
+    assert "default-src 'none'" in page
+    assert "@import" not in parsed.data["style"]
+    assert "url(" not in parsed.data["style"]
+    without_library = page.replace(get_plotlyjs(), "")
+    assert len(without_library) < len(page) - 1_000_000
+    assert page.count(get_plotlyjs()) == 1
+    assert not re.findall(r"https?://", without_library)
+
+
+def test_hostile_strings_stay_text_everywhere():
+    """A document name or a path must not run as script in a colleague's browser."""
+    harmless, hostile = Page(render_report(make_report())), Page(render_report(make_report(EVIL)))
+    assert hostile.tags == harmless.tags
+    text = "".join(hostile.text)
+    # Title twice, fact name and value, nav, note, heading, comparison name, layout and reason, ledger.
+    assert text.count(EVIL) >= 10
+    assert len(hostile.data) == len(harmless.data)
+
+
+def test_figure_data_is_json_and_complete():
+    parsed = Page(render_report(make_report()))
+    figures = {name: json.loads(data) for name, data in parsed.data.items() if name.endswith("-data")}
+    assert set(figures) == {
+        "all-packs-data",
+        "all-speed-data",
+        "all-loss-data",
+        *(f"run-0-{kind}-data" for kind in ("timeline", "time", "speed", "loss", "packs", "memory")),
+        *(f"run-1-{kind}-data" for kind in ("timeline", "packs", "memory")),
+    }
+    for figure in figures.values():
+        assert figure["data"]
+        assert figure["layout"]["height"] > 100
+        # Colours of text and grid come from the page's theme, or dark mode would be unreadable.
+        assert "template" not in figure["layout"] or "font" not in figure["layout"]["template"].get("layout", {})
+
+
+def test_page_says_what_is_predicted_measured_and_missing():
+    text = "".join(Page(render_report(make_report())).text)
+    assert "Timeline of step 3, predicted and measured" in text
+    assert "Timeline, predicted" in text
+    assert "Not in this report: measured timeline, loss and speed over steps." in text
+    rows = [make_row(step) for step in range(1, 6)]
+    error = sum(abs(row["predicted_step_time_s"] / row["step_time_s"] - 1) for row in rows) / 5
+    assert f"Mean absolute error of the prediction over 5 steps: {100 * error:.1f} %." in text
+    assert "padded" in text
+    assert "not feasible: auto" in text
+
+
+def test_a_report_with_a_diverged_loss_or_nothing_at_all_is_still_a_page(tmp_path):
+    path = tmp_path / "report.html"
+    rows = (make_row(1, loss=float("nan"), predicted_step_time_s=None), make_row(2, loss=None, step_time_s=None))
+    write_report(path, RunReport(title="t", sections=(RunSection(name="a", metrics=rows), RunSection(name="b"))))
+    text = "".join(Page(path.read_text(encoding="utf-8")).text)
+    assert "No step has both numbers." in text
+    write_report(path, RunReport(title="empty"))
+    assert "empty" in path.read_text(encoding="utf-8")
+
+
+def test_equal_section_names_are_refused():
+    with pytest.raises(ConfigError, match="names must differ"):
+        render_report(RunReport(title="t", sections=(RunSection(name="a"), RunSection(name="a"))))

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from report_samples import make_timeline
+
+from evenload.report.pack_times import pack_times, replica_ends
+from evenload.types.timeline import Timeline
+
+
+def hand_made(kinds, packs, stages, starts, ends, dp=None) -> Timeline:
+    n = len(kinds)
+    return Timeline(
+        dp_rank=np.array(dp or [0] * n, np.int32),
+        rank=np.array(stages, np.int32),
+        stage=np.array(stages, np.int32),
+        kind=np.array(["FBIW".index(k) for k in kinds], np.uint8),
+        pack=np.array(packs, np.int32),
+        start_s=np.array(starts, np.float64),
+        end_s=np.array(ends, np.float64),
+        step_time_s=max(ends),
+        memory_dp_rank=np.zeros(0, np.int32),
+        memory_rank=np.zeros(0, np.int32),
+        memory_time_s=np.zeros(0),
+        memory_bytes=np.zeros(0, np.int64),
+    )
+
+
+def test_a_pack_counts_with_its_slowest_stage():
+    t = hand_made("FFFF", [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 4], [1, 4, 2, 6])
+    times = pack_times(t, "forward")
+    assert times.pack.tolist() == [0, 1]
+    assert times.seconds.tolist() == [3.0, 2.0]
+    assert times.imbalance() == pytest.approx(3 / 2.5)
+
+
+def test_parts_of_a_split_backward_are_added_on_a_stage():
+    t = hand_made("IWIW", [0, 0, 0, 0], [0, 0, 1, 1], [5, 9, 0, 2], [6, 12, 2, 3])
+    assert pack_times(t, "backward").seconds.tolist() == [4.0]
+    assert len(pack_times(t, "forward").seconds) == 0
+    assert np.isnan(pack_times(t, "forward").imbalance())
+
+
+def test_replicas_have_their_own_packs():
+    t = hand_made("FF", [0, 0], [0, 0], [0, 0], [1, 3], dp=[0, 1])
+    assert pack_times(t, "forward").dp_rank.tolist() == [0, 1]
+    assert pack_times(t, "forward").imbalance() == pytest.approx(1.5)
+    assert replica_ends(t) == {0: 1.0, 1: 3.0}
+
+
+def test_splitting_does_not_change_pack_times():
+    whole, split = make_timeline(2, 3, 6), make_timeline(2, 3, 6, split=True)
+    for direction in ("forward", "backward"):
+        assert np.allclose(pack_times(whole, direction).seconds, pack_times(split, direction).seconds)
+        assert len(pack_times(whole, direction).seconds) == 12

@@ -1,0 +1,88 @@
+import io
+import math
+
+from report_samples import make_row
+from rich.console import Console
+
+from evenload.report.columns import COLUMNS, shown_columns
+from evenload.report.table import comparison_table, step_line
+
+
+def plan_row(name, **values):
+    """A row of `evenload plan --json` with its fixed keys."""
+    return {
+        "name": name,
+        "feasible": True,
+        "why": "",
+        "step_time_s": [1.2, 1.3],
+        "mean_step_time_s": 1.25,
+        "lower_bound_s": 1.15,
+        "fraction_of_bound": 0.92,
+        "speedup_over_best_fit": 1.31,
+        "tokens_per_s_per_device": 8123.0,
+        "bubble_fraction": 0.073,
+        "imbalance_forward": 1.041,
+        "imbalance_backward": 1.052,
+        "imbalance_dp": 1.003,
+        "max_pack_tokens": 8192,
+        "cap_violations": 0,
+        "peak_memory_bytes": 61 * 2**30,
+        "num_packs_forward": 8,
+        "num_packs_backward": 9,
+        "plan_time_s": 0.018,
+        "deferred_tokens": 0,
+        "dropped_tokens": 0,
+        "mean_token_delay_steps": 0.0,
+        "layout": {"dp": 2, "cp": 1, "pp": 4, "tp": 1},
+    } | values
+
+
+def refused_row(name, why):
+    return dict.fromkeys(plan_row(name)) | {"name": name, "feasible": False, "why": why}
+
+
+def printed(table):
+    console = Console(width=240, color_system=None, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_best_row_is_marked_and_refused_rows_give_their_reason():
+    rows = [refused_row("padded", "document 812 needs [red]141 GiB[/red]"), plan_row("auto"), plan_row("best_fit")]
+    text = printed(comparison_table(rows, best="auto", title="on [bold]my[/bold] lengths"))
+    assert "▶ auto" in text
+    assert text.count("▶") == 1
+    assert "padded: not feasible: document 812 needs [red]141 GiB[/red]" in text
+    assert "on [bold]my[/bold] lengths" in text
+    for cell in ("1.25 s", "92.0 %", "1.31×", "8.12K", "1.041", "1.052", "61.0 GiB", "18.0 ms", "dp=2 pp=4 cp=1 tp=1"):  # noqa: RUF001
+        assert cell in text
+
+
+def test_counts_of_bad_things_show_only_when_there_are_any():
+    assert {"cap_violations", "deferred_tokens"}.isdisjoint(column.key for column in shown_columns([plan_row("a")]))
+    keys = [column.key for column in shown_columns([plan_row("a"), plan_row("wlb", deferred_tokens=5)])]
+    assert "deferred_tokens" in keys
+    assert keys == [column.key for column in COLUMNS if column.key in keys]
+
+
+def test_no_feasible_row_still_prints_every_reason():
+    text = printed(comparison_table([refused_row("a", "too long"), refused_row("b", "")]))
+    assert "a: not feasible: too long" in text
+    assert "b: not feasible: no reason given" in text
+
+
+def test_step_line_says_what_was_measured_and_how_far_the_prediction_was_off():
+    row = make_row(12, loss=5.4321, step_time_s=1.3, predicted_step_time_s=1.25, tokens_per_s=50412.0)
+    assert step_line(row) == (
+        "step 12 | loss 5.4321 | grad_norm 1.25 | lr 0.0003 | 50.4K tokens/s | 1.30 s (predicted 1.25 s, +4.0 %) | "
+        "bubble 7.3 % | max/mean fwd 1.04 bwd 1.05 dp 1.00 | memory 61.0 GiB | data wait 1.20 ms"
+    )
+
+
+def test_step_line_never_turns_the_unknown_into_zero():
+    row = make_row(1, loss=math.nan, predicted_step_time_s=None, peak_memory_bytes=None, deferred_documents=3)
+    line = step_line(row)
+    assert "loss nan" in line
+    assert "(predicted -, -)" in line
+    assert "memory -" in line
+    assert "3 documents deferred" in line
