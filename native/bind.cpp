@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <limits>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -14,6 +16,9 @@
 
 #include "pack.h"
 #include "partition.h"
+#include "schedule.h"
+#include "simulate.h"
+#include "tasks.h"
 
 namespace nb = nanobind;
 
@@ -21,6 +26,8 @@ namespace {
 
 template <typename T>
 using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Grid = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Out = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
@@ -121,6 +128,118 @@ std::tuple<Out<int32_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>> partition_by_
             to_numpy(std::move(slices.pack_offset))};
 }
 
+// The fields of PipelineTasks in the order of its class; see schedule/task_arrays.py.
+using TaskArrays = std::tuple<Grid<double>, Grid<double>, In<double>, In<double>, In<int32_t>, In<int32_t>, In<int64_t>,
+                              Grid<int64_t>, Grid<int64_t>, Grid<int64_t>, Grid<int64_t>>;
+
+void require_seconds(const double* values, size_t size, const char* name) {
+    for (size_t i = 0; i < size; ++i) {
+        require(values[i] >= 0.0 && values[i] <= std::numeric_limits<double>::max(),
+                std::string(name) + " holds " + std::to_string(values[i]) + " at flat index " + std::to_string(i) +
+                    "; durations are finite and not negative");
+    }
+}
+
+void require_shape(const Grid<int64_t>& grid, int64_t rows, int64_t columns, const char* name) {
+    require(static_cast<int64_t>(grid.shape(0)) == rows && static_cast<int64_t>(grid.shape(1)) == columns,
+            std::string(name) + " has shape (" + std::to_string(grid.shape(0)) + ", " + std::to_string(grid.shape(1)) +
+                "), expected (" + std::to_string(rows) + ", " + std::to_string(columns) + ")");
+}
+
+evenload::Tasks checked_tasks(const TaskArrays& arrays) {
+    const auto& [forward_s, backward_s, p2p_forward_s, p2p_backward_s, needed, stage_to_rank, static_bytes, kept,
+                 forward_temp, freed, backward_temp] = arrays;
+    evenload::Tasks tasks;
+    tasks.num_forward = static_cast<int64_t>(forward_s.shape(0));
+    tasks.num_backward = static_cast<int64_t>(backward_s.shape(0));
+    tasks.num_stages = static_cast<int64_t>(stage_to_rank.size());
+    tasks.num_ranks = static_cast<int64_t>(static_bytes.size());
+    const auto P = stage_to_rank.size();
+    require(forward_s.shape(1) == P && backward_s.shape(1) == P,
+            "forward_s has " + std::to_string(forward_s.shape(1)) + " stages, backward_s " +
+                std::to_string(backward_s.shape(1)) + ", stage_to_rank " + std::to_string(P));
+    require(p2p_forward_s.size() == forward_s.shape(0) && p2p_backward_s.size() == backward_s.shape(0) &&
+                needed.size() == backward_s.shape(0),
+            "p2p_forward_s, p2p_backward_s and forwards_needed must have one entry a pack");
+    require_shape(kept, tasks.num_forward, tasks.num_stages, "forward_kept_bytes");
+    require_shape(forward_temp, tasks.num_forward, tasks.num_stages, "forward_temp_bytes");
+    require_shape(freed, tasks.num_backward, tasks.num_stages, "backward_freed_bytes");
+    require_shape(backward_temp, tasks.num_backward, tasks.num_stages, "backward_temp_bytes");
+    require_seconds(forward_s.data(), forward_s.size(), "forward_s");
+    require_seconds(backward_s.data(), backward_s.size(), "backward_s");
+    require_seconds(p2p_forward_s.data(), p2p_forward_s.size(), "p2p_forward_s");
+    require_seconds(p2p_backward_s.data(), p2p_backward_s.size(), "p2p_backward_s");
+    for (int32_t count : view(needed)) {
+        require(count >= 0 && count <= tasks.num_forward, "forwards_needed holds " + std::to_string(count) +
+                                                              ", not in 0.." + std::to_string(tasks.num_forward));
+    }
+    for (int32_t rank : view(stage_to_rank)) {
+        require(rank >= 0 && rank < tasks.num_ranks, "stage_to_rank holds " + std::to_string(rank) + ", not in 0.." +
+                                                         std::to_string(tasks.num_ranks - 1));
+    }
+    tasks.forward_s = forward_s.data();
+    tasks.backward_s = backward_s.data();
+    tasks.p2p_forward_s = p2p_forward_s.data();
+    tasks.p2p_backward_s = p2p_backward_s.data();
+    tasks.forwards_needed = needed.data();
+    tasks.stage_to_rank = stage_to_rank.data();
+    tasks.static_bytes = static_bytes.data();
+    tasks.forward_kept_bytes = kept.data();
+    tasks.forward_temp_bytes = forward_temp.data();
+    tasks.backward_freed_bytes = freed.data();
+    tasks.backward_temp_bytes = backward_temp.data();
+    return tasks;
+}
+
+std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule(const TaskArrays& arrays,
+                                                                                 In<int64_t> cap_bytes, bool alternate,
+                                                                                 int64_t lookahead) {
+    const evenload::Tasks tasks = checked_tasks(arrays);
+    require(static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks,
+            "cap_bytes has " + std::to_string(cap_bytes.size()) + " entries for " + std::to_string(tasks.num_ranks) +
+                " ranks");
+    require(lookahead >= 0 && lookahead <= std::numeric_limits<int32_t>::max(),
+            "lookahead = " + std::to_string(lookahead) + " is not in 0..2^31-1");
+    int64_t most_needed = 0;
+    for (int64_t j = 0; j < tasks.num_backward; ++j) {
+        most_needed = std::max<int64_t>(most_needed, tasks.forwards_needed[j]);
+    }
+    require(most_needed == tasks.num_forward, "backwards need " + std::to_string(most_needed) + " of " +
+                                                  std::to_string(tasks.num_forward) + " forward packs, not all");
+    evenload::Actions actions;
+    {
+        nb::gil_scoped_release unlocked;
+        actions = evenload::list_schedule(tasks, {view(cap_bytes), alternate, lookahead});
+    }
+    return {to_numpy(std::move(actions.kind)), to_numpy(std::move(actions.stage)), to_numpy(std::move(actions.pack)),
+            to_numpy(std::move(actions.rank_offset))};
+}
+
+std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const TaskArrays& arrays, In<uint8_t> kind,
+                                                                          In<int32_t> stage, In<int32_t> pack,
+                                                                          In<int64_t> rank_offset) {
+    const evenload::Tasks tasks = checked_tasks(arrays);
+    require(stage.size() == kind.size() && pack.size() == kind.size(), "kind, stage and pack differ in length");
+    require(static_cast<int64_t>(rank_offset.size()) == tasks.num_ranks + 1,
+            "rank_offset has " + std::to_string(rank_offset.size()) + " entries for " +
+                std::to_string(tasks.num_ranks) + " ranks");
+    int64_t edge = 0;
+    for (int64_t offset : view(rank_offset)) {
+        require(offset >= edge && offset <= static_cast<int64_t>(kind.size()),
+                "rank_offset holds " + std::to_string(offset) + "; offsets ascend from 0 to the number of actions");
+        edge = offset;
+    }
+    require(rank_offset.data()[0] == 0 && edge == static_cast<int64_t>(kind.size()),
+            "rank_offset must begin at 0 and end at " + std::to_string(kind.size()));
+    evenload::Simulation simulation;
+    {
+        nb::gil_scoped_release unlocked;
+        simulation = evenload::simulate(tasks, {view(kind), view(stage), view(pack), view(rank_offset)});
+    }
+    return {to_numpy(std::move(simulation.start_s)), to_numpy(std::move(simulation.end_s)),
+            to_numpy(std::move(simulation.peak_bytes)), to_numpy(std::move(simulation.done))};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -131,4 +250,8 @@ NB_MODULE(_native, m) {
     m.def("partition_by_work", &partition_by_work, nb::arg("num_tokens"), nb::arg("order"), nb::arg("linear_s"),
           nb::arg("attention_s"), nb::arg("slice_s"), nb::arg("num_packs"), nb::arg("align"),
           nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("last_first"));
+    m.def("list_schedule", &list_schedule, nb::arg("tasks"), nb::arg("cap_bytes"), nb::arg("alternate"),
+          nb::arg("lookahead"));
+    m.def("simulate", &simulate, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),
+          nb::arg("rank_offset"));
 }

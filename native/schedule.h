@@ -1,1 +1,21 @@
+// The memory-capped list schedule (DESIGN §7, "list form").
 #pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "tasks.h"
+
+namespace evenload {
+
+struct ListRule {
+    std::span<const int64_t> cap_bytes;  // per rank, static bytes included
+    bool alternate;                      // after a backward prefer a forward
+    int64_t lookahead;                   // forwards a stage may run beyond the 1F1B word
+};
+
+// The rules are written down in schedule/list_schedule.py. O(actions (ranks + stages per rank)).
+// Needs a running maximum of forwards_needed that ends at num_forward; throws std::logic_error if stuck.
+Actions list_schedule(const Tasks& tasks, const ListRule& rule);
+
+}  // namespace evenload

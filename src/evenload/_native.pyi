@@ -1,4 +1,6 @@
 # Compiled core (native/). Call it through the wrappers named beside each function; they check inputs.
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,3 +25,18 @@ def partition_by_work(
     max_pack_tokens: int,
     last_first: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+
+# `tasks` below: the columns of PipelineTasks in field order, from schedule/task_arrays.py.
+# schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
+def list_schedule(
+    tasks: tuple[NDArray[Any], ...], cap_bytes: NDArray[np.int64], alternate: bool, lookahead: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]: ...
+
+# simulate/simulate.py: (start_s, end_s float64[n], peak_bytes int64[ranks], done int64[ranks])
+def simulate(
+    tasks: tuple[NDArray[Any], ...],
+    kind: NDArray[np.uint8],
+    stage: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    rank_offset: NDArray[np.int64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]: ...

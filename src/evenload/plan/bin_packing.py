@@ -7,16 +7,15 @@ O(n log n), and O(n k) in the worst case when most groups are full under a token
 """
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError, InfeasiblePlanError
-
-Backend = Literal["native", "python"]
+from evenload.types.backend import Backend
 
 
 def best_fit_decreasing(
@@ -151,4 +150,4 @@ def _checked_tokens(num_tokens: NDArray[np.int64], capacity: int) -> NDArray[np.
 
 def _split(members: NDArray[np.int64], offset: NDArray[np.int64]) -> list[list[int]]:
     items, edges = members.tolist(), offset.tolist()
-    return [items[lo:hi] for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+    return [items[lo:hi] for lo, hi in itertools.pairwise(edges)]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError
-from evenload.plan.bin_packing import Backend
+from evenload.types.backend import Backend
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
 

@@ -1,0 +1,127 @@
+#include "simulate.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace evenload {
+namespace {
+
+class Simulator {
+public:
+    Simulator(const Tasks& tasks, const ActionsView& actions)
+        : tasks_(tasks),
+          actions_(actions),
+          next_forward_(tasks.num_stages, 0),
+          next_backward_(tasks.num_stages, 0),
+          forward_end_s_(tasks.num_forward * tasks.num_stages),
+          backward_end_s_(tasks.num_backward * tasks.num_stages),
+          free_s_(tasks.num_ranks, 0.0),
+          live_(tasks.static_bytes, tasks.static_bytes + tasks.num_ranks) {
+        out_.start_s.resize(actions.kind.size());
+        out_.end_s.resize(actions.kind.size());
+        out_.peak_bytes = live_;
+        out_.done.assign(tasks.num_ranks, 0);
+    }
+
+    Simulation run() {
+        // Each rank runs until its next action waits; whoever brings the missing input pushes it again.
+        std::vector<int32_t> runnable(tasks_.num_ranks);
+        for (int64_t r = 0; r < tasks_.num_ranks; ++r) runnable[r] = static_cast<int32_t>(tasks_.num_ranks - 1 - r);
+        while (!runnable.empty()) {
+            const int32_t r = runnable.back();
+            runnable.pop_back();
+            while (actions_.rank_offset[r] + out_.done[r] < actions_.rank_offset[r + 1]) {
+                const int64_t i = actions_.rank_offset[r] + out_.done[r];
+                const bool forward = actions_.kind[i] == kForward;
+                check(i, r);
+                if (!(forward ? run_forward(i, r) : run_backward(i, r))) break;
+                ++out_.done[r];
+                const int64_t receiver_stage = actions_.stage[i] + (forward ? 1 : -1);
+                if (receiver_stage < 0 || receiver_stage >= tasks_.num_stages) continue;
+                const int32_t receiver = tasks_.stage_to_rank[receiver_stage];
+                if (receiver != r && waits_for(receiver, actions_.kind[i], receiver_stage, actions_.pack[i])) {
+                    runnable.push_back(receiver);
+                }
+            }
+        }
+        return std::move(out_);
+    }
+
+private:
+    void check(int64_t i, int32_t r) const {
+        const auto fail = [&](const std::string& why) {
+            throw std::invalid_argument("rank " + std::to_string(r) + " action " +
+                                        std::to_string(i - actions_.rank_offset[r]) + ": " + why);
+        };
+        const int64_t stage = actions_.stage[i], pack = actions_.pack[i];
+        if (actions_.kind[i] != kForward && actions_.kind[i] != kBackward) {
+            fail("kind " + std::to_string(actions_.kind[i]) + " is neither F (0) nor B (1)");
+        }
+        if (stage < 0 || stage >= tasks_.num_stages || tasks_.stage_to_rank[stage] != r) {
+            fail("stage " + std::to_string(stage) + " is not on this rank");
+        }
+        const bool forward = actions_.kind[i] == kForward;
+        const int64_t expected = forward ? next_forward_[stage] : next_backward_[stage];
+        if (pack != expected || pack >= (forward ? tasks_.num_forward : tasks_.num_backward)) {
+            fail("pack " + std::to_string(pack) + " of stage " + std::to_string(stage) + " where " +
+                 std::to_string(expected) + " is next (channels are first in, first out)");
+        }
+    }
+
+    bool waits_for(int32_t r, uint8_t kind, int64_t stage, int32_t pack) const {
+        const int64_t i = actions_.rank_offset[r] + out_.done[r];
+        return i < actions_.rank_offset[r + 1] && actions_.kind[i] == kind && actions_.stage[i] == stage &&
+               actions_.pack[i] == pack;
+    }
+
+    bool run_forward(int64_t i, int32_t r) {
+        const int64_t s = actions_.stage[i], k = actions_.pack[i], cell = k * tasks_.num_stages + s;
+        double start_s = free_s_[r];
+        if (s > 0) {
+            if (next_forward_[s - 1] <= k) return false;
+            start_s = std::max(start_s, forward_end_s_[cell - 1] + tasks_.p2p_forward_s[k]);
+        }
+        ++next_forward_[s];
+        forward_end_s_[cell] = finish(i, r, start_s, tasks_.forward_s[cell]);
+        live_[r] += tasks_.forward_kept_bytes[cell];
+        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r] + tasks_.forward_temp_bytes[cell]);
+        return true;
+    }
+
+    bool run_backward(int64_t i, int32_t r) {
+        const int64_t s = actions_.stage[i], j = actions_.pack[i], cell = j * tasks_.num_stages + s;
+        if (next_forward_[s] < tasks_.forwards_needed[j]) return false;
+        double start_s = free_s_[r];
+        if (s + 1 < tasks_.num_stages) {
+            if (next_backward_[s + 1] <= j) return false;
+            start_s = std::max(start_s, backward_end_s_[cell + 1] + tasks_.p2p_backward_s[j]);
+        }
+        ++next_backward_[s];
+        backward_end_s_[cell] = finish(i, r, start_s, tasks_.backward_s[cell]);
+        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r] + tasks_.backward_temp_bytes[cell]);
+        live_[r] -= tasks_.backward_freed_bytes[cell];
+        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r]);  // a backward may leave more than it found
+        return true;
+    }
+
+    double finish(int64_t i, int32_t r, double start_s, double duration_s) {
+        out_.start_s[i] = start_s;
+        out_.end_s[i] = free_s_[r] = start_s + duration_s;
+        return free_s_[r];
+    }
+
+    const Tasks& tasks_;
+    const ActionsView& actions_;
+    std::vector<int64_t> next_forward_, next_backward_;  // per stage: packs done
+    std::vector<double> forward_end_s_, backward_end_s_;
+    std::vector<double> free_s_;
+    std::vector<int64_t> live_;
+    Simulation out_;
+};
+
+}  // namespace
+
+Simulation simulate(const Tasks& tasks, const ActionsView& actions) { return Simulator(tasks, actions).run(); }
+
+}  // namespace evenload

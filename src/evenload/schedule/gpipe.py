@@ -1,0 +1,19 @@
+"""GPipe (Huang et al. 2019): all forwards, then all backwards; every pack is held at once.
+
+    stage 0:  0F0 0F1 0F2 0B0 0B1 0B2
+    stage 1:  1F0 1F1 1F2 1B0 1B1 1B2
+
+Backwards run in pack order, as everywhere here, not reversed as in the paper's figure.
+"""
+
+import numpy as np
+
+from evenload.schedule.forward_counts import all_forward_counts
+from evenload.schedule.static_word import static_word
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+
+def gpipe(tasks: PipelineTasks) -> ActionColumns:
+    """The GPipe schedule of any packs; O(actions log actions)."""
+    counts = all_forward_counts(tasks.num_forward, tasks.num_backward)
+    return static_word(tasks, counts, np.zeros(tasks.num_stages, dtype=np.int64))

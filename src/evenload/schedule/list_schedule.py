@@ -1,0 +1,139 @@
+"""The list schedule in Python: specification and twin of `native/schedule.cpp`.
+
+Simulated time. A rank decides whenever it is free and something may have arrived; decisions go by time,
+then by rank. Deciding at time t, over the stages of the rank:
+
+- the next backward of a stage is ready when the forwards it needs have run there and its gradient has
+  arrived by t; of several the lowest pack, then the highest stage;
+- the next forward of a stage is ready when its input has arrived by t and it is *admissible*: its stage's
+  next backward needs it (the escape, k < running maximum of D), or it is within `lookahead` and live bytes
+  + what it keeps + the larger of its own and the rank's largest backward temporary buffer stay within
+  the cap; of several the lowest pack, then the highest stage;
+- a ready backward goes first; with `alternate`, a ready forward goes first right after a backward.
+
+Never stuck: take the least unfinished backward j and the highest stage s that misses it. Its gradient is
+there, so a forward k < D[j] is missing on s. That forward is admissible on s and on every stage before
+it, since those miss j too; so stage 0 can start its next forward or the input is on its way.
+Peak with one stage a rank: an admissible forward leaves at most the cap; an escaping forward k runs after
+exactly the forwards 0..k-1 and all backwards before the first that needs k, the least any schedule with
+these orders holds. O(actions (ranks + stages a rank)).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evenload.errors import ConfigError
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+@dataclass
+class _Rank:
+    cap_bytes: int
+    live_bytes: int
+    stages: list[int] = field(default_factory=list)
+    reserve_bytes: int = 0
+    free_s: float = 0.0
+    wake_s: float = 0.0
+    last_was_backward: bool = False
+    actions: list[tuple[int, int, int]] = field(default_factory=list)  # (kind, stage, pack)
+
+
+class _ListSchedule:
+    def __init__(self, tasks: PipelineTasks, cap_bytes: list[int], alternate: bool, lookahead: int):
+        self.m_f, self.m_b, self.num_stages = tasks.num_forward, tasks.num_backward, tasks.num_stages
+        self.alternate, self.lookahead = alternate, lookahead
+        self.durations = (tasks.forward_s.tolist(), tasks.backward_s.tolist())
+        self.hops = (tasks.p2p_forward_s.tolist(), tasks.p2p_backward_s.tolist())
+        self.kept, self.freed = tasks.forward_kept_bytes.tolist(), tasks.backward_freed_bytes.tolist()
+        self.temporary = tasks.forward_temp_bytes.tolist()
+        self.needed = tasks.forwards_needed.tolist()
+        self.needed_max = np.maximum.accumulate(tasks.forwards_needed).tolist()
+        self.rank_of = tasks.stage_to_rank.tolist()
+        self.ranks = [_Rank(cap, live) for cap, live in zip(cap_bytes, tasks.static_bytes.tolist(), strict=True)]
+        for stage, r in enumerate(self.rank_of):
+            rank = self.ranks[r]
+            rank.stages.append(stage)
+            rank.reserve_bytes = max(rank.reserve_bytes, int(tasks.backward_temp_bytes[:, stage].max(initial=0)))
+        # next[kind][stage] = pack; arrival_s[kind][pack][stage]
+        self.next = ([0] * self.num_stages, [0] * self.num_stages)
+        late = [math.inf] * (self.num_stages - 1)
+        self.arrival_s = ([[0.0, *late] for _ in range(self.m_f)], [[*late, 0.0] for _ in range(self.m_b)])
+
+    def run(self) -> list[_Rank]:
+        remaining = self.num_stages * (self.m_f + self.m_b)
+        while remaining:
+            rank = min(self.ranks, key=lambda rank: rank.wake_s)  # the first of equals
+            choice = self.choose(rank, rank.wake_s)
+            if choice is None:
+                rank.wake_s = self.next_arrival(rank)
+            else:
+                self.start(rank, *choice, rank.wake_s)
+                remaining -= 1
+        return self.ranks
+
+    def candidates(self, rank: _Rank) -> list[tuple[int, int, int]]:
+        """(kind, stage, pack) that the rank may start once the input is there."""
+        found = []
+        for stage in rank.stages:
+            k, j = self.next[_FORWARD][stage], self.next[_BACKWARD][stage]
+            if j < self.m_b and k >= self.needed[j]:
+                found.append((_BACKWARD, stage, j))
+            if k < self.m_f and self.admissible(rank, stage):
+                found.append((_FORWARD, stage, k))
+        return found
+
+    def admissible(self, rank: _Rank, stage: int) -> bool:
+        k, j = self.next[_FORWARD][stage], self.next[_BACKWARD][stage]
+        needed = self.needed_max[j] if j < self.m_b else self.m_f
+        if k < needed:
+            return True
+        if k - needed >= self.num_stages - 1 - stage + self.lookahead:
+            return False
+        temporary = max(self.temporary[k][stage], rank.reserve_bytes)
+        return rank.live_bytes + self.kept[k][stage] + temporary <= rank.cap_bytes
+
+    def choose(self, rank: _Rank, now_s: float) -> tuple[int, int, int] | None:
+        ready = [c for c in self.candidates(rank) if self.arrival_s[c[0]][c[2]][c[1]] <= now_s]
+        preferred = _FORWARD if self.alternate and rank.last_was_backward else _BACKWARD
+        return min(ready, key=lambda c: (c[0] != preferred, c[2], -c[1]), default=None)
+
+    def next_arrival(self, rank: _Rank) -> float:
+        return min((self.arrival_s[kind][pack][stage] for kind, stage, pack in self.candidates(rank)), default=math.inf)
+
+    def start(self, rank: _Rank, kind: int, stage: int, pack: int, now_s: float) -> None:
+        rank.actions.append((kind, stage, pack))
+        rank.last_was_backward = kind == _BACKWARD
+        self.next[kind][stage] += 1
+        # The rank decides next when this action has ended, so a backward's bytes are free by then.
+        rank.live_bytes += self.kept[pack][stage] if kind == _FORWARD else -self.freed[pack][stage]
+        rank.free_s = now_s + self.durations[kind][pack][stage]
+        neighbour = stage + (1 if kind == _FORWARD else -1)
+        if 0 <= neighbour < self.num_stages:
+            arrival_s = rank.free_s + self.hops[kind][pack]
+            self.arrival_s[kind][pack][neighbour] = arrival_s
+            receiver = self.ranks[self.rank_of[neighbour]]
+            receiver.wake_s = min(receiver.wake_s, max(arrival_s, receiver.free_s))
+        rank.wake_s = rank.free_s
+
+
+def list_schedule(tasks: PipelineTasks, cap_bytes: list[int], *, alternate: bool, lookahead: int) -> ActionColumns:
+    """The list schedule; arguments as `packflow_list`.
+
+    Raises:
+        ConfigError: a forward pack that no backward needs.
+    """
+    needed = int(tasks.forwards_needed.max(initial=0))
+    if needed != tasks.num_forward:
+        raise ConfigError(f"backwards need {needed} of {tasks.num_forward} forward packs, not all")
+    ranks = _ListSchedule(tasks, cap_bytes, alternate, lookahead).run()
+    flat = np.array([action for rank in ranks for action in rank.actions], dtype=np.int32).reshape(-1, 3)
+    return ActionColumns(
+        kind=flat[:, 0].astype(np.uint8),
+        stage=np.ascontiguousarray(flat[:, 1]),
+        pack=np.ascontiguousarray(flat[:, 2]),
+        rank_offset=np.cumsum([0, *(len(rank.actions) for rank in ranks)], dtype=np.int64),
+    )

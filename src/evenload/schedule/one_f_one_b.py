@@ -1,0 +1,23 @@
+"""1F1B: the static word with `w[s] = P - 1 - s` and the least f.
+
+With whole documents and equal forward and backward packs (`D[j] = j + 1`) it is the plain 1F1B of
+PipeDream-Flush (Narayanan et al. 2021): after `P - 1 - s` warm-up forwards every stage alternates
+
+    stage 0:  0F0 0F1 0B0 0F2 0B1 0B2
+    stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
+
+On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds at most P - s packs when
+`D[j] = j + 1`.
+"""
+
+import numpy as np
+
+from evenload.schedule.forward_counts import catch_up_counts
+from evenload.schedule.static_word import static_word
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+
+def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    """The 1F1B schedule of any packs; O(actions log actions)."""
+    warmup = np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
+    return static_word(tasks, catch_up_counts(tasks.forwards_needed), warmup)

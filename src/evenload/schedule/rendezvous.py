@@ -1,0 +1,179 @@
+"""Replay of the runtime's point-to-point channels: does every rank reach the end of its list?
+
+What is replayed. Before an action a rank posts receives so that up to `prefetch` of every channel lie
+open, in channel order, then waits for the one the action needs (posting it if it is not yet); after the
+action it posts the send of its result and does not wait for it.
+
+`directed` (what the runtime uses): every pair of neighbouring stages has two channels, one for
+activations, one for gradients. Transfer i of a channel completes when its send is the oldest open one at
+one end and its receive at the other: packs in index order on both sides always do.
+
+`single`: the two ranks of a pair share one first-in-first-out queue for everything, as unbatched NCCL
+point-to-point does. A transfer completes only when its send is at the head of one rank's queue while its
+receive is at the head of the other's; a receive posted early therefore blocks the sends behind it. Most
+schedules deadlock so; this mode tells which do not.
+
+O(actions).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from evenload.errors import ConfigError, ScheduleDeadlockError
+from evenload.schedule.stuck_grid import awaited_input, stuck_grid
+from evenload.types.pipeline import ActionColumns, action_columns
+from evenload.types.schedule import Schedule
+
+ChannelMode = Literal["directed", "single"]
+_Message = tuple[int, int, int]  # (kind, receiving stage, pack)
+_Post = tuple[bool, _Message]  # (is a send, message)
+
+
+@dataclass
+class _Rank:
+    actions: list[_Message]  # (kind, stage, pack); as a message: what the action receives
+    incoming: dict[tuple[int, int], deque[_Message]]  # per (kind, stage): receives not yet posted, in order
+    done: int = 0
+    open_receives: dict[tuple[int, int], int] = field(default_factory=dict)  # posted, not consumed
+    posted: set[_Message] = field(default_factory=set)
+
+
+class _Replay:
+    def __init__(
+        self, actions: ActionColumns, needed: list[int], ranks: list[int], prefetch: int, channels: ChannelMode
+    ):
+        self.needed, self.rank_of, self.prefetch, self.channels = needed, ranks, prefetch, channels
+        self.num_stages = len(ranks)
+        self.forwards_done = [0] * self.num_stages
+        self.ran: set[_Message] = set()
+        self.arrived: set[_Message] = set()
+        # [rank, peer, kind, receiving stage]: what that rank posted, in order; `single` has kind = stage = 0
+        self.queues: dict[tuple[int, int, int, int], deque[_Post]] = {}
+        self.ranks = [self._rank(actions, rank) for rank in range(actions.num_ranks)]
+        self.runnable = deque(range(actions.num_ranks))
+
+    def _rank(self, actions: ActionColumns, rank: int) -> _Rank:
+        lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
+        columns = (actions.kind[lo:hi].tolist(), actions.stage[lo:hi].tolist(), actions.pack[lo:hi].tolist())
+        own = list(zip(*columns, strict=True))
+        incoming: dict[tuple[int, int], deque[_Message]] = {}
+        for kind, stage, pack in own:
+            if self._peer(kind, stage) not in (None, rank):
+                incoming.setdefault((kind, stage), deque()).append((kind, stage, pack))
+        return _Rank(actions=own, incoming=incoming, open_receives=dict.fromkeys(incoming, 0))
+
+    def _peer(self, kind: int, stage: int) -> int | None:
+        """The rank that sends this stage's input; None at the pipeline's ends."""
+        source = stage - 1 if kind == 0 else stage + 1
+        return self.rank_of[source] if 0 <= source < self.num_stages else None
+
+    def run(self) -> bool:
+        while self.runnable:
+            rank = self.runnable.popleft()
+            while self.ranks[rank].done < len(self.ranks[rank].actions) and self._step(rank):
+                self.ranks[rank].done += 1
+        return all(rank.done == len(rank.actions) for rank in self.ranks)
+
+    def _step(self, rank: int) -> bool:
+        """Run the rank's next action if its input is there."""
+        state = self.ranks[rank]
+        message = kind, stage, pack = state.actions[state.done]
+        for channel in state.incoming:
+            while state.incoming[channel] and state.open_receives[channel] < self.prefetch:
+                self._post_receive(rank, channel)
+        peer = self._peer(kind, stage)
+        if peer is not None and peer != rank:
+            while message not in state.posted:  # terminates: the channel holds every message of this rank
+                self._post_receive(rank, (kind, stage))
+            if message not in self.arrived:
+                return False
+        elif peer == rank and (kind, stage - 1 if kind == 0 else stage + 1, pack) not in self.ran:
+            return False
+        if kind == 1 and self.forwards_done[stage] < self.needed[pack]:
+            return False
+        if (kind, stage) in state.open_receives:
+            state.open_receives[kind, stage] -= 1
+        self.ran.add(message)
+        self.forwards_done[stage] += kind == 0
+        target = stage + 1 if kind == 0 else stage - 1
+        if 0 <= target < self.num_stages and self.rank_of[target] != rank:
+            self._post(rank, self.rank_of[target], (True, (kind, target, pack)))
+        return True
+
+    def _post_receive(self, rank: int, channel: tuple[int, int]) -> None:
+        state = self.ranks[rank]
+        message = state.incoming[channel].popleft()
+        state.posted.add(message)
+        state.open_receives[channel] += 1
+        peer = self._peer(*channel)
+        assert peer is not None  # a channel exists only where another rank sends
+        self._post(rank, peer, (False, message))
+
+    def _post(self, rank: int, peer: int, post: _Post) -> None:
+        """Put a send or receive behind the rank's earlier ones and complete what now matches."""
+        if self.channels == "single":
+            ours, others = (rank, peer, 0, 0), (peer, rank, 0, 0)
+        else:
+            kind, stage, _ = post[1]
+            ours, others = (rank, peer, kind, stage), (peer, rank, kind, stage)
+        mine, theirs = self.queues.setdefault(ours, deque()), self.queues.setdefault(others, deque())
+        mine.append(post)
+        while mine and theirs and mine[0][1] == theirs[0][1] and mine[0][0] != theirs[0][0]:
+            message = mine.popleft()[1]
+            theirs.popleft()
+            self.arrived.add(message)
+            self.runnable.append(self.rank_of[message[1]])
+
+    def awaited(self) -> list[str]:
+        names = []
+        for state in self.ranks:
+            if state.done == len(state.actions):
+                names.append("")
+                continue
+            kind, stage, pack = state.actions[state.done]
+            names.append(
+                awaited_input(
+                    kind,
+                    stage,
+                    pack,
+                    num_stages=self.num_stages,
+                    forwards_done=self.forwards_done[stage],
+                    forwards_needed=self.needed[pack] if kind == 1 else 0,
+                )
+            )
+        return names
+
+
+def replay_rendezvous(
+    schedule: Schedule | ActionColumns,
+    *,
+    forwards_needed: Sequence[int],
+    stage_to_rank: Sequence[int],
+    prefetch: int = 2,
+    channels: ChannelMode = "directed",
+) -> None:
+    """Run the schedule against its channels, without times.
+
+    Args:
+        schedule: of a plan whose counts are right (`check_schedule` checks both).
+        forwards_needed: D, one entry per backward pack.
+        stage_to_rank: pipeline rank of every virtual stage.
+        prefetch: receives of a channel posted ahead; 0 posts each just before its action.
+        channels: see the module docstring.
+
+    Raises:
+        ScheduleDeadlockError: with every rank's stuck action and what it waits for.
+        ConfigError: a negative `prefetch`.
+    """
+    if prefetch < 0:
+        raise ConfigError(f"prefetch is {prefetch}, must be at least 0")
+    actions = action_columns(schedule) if isinstance(schedule, Schedule) else schedule
+    replay = _Replay(actions, list(forwards_needed), list(stage_to_rank), prefetch, channels)
+    if not replay.run():
+        done = [rank.done for rank in replay.ranks]
+        raise ScheduleDeadlockError(
+            f"deadlock with {channels} channels, prefetch {prefetch}: {sum(done)} of {len(actions.kind)} actions ran\n"
+            + stuck_grid(actions, done, replay.awaited())
+        )

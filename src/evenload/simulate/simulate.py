@@ -1,0 +1,106 @@
+"""When every action of a schedule runs and what every rank holds (SlimPack §4.3). O(actions).
+
+An action starts when the previous action of its rank has ended and its inputs are there:
+
+    start = max(end of the previous action on the rank, end of the neighbour stage's action + hop)
+
+A backward also needs `forwards_needed` forwards on its own stage; those stand before it in the rank's
+order, so they cost no time, only their absence is a deadlock. A hop is an edge delay (asynchronous copies);
+hops of one link do not queue behind each other. Memory of a rank is sequential: a forward adds what it
+keeps when it starts, a backward gives back when it ends, temporary bytes are held while an action runs.
+Both follow SlimPack's simulator, whose per-slice edges D replaces by one count.
+
+`backend="python"` is the explicit graph of `simulate/reference.py`, equal to the last bit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.errors import ConfigError, ScheduleDeadlockError
+from evenload.schedule.stuck_grid import awaited_input, stuck_grid
+from evenload.schedule.task_arrays import check_values, task_arrays
+from evenload.simulate.reference import reference_simulation
+from evenload.types.backend import Backend
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Predicted execution of one replica's schedule.
+
+    Args:
+        start_s, end_s: float64[n], aligned with the action columns.
+        makespan_s: end of the last action, 0 without actions.
+        peak_bytes: int64[R], the most each rank holds at any time, static bytes included.
+    """
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    makespan_s: float
+    peak_bytes: NDArray[np.int64]
+
+
+def simulate(tasks: PipelineTasks, actions: ActionColumns, *, backend: Backend = "native") -> Simulation:
+    """Run the schedule in simulated time.
+
+    A schedule may lack actions at the end (a prefix is simulated); `check_schedule` checks completeness.
+
+    Raises:
+        ConfigError, ValueError: columns or values out of range, or packs of a stage not in index order.
+        ScheduleDeadlockError: actions that wait for each other in a circle, or for one that never runs.
+    """
+    arrays = task_arrays(tasks)
+    _check_actions(tasks, actions)
+    if backend == "native":
+        start_s, end_s, peak_bytes, done = _native.simulate(
+            arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset
+        )
+    else:
+        check_values(tasks)
+        result = reference_simulation(tasks, actions)
+        start_s, end_s, peak_bytes, done = result.start_s, result.end_s, result.peak_bytes, result.done
+    if int(done.sum()) < len(actions.kind):
+        raise ScheduleDeadlockError(
+            f"deadlock: {int(done.sum())} of {len(actions.kind)} actions ran\n" + _stuck(tasks, actions, done)
+        )
+    return Simulation(start_s, end_s, float(end_s.max(initial=0.0)), peak_bytes)
+
+
+def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
+    expected = (("kind", np.uint8), ("stage", np.int32), ("pack", np.int32), ("rank_offset", np.int64))
+    for name, dtype in expected:
+        column = getattr(actions, name)
+        if column.dtype != dtype or column.ndim != 1 or not column.flags.c_contiguous:
+            raise ConfigError(
+                f"actions.{name} is {column.dtype}{list(column.shape)}, expected a contiguous column of "
+                f"{np.dtype(dtype)}"
+            )
+    if actions.num_ranks != tasks.num_ranks:
+        raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
+
+
+def _stuck(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
+    heads = actions.rank_offset[:-1] + done
+    forwards_done = np.zeros(tasks.num_stages, dtype=np.int64)
+    for lo, hi in zip(actions.rank_offset[:-1], heads, strict=True):
+        np.add.at(forwards_done, actions.stage[lo:hi][actions.kind[lo:hi] == 0], 1)
+    awaited = []
+    for head, stop in zip(heads.tolist(), actions.rank_offset[1:].tolist(), strict=True):
+        if head == stop:
+            awaited.append("")
+            continue
+        kind, stage, pack = int(actions.kind[head]), int(actions.stage[head]), int(actions.pack[head])
+        awaited.append(
+            awaited_input(
+                kind,
+                stage,
+                pack,
+                num_stages=tasks.num_stages,
+                forwards_done=int(forwards_done[stage]),
+                forwards_needed=int(tasks.forwards_needed[pack]) if kind == 1 else 0,
+            )
+        )
+    return stuck_grid(actions, done.tolist(), awaited)
