@@ -1,0 +1,1 @@
+"""Measures the device and fits cost coefficients, so that predictions are in its seconds."""

@@ -46,6 +46,11 @@ class PipelineStage:
             make_replayable(layer, index, self._state, model.recipe.unused_outputs)
 
     @property
+    def backend_name(self) -> str:
+        """The attention backend that runs."""
+        return self._state.backend.name
+
+    @property
     def hidden_size(self) -> int:
         """Width of the hidden states sent between stages."""
         return self.model.config.hidden_size
@@ -74,14 +79,20 @@ class PipelineStage:
             assert self.model.embedding is not None
             hidden = self.model.embedding(pack.token_ids)
         assert hidden is not None
+        hidden = self.forward_layers(pack, hidden, store)
+        if self.model.is_last:
+            store.record("final", hidden)
+        return hidden
+
+    @torch.no_grad()
+    def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+        """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
         store.open_pack(pack.ranges)
         with self._pass("record", pack.ranges, store):
             kwargs = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
                 store.record((index, "input"), hidden)
                 hidden = layer(hidden[None], **kwargs)[0]
-        if self.model.is_last:
-            store.record("final", hidden)
         return hidden
 
     def backward(
@@ -99,8 +110,16 @@ class PipelineStage:
         """
         loss = torch.zeros((), dtype=torch.float64)
         if self.model.is_last:
-            grad, loss = self._head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
+            grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
         assert grad is not None
+        grad = self.backward_layers(pack, grad, store)
+        if self.model.is_first:
+            self._embedding_backward(pack.token_ids, grad)
+            return None, loss
+        return grad, loss
+
+    def backward_layers(self, pack: PackTokens, grad: Tensor, store: ActivationStore) -> Tensor:
+        """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
         with self._pass("replay", pack.ranges, store):
             kwargs = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
@@ -110,14 +129,11 @@ class PipelineStage:
                 output.backward(grad[None])
                 assert hidden.grad is not None
                 grad = hidden.grad[0]
-        if self.model.is_first:
-            self._embedding_backward(pack.token_ids, grad)
-            grad = None
         store.close_backward(pack.ranges)
-        return grad, loss
+        return grad
 
-    def _head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
-        """Loss and gradient of the final hidden states [T, hidden], in row blocks."""
+    def head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only."""
         norm, head = self.model.norm, self.model.head
         assert norm is not None and head is not None
         grads, total = [], torch.zeros((), dtype=torch.float64)

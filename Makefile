@@ -1,0 +1,40 @@
+# The five commands of the repository; the README explains them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+
+.PHONY: demo test check bench docs clean
+
+demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
+	$(BIN)/python examples/stdlib_demo/run.py
+
+test: .venv/dev check  ## everything CI checks
+	$(BIN)/python -m pytest
+
+check: .venv/dev  ## lint, format, types, import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: .venv/dev  ## measure; appends rows to benchmarks/results
+	$(BIN)/python benchmarks/run_all.py
+
+docs: .venv/train  ## pictures of the README and docs from the last demo run
+	$(BIN)/python docs/make_pictures.py
+
+clean:
+	rm -rf .venv build runs
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Evenload needs Python 3.11 or later, {sys.executable} is {sys.version.split()[0]}; call make PYTHON=..."'
+	$(PYTHON) -m venv .venv
+
+.venv/train: .venv/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	@touch $@
+
+.venv/dev: .venv/train
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

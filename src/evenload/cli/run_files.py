@@ -1,0 +1,140 @@
+"""What a training run leaves in its output directory, written by rank 0.
+
+    metrics.jsonl   one row a step             measured.npz  last step's timeline
+    config.json     resolved settings          trace.json    last step, predicted and measured (Perfetto)
+    cost.json       cost model used            report.html   all of it for people
+    run.json        facts and ledger           plan.json     last step's plan, re-simulatable
+
+Pictures are made from these files alone, so runs can be put side by side later.
+"""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from evenload.cost.coefficients import CostCoefficients, write_coefficients
+from evenload.errors import DataError
+from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.report.chrome_trace import write_chrome_trace
+from evenload.report.html import write_report
+from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
+from evenload.report.pack_label import label_packs
+from evenload.report.run_report import RunReport, RunSection
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.trainer import StepReport
+from evenload.types.base import Frozen
+from evenload.types.model import ModelSpec
+from evenload.types.timeline_file import read_timeline, write_timeline
+
+
+class RunFacts(Frozen):
+    """run.json: what ran on what, and the account of its tokens."""
+
+    model: ModelSpec
+    memory_cap_bytes: int
+    facts: tuple[tuple[str, str], ...]
+    ledger: tuple[str, ...]
+
+
+class RunWriter:
+    """Writes one run's files.
+
+    Args:
+        directory: made if needed; an earlier run's metrics are continued when `resumed`, else replaced.
+        memory_cap_bytes: drawn as the limit.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: TrainConfig,
+        model: ModelSpec,
+        costs: CostCoefficients,
+        memory_cap_bytes: int,
+        *,
+        resumed: bool,
+    ) -> None:
+        self._directory, self._config, self._model, self._costs = directory, config, model, costs
+        self._memory_cap_bytes = memory_cap_bytes
+        self._metrics = directory / "metrics.jsonl"
+        directory.mkdir(parents=True, exist_ok=True)
+        if resumed:
+            drop_torn_line(self._metrics)
+        else:
+            self._metrics.unlink(missing_ok=True)
+        pretty = msgspec.json.format(msgspec.json.encode(config), indent=2)
+        (directory / "config.json").write_bytes(pretty + b"\n")
+        write_coefficients(directory / "cost.json", costs)
+
+    def add_step(self, report: StepReport) -> None:
+        """Append a step's row."""
+        append_metrics(self._metrics, report.row)
+
+    def finish(self, last: StepReport) -> None:
+        """Write everything about the last step, and the pictures."""
+        write_timeline(self._directory / "measured.npz", last.measured)
+        (self._directory / "plan.json").write_bytes(encode_plan_file((last.plan,)))
+        run = RunFacts(
+            model=self._model,
+            memory_cap_bytes=self._memory_cap_bytes,
+            facts=_facts(self._config, self._model, self._costs, last),
+            ledger=last.ledger_lines,
+        )
+        (self._directory / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+        section, facts = read_run(self._directory)
+        write_chrome_trace(self._directory / "trace.json", section.timelines(), section.task_labels)
+        write_report(
+            self._directory / "report.html",
+            RunReport(
+                title=f"Evenload: {self._model.name}, {section.name}",
+                facts=facts.facts,
+                sections=(section,),
+                ledger=facts.ledger,
+            ),
+        )
+
+
+def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
+    """A finished run as a part of a report, and its facts.
+
+    Raises:
+        DataError: the directory does not hold a finished run.
+    """
+    try:
+        facts = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunFacts)
+        (plan,) = decode_plan_file((directory / "plan.json").read_bytes())
+    except FileNotFoundError as error:
+        raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
+    section = RunSection(
+        name=plan.strategy,
+        metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
+        predicted=predicted_timeline(plan, facts.model),
+        measured=read_timeline(directory / "measured.npz"),
+        timeline_step=plan.step,
+        task_labels=label_packs(plan),
+        memory_limit_bytes=facts.memory_cap_bytes,
+    )
+    return section, facts
+
+
+def _facts(
+    config: TrainConfig, model: ModelSpec, costs: CostCoefficients, last: StepReport
+) -> tuple[tuple[str, str], ...]:
+    data = config.data
+    batch = f"{data.batch_tokens:,} tokens" if data.batch_documents is None else f"{data.batch_documents:,} documents"
+    return (
+        ("model", f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}"),
+        ("precision", config.model.dtype),
+        ("data", ", ".join(data.sources)),
+        ("global batch", batch),
+        ("longest document", f"{data.max_document_tokens:,} tokens, longer: {data.overlong}"),
+        ("layout", last.plan.layout.describe()),
+        ("strategy", config.plan.strategy),
+        ("device", costs.device),
+        ("cost model", costs.source),
+        ("seeds", f"model {config.train.seed}, data {data.seed}"),
+        ("versions", f"evenload {version('evenload')}, torch {version('torch')}, Python {platform.python_version()}"),
+    )

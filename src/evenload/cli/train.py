@@ -1,0 +1,53 @@
+"""`evenload train`: train a Hugging Face decoder as a TOML file says."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evenload.errors import ConfigError
+
+
+def train_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Settings of the run; see docs/configuration.md.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example train.steps=20."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes to start here; default: as many as the layout needs.")
+    ] = None,
+) -> None:
+    """Train a Hugging Face decoder on documents of any length.
+
+    Starts its own processes on this machine, one per rank of \\[parallel]. Under torchrun (one machine or many)
+    it is one rank of that job:
+
+        evenload train config.toml parallel.pp=2 train.steps=100
+
+        torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
+            -m evenload.cli.main train config.toml
+
+    Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
+    """
+    from evenload.cli.launch import run_local
+    from evenload.cli.train_worker import run_worker
+    from evenload.runtime.config import load_train_config
+    from evenload.runtime.trainer import layout_of, model_spec
+
+    settings = load_train_config(config, overrides or [])
+    cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if nproc is not None:
+            raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
+        run_worker(settings, cache)
+        return
+    # Everything a user can get wrong is checked here, once, before processes start.
+    layout = layout_of(settings, model_spec(settings).num_layers)
+    if nproc is not None and nproc != layout.world_size:
+        raise ConfigError(
+            f"--nproc is {nproc}, but layout {layout.describe()} needs {layout.world_size} processes; "
+            "change --nproc, or parallel.dp / parallel.pp"
+        )
+    run_local(run_worker, (settings, cache), layout.world_size)

@@ -1,0 +1,145 @@
+"""One rank of `evenload train`: set up, calibrate, train, write. Runs under our launcher or `torchrun`."""
+
+import os
+import platform
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from evenload.cli.run_files import RunWriter
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.profile.calibrate import calibrate
+from evenload.profile.cost_cache import cached_path, read_cached, write_cached
+from evenload.report.table import step_line
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.mesh import Mesh, create_mesh
+from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
+
+# Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
+_FREE_SHARE = 0.2
+
+
+@record
+def run_worker(config: TrainConfig, cache_directory: str) -> None:
+    """Train with this process as one rank; rank 0 shows and writes.
+
+    Args:
+        cache_directory: where calibrated cost files are kept between runs.
+    """
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    threads = config.train.threads_per_process or max(1, len(os.sched_getaffinity(0)) // local_world)
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    try:
+        model = model_spec(config)
+        mesh = create_mesh(layout_of(config, model.num_layers), torch.device("cpu"), config.train.timeout_s)
+        _train(config, mesh, Path(cache_directory), threads, local_world)
+    finally:
+        # After an error other ranks may never answer; the launcher ends them.
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _train(config: TrainConfig, mesh: Mesh, cache: Path, threads: int, local_world: int) -> None:
+    console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
+    trainer = Trainer(config, mesh)
+    directory = Path(config.train.output_dir)
+    resumed = trainer.resume() if config.train.resume else None
+    costs = _coefficients(trainer, directory, cache, threads, resumed is not None, console)
+    memory_cap_bytes = config.plan.memory_bytes or _share_of_memory(local_world)
+    _show_start(console, trainer, costs, memory_cap_bytes, threads, resumed)
+    files = None
+    if mesh.rank == 0:
+        files = RunWriter(directory, config, trainer.model, costs, memory_cap_bytes, resumed=resumed is not None)
+    last = _run_steps(trainer, costs, memory_cap_bytes, files, console)
+    if last is False:
+        console.print(f"nothing left to train: {trainer.steps_done} steps are done; raise train.steps or data.epochs")
+        return
+    console.print(f"checkpoint {trainer.save()}")
+    if config.train.export_hf:
+        console.print(f"Hugging Face model {trainer.export()}")
+    if files is not None and isinstance(last, StepReport):
+        files.finish(last)
+        console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))
+        console.print(f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)")
+
+
+def _run_steps(
+    trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, files: RunWriter | None, console: Console
+) -> StepReport | bool:
+    """The last step's report on rank 0; elsewhere whether any step ran."""
+    last: StepReport | bool = False
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
+        for report in trainer.train(costs, memory_cap_bytes):
+            last = report or True
+            progress.update(task, completed=trainer.steps_done)
+            if report is not None and files is not None:
+                files.add_step(report)
+                console.print(step_line(report.row), soft_wrap=True)
+    return last
+
+
+def _coefficients(
+    trainer: Trainer, directory: Path, cache: Path, threads: int, resumed: bool, console: Console
+) -> CostCoefficients:
+    """The run's own cost file after a resume (so that plans stay the same), else cached, else measured."""
+    mesh = trainer.mesh
+    name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
+    backend = trainer.config.train.attention
+    path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
+    found: list[CostCoefficients | None] = [None]
+    if mesh.rank == 0:
+        own = directory / "cost.json"
+        found[0] = read_coefficients(own) if resumed and own.is_file() else read_cached(path)
+    dist.broadcast_object_list(found, src=0, group=mesh.control)
+    if found[0] is not None:
+        return found[0]
+    console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
+    measured = calibrate(trainer.stage, trainer.model, mesh, trainer.config.data.max_document_tokens, name)
+    if mesh.rank == 0:
+        write_cached(path, measured)
+    return measured
+
+
+def _show_start(
+    console: Console,
+    trainer: Trainer,
+    costs: CostCoefficients,
+    memory_cap_bytes: int,
+    threads: int,
+    resumed: Path | None,
+) -> None:
+    config, model = trainer.config, trainer.model
+    parameters = model.num_layers * model.stored_parameters_per_layer + model.embedding_parameters * (
+        1 if model.tied_embeddings else 2
+    )
+    console.print(
+        f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype}) | layout "
+        f"{trainer.mesh.layout.describe()} | strategy {config.plan.strategy} | attention {trainer.stage.backend_name} | "
+        f"costs {costs.source} on {costs.device} | memory limit {memory_cap_bytes / 2**30:.1f} GiB a process"
+    )
+    if resumed is not None:
+        console.print(f"resumed from {resumed} after {trainer.steps_done} steps")
+
+
+def _share_of_memory(local_world: int) -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(total * (1 - _FREE_SHARE) / local_world)
+
+
+def _processor_name() -> str:
+    """The CPU's model name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,224 @@
+"""Quick calibration: seconds spent at the start of training, so that predicted step times mean something.
+
+Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices
+with a prefix), *all ranks at once*, because ranks of one machine share its memory bandwidth and their step
+will too. Rank 0 fits the cost model's coefficients by non-negative least squares on relative errors and
+broadcasts them: one cost file for all ranks. The full profiler of a device is another command.
+
+Price: about 15 packs of at most 2,048 tokens forward and backward, repeated while the time budget lasts.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.flops import slice_pairs
+from evenload.runtime.mesh import Mesh
+from evenload.runtime.stage import PackTokens, PipelineStage
+from evenload.runtime.store import ActivationStore, Range
+from evenload.types.model import ModelSpec
+
+_TIME_BUDGET_S = 4.0
+_MIN_REPEATS = 2
+
+# Documents as lists of forward cuts; each list is one round of packs through the layers. Between them they
+# vary tokens, slices and pairs independently, which the fit needs.
+_ROUNDS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((0, 128),),
+    ((0, 512),),
+    ((0, 1024),),
+    ((0, 2048),),
+    ((0, 64),) * 16,
+    ((0, 256),) * 4,
+    ((0, 1536, 2048),),
+    ((0, 1792, 2048),),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """One timed pack on one layer: features [tokens, slices, 1, pairs] and seconds."""
+
+    direction: str
+    features: tuple[float, float, float, float]
+    seconds: float
+
+
+def calibrate(stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, device_name: str) -> CostCoefficients:
+    """Measure and fit. Collective over all ranks; every rank returns the same coefficients.
+
+    Leaves garbage in the gradients: zero them before training.
+
+    Args:
+        max_document_tokens: no longer documents are tried.
+    """
+    dist.barrier(group=mesh.control)
+    layers = _time_layers(stage, model, max_document_tokens)
+    head = _time_head(stage, model.vocab_size) if stage.model.is_last else []
+    mine = {
+        "layers": layers,
+        "head": head,
+        "peak": _matmul_flops_per_s(),
+        "optimizer": _optimizer_s_per_parameter(),
+        "link": _time_link(mesh),
+    }
+    everyone: list[dict] = [{} for _ in range(mesh.layout.world_size)]
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    return _fit(everyone, model, device_name)
+
+
+def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoefficients:
+    samples = [s for rank in everyone for s in rank["layers"]]
+    passes = {}
+    for direction in ("forward", "backward"):
+        chosen = [s for s in samples if s.direction == direction]
+        tokens, slices, packs, pairs = _fit_relative([s.features for s in chosen], [s.seconds for s in chosen])
+        passes[direction] = PassCoefficients(
+            linear_s_per_token=tokens, attention_s_per_pair=pairs, slice_s=slices, pack_s=packs
+        )
+    head = [point for rank in everyone for point in rank["head"]]
+    head_s_per_token, head_pack_s = _fit_relative([(n, 1.0) for n, _ in head], [s for _, s in head])
+    links = [rank["link"] for rank in everyone if rank["link"] is not None]
+    # Without a neighbour nothing is sent; any positive bandwidth will do.
+    latency_s, bandwidth = np.median(links, axis=0).tolist() if links else (0.0, 1e12)
+    return CostCoefficients(
+        source="calibrated",
+        device=device_name,
+        peak_flops_per_s=float(np.median([rank["peak"] for rank in everyone])),
+        forward=passes["forward"],
+        backward=passes["backward"],
+        attention_tile=1,
+        head_s_per_token=head_s_per_token,
+        head_pack_s=head_pack_s,
+        optimizer_s_per_parameter=float(np.median([rank["optimizer"] for rank in everyone])),
+        p2p_bandwidth_bytes_per_s=bandwidth,
+        p2p_latency_s=latency_s,
+        reduce_bandwidth_bytes_per_s=bandwidth,
+        reduce_latency_s=latency_s,
+        model=model.name,
+    )
+
+
+def _fit_relative(features: list[tuple[float, ...]], seconds: list[float]) -> tuple[float, ...]:
+    """Non-negative coefficients that minimise squared *relative* errors: a small pack counts like a large one."""
+    y = np.array(seconds)
+    scaled: NDArray[np.float64] = np.array(features) / y[:, None]
+    # Columns differ by ten orders of magnitude (pairs against packs); unit columns keep the solver exact.
+    norms = np.linalg.norm(scaled, axis=0)
+    norms[norms == 0] = 1.0
+    solution, _ = nnls(scaled / norms, np.ones(len(y)))
+    return tuple((solution / norms).tolist())
+
+
+def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: int) -> list[_Sample]:
+    best: dict[tuple[str, int, int], tuple[tuple[float, float, float, float], float]] = {}
+    rounds = [r for r in _ROUNDS if r[0][-1] <= max_document_tokens] or [((0, max_document_tokens),)]
+    deadline_s = time.perf_counter() + _TIME_BUDGET_S
+    repeat = 0
+    while repeat < _MIN_REPEATS + 1 or time.perf_counter() < deadline_s:
+        for number, documents in enumerate(rounds):
+            for key, features, seconds in _time_round(stage, model, documents):
+                # The first pass warms caches and allocators up; the fastest of the others is the device's time.
+                if repeat and seconds < best.get((*key, number), (None, np.inf))[1]:
+                    best[(*key, number)] = (features, seconds)
+        repeat += 1
+        if repeat > 50:
+            break
+    layers = len(stage.model.layers)
+    return [_Sample(key[0], features, seconds / layers) for key, (features, seconds) in best.items()]
+
+
+def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[int, ...], ...]):
+    """Forward cut by cut, backward in reverse; yields ((direction, pack), features, seconds)."""
+    cuts = list(zip(documents[0][:-1], documents[0][1:], strict=True))
+    packs = [tuple((doc, a, b) for doc in range(len(documents))) for a, b in cuts]
+    store = ActivationStore(dict.fromkeys(range(len(documents)), documents[0][-1]), packs)
+    for index, ranges in enumerate(packs):
+        pack = _pack(ranges, stage)
+        hidden = torch.randn(len(pack.positions), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        start_s = time.perf_counter()
+        stage.forward_layers(pack, hidden, store)
+        yield ("forward", index), _features(ranges, stage, model), time.perf_counter() - start_s
+    for index, ranges in reversed(list(enumerate(packs))):
+        pack = _pack(ranges, stage)
+        grad = torch.randn(len(pack.positions), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        start_s = time.perf_counter()
+        stage.backward_layers(pack, grad, store)
+        yield ("backward", index), _features(ranges, stage, model), time.perf_counter() - start_s
+
+
+def _pack(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
+    positions = torch.cat([torch.arange(a, b, device=stage.device) for _, a, b in ranges])
+    return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
+
+
+def _features(ranges: tuple[Range, ...], stage: PipelineStage, model: ModelSpec) -> tuple[float, float, float, float]:
+    start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
+    per_layer = [float(slice_pairs(start, stop, model.windows[index]).sum()) for index in stage.model.layers]
+    return float((stop - start).sum()), float(len(ranges)), 1.0, float(np.mean(per_layer))
+
+
+def _time_head(stage: PipelineStage, vocab_size: int) -> list[tuple[float, float]]:
+    points = []
+    for rows in (64, 512, 2048):
+        hidden = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
+        points.append((float(rows), _fastest(lambda h=hidden, t=targets: stage.head(h, t, 1))))
+    return points
+
+
+def _matmul_flops_per_s() -> float:
+    n = 1024
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    return 2.0 * n**3 / _fastest(lambda: a @ b)
+
+
+def _optimizer_s_per_parameter() -> float:
+    parameter = torch.zeros(1 << 20)
+    parameter.grad = torch.zeros_like(parameter)
+    adamw = torch.optim.AdamW([parameter], fused=True)
+    return _fastest(adamw.step) / parameter.numel()
+
+
+def _time_link(mesh: Mesh) -> tuple[float, float] | None:
+    """(latency_s, bytes per second) of one hop to the next stage, or to the next replica; None when alone."""
+    group, size, me = (
+        (mesh.forward, mesh.layout.pp, mesh.pp_rank) if mesh.layout.pp > 1 else (mesh.data, mesh.layout.dp, mesh.dp_rank)
+    )
+    if size == 1 or me > 1:
+        return None
+    small, large = (_ping(torch.zeros(n), group, me) for n in (16, 1 << 20))
+    return small, max(4 * (1 << 20) / max(large - small, 1e-9), 1.0)
+
+
+def _ping(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> float:
+    """Half a round trip between the first two ranks of a group."""
+    peer = dist.get_global_rank(group, 1 - me)
+
+    def there_and_back() -> None:
+        if me == 0:
+            dist.send(tensor, peer, group=group)
+            dist.recv(tensor, peer, group=group)
+        else:
+            dist.recv(tensor, peer, group=group)
+            dist.send(tensor, peer, group=group)
+
+    return _fastest(there_and_back) / 2
+
+
+def _fastest(work: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest of some runs, after one that does not count."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start_s)
+    return min(seconds)

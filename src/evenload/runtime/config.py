@@ -1,0 +1,162 @@
+"""`TrainConfig`: the TOML file of `evenload train`, strict about every key."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+from evenload.plan.options import PlanOptions
+from evenload.runtime.optimizer import OptimizerConfig
+from evenload.types.base import Frozen
+
+
+class ModelConfig(Frozen):
+    """The model to train.
+
+    Args:
+        path: a Hugging Face directory, or a `config.json` (then `random_init` is needed).
+        random_init: start from random weights instead of the directory's.
+        dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
+    """
+
+    path: str
+    random_init: bool = False
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+
+class ParallelConfig(Frozen):
+    """Sizes of the parallel dimensions; their product is the number of processes."""
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+
+class PlanConfig(Frozen):
+    """How steps are planned.
+
+    Args:
+        strategy: a name of `evenload plan`; the same data is trained whatever it is.
+        memory_bytes: what one process may hold; default: its share of the machine's memory.
+        options: limits and search space of the planners.
+    """
+
+    strategy: str = "slimpack"
+    memory_bytes: int | None = None
+    options: PlanOptions = PlanOptions()
+
+
+class RunConfig(Frozen):
+    """The run itself.
+
+    Args:
+        output_dir: metrics, checkpoints, report and final weights go here.
+        steps: optimizer steps in all; None = until `data.epochs` are done.
+        seed: of random weights (data has its own).
+        device: "cpu" in this version.
+        attention: backend of range attention, "auto" = the fastest for the device.
+        threads_per_process: None = the machine's cores divided by the processes on it.
+        calibrate: measure the device at start (seconds, cached) so that predictions are in its seconds.
+        checkpoint_every_steps: 0 = only at the end.
+        resume: go on from the latest checkpoint in `output_dir` if there is one.
+        export_hf: write the trained model as a Hugging Face directory at the end.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    output_dir: str
+    steps: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    attention: str = "auto"
+    threads_per_process: int | None = None
+    calibrate: bool = True
+    checkpoint_every_steps: int = 0
+    resume: bool = True
+    export_hf: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise ConfigError(f"train.device is '{self.device}'; this version trains on 'cpu' only")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
+        if self.checkpoint_every_steps < 0:
+            raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"train.timeout_s is {self.timeout_s}, must be above 0")
+
+
+class TrainConfig(Frozen):
+    """The whole file: one table per section."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: RunConfig
+
+    def __post_init__(self) -> None:
+        if self.train.steps is None and self.data.epochs is None:
+            raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Token limit of a pack: as configured, else the longest document allowed."""
+        return self.plan.options.max_pack_tokens or self.data.max_document_tokens
+
+
+def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
+    """Read a TOML file and apply `section.key=value` overrides.
+
+    Raises:
+        ConfigError: no file, bad TOML, an unknown key (with the nearest known one), or a bad value.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    _refuse_unknown(tree, TrainConfig, "")
+    try:
+        return msgspec.convert(tree, TrainConfig)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        raise ConfigError(str(cause) if isinstance(cause, ConfigError) else f"{path}: {error}") from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections or not key:
+        raise ConfigError(f"override '{override}' is not of the form section.key=value, such as train.steps=20")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string, so that quotes need no shell escaping
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override '{override}': '{section}' is a value, not a section")
+    node[key] = value
+
+
+def _refuse_unknown(tree: dict[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
+    """Every key must be a field; names the nearest one that is."""
+    hints = get_type_hints(kind)
+    for key, value in tree.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(sorted(hints))}"
+            raise ConfigError(f"unknown configuration key '{prefix}{key}'; {hint}")
+        if isinstance(value, dict) and isinstance(hints[key], type) and issubclass(hints[key], msgspec.Struct):
+            _refuse_unknown(value, hints[key], f"{prefix}{key}.")

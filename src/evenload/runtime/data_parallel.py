@@ -1,0 +1,46 @@
+"""Gradients of all replicas summed into shards, and the global gradient norm.
+
+The loss of every rank is already divided by the label count of the *global* batch (known from the plan),
+so gradients are summed, never averaged: ranks may hold any number of packs, tokens or labels.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenload.runtime.mesh import Mesh
+from evenload.runtime.parameter_units import FlatBuffer
+
+
+def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
+    """Sum `grads` of every buffer over the replicas and, for tied weights, over both stages that hold them.
+
+    Returns:
+        This rank's shard of every buffer's gradient, [padded / dp] each.
+    """
+    shards = []
+    for buffer in buffers:
+        shard = buffer.shard(buffer.grads, mesh.dp_rank, mesh.layout.dp)
+        if mesh.layout.dp > 1:
+            shard = torch.empty_like(shard)
+            dist.reduce_scatter_tensor(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
+        shards.append(shard)
+    for buffer, shard in zip(buffers, shards, strict=True):
+        if buffer.tied:
+            assert mesh.tie is not None
+            dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
+    return shards
+
+
+def global_gradient_norm(buffers: list[FlatBuffer], shards: list[Tensor], mesh: Mesh) -> float:
+    """Euclidean norm over all parameters of the model, each counted once.
+
+    Collective over the control group.
+    """
+    total = torch.zeros(1, dtype=torch.float64)
+    for buffer, shard in zip(buffers, shards, strict=True):
+        # A tied weight is held by the first and the last stage with the same summed gradient.
+        if not (buffer.tied and mesh.is_last_stage):
+            total += shard.double().square().sum().cpu()
+    dist.all_reduce(total, group=mesh.control)
+    return float(total.sqrt())

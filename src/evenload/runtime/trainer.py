@@ -1,0 +1,202 @@
+"""`Trainer`: one rank's training loop. Prepared step in, gradients, optimizer, metrics out.
+
+Everything about *what* to train comes in the plan; the loop only follows it. The caller (the command
+line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from evenload.attention.range_attention import select_backend
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.state import decode_state
+from evenload.errors import ConfigError
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
+from evenload.runtime.executor import Executor
+from evenload.runtime.hf_export import export_hf
+from evenload.runtime.hf_model import build_stage_model, load_config
+from evenload.runtime.mesh import Mesh
+from evenload.runtime.optimizer import ShardedAdamW
+from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.stage import PipelineStage
+from evenload.runtime.step_metrics import step_row
+from evenload.runtime.step_source import PreparedStep, StepSource
+from evenload.runtime.trace import gather_timeline
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model import ModelSpec, model_from_hf_config
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import Timeline
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepReport:
+    """What happened in a step; made on rank 0.
+
+    Args:
+        row: the fixed keys of metrics.jsonl.
+        measured: all ranks' timeline.
+        ledger_lines: documents and tokens so far.
+    """
+
+    row: dict[str, int | float | str | None]
+    plan: StepPlan
+    measured: Timeline
+    ledger_lines: tuple[str, ...]
+
+
+def model_spec(config: TrainConfig) -> ModelSpec:
+    """The configured model as the cost model sees it."""
+    hf = load_config(config.model.path)
+    return model_from_hf_config(hf.to_dict(), Path(config.model.path).name, _BYTES[config.model.dtype])
+
+
+def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
+    """The configured layout, layers split evenly."""
+    p = config.parallel
+    return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
+
+
+class Trainer:
+    """State of one rank: its stage, optimizer shard and loader.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see their makers.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.hf_config = load_config(config.model.path)
+        self.model = model_spec(config)
+        weights = None if config.model.random_init else config.model.path
+        self._stage_model = build_stage_model(
+            self.hf_config,
+            layers=mesh.layout.stage_layers[mesh.pp_rank],
+            dtype=getattr(torch, config.model.dtype),
+            device=mesh.device,
+            weights=weights,
+            seed=config.train.seed,
+        )
+        self._buffers = flatten_units(self._stage_model, mesh.layout.dp)
+        self.stage = PipelineStage(self._stage_model, select_backend(config.train.attention, mesh.device.type))
+        self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
+        self._executor = Executor(self.stage, mesh)
+        self._loader = GlobalBatchLoader(config.data)
+        if self._loader.tokenizer.vocab_size > self.model.vocab_size:
+            raise ConfigError(
+                f"tokeniser {self._loader.tokenizer.name} has {self._loader.tokenizer.vocab_size} tokens, the model's "
+                f"embedding {self.model.vocab_size}; use the model's own tokeniser or raise vocab_size in config.json"
+            )
+        self.steps_done = 0
+        self._loader_state = b""
+
+    def resume(self) -> Path | None:
+        """Load the latest checkpoint of the output directory, if there is one. Collective."""
+        found = latest_checkpoint(self._checkpoints)
+        if found is not None:
+            progress = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
+            self._loader.load_state(decode_state(progress.loader.encode()))
+            self.steps_done = progress.steps_done
+            self._loader_state = progress.loader.encode()
+        return found
+
+    def train(
+        self, coefficients: CostCoefficients, memory_cap_bytes: int, stop_after: int | None = None
+    ) -> Iterator[StepReport | None]:
+        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
+
+        Args:
+            coefficients: of the cost model; the same on every rank.
+            memory_cap_bytes: of one process.
+            stop_after: stop when so many steps are done in all, although the configured run is longer.
+                Consume the iterator to its end: ranks prepare steps ahead, together.
+        """
+        options = msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens)
+        planner = StepPlanner(self.model, coefficients, self.mesh.layout, memory_cap_bytes, options)
+        source = StepSource(
+            self._loader,
+            planner,
+            self.config.plan.strategy,
+            self.mesh,
+            first_step=self.steps_done,
+            last_step=min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None),
+            max_pack_tokens=self.config.max_pack_tokens,
+        )
+        while True:
+            wait_from_s = time.perf_counter()
+            prepared = source.next()
+            if prepared is None:
+                return
+            data_wait_s = time.perf_counter() - wait_from_s
+            report = self._step(prepared, coefficients, data_wait_s)
+            self.steps_done += 1
+            self._loader_state = prepared.loader_state
+            every = self.config.train.checkpoint_every_steps
+            if every and self.steps_done % every == 0:
+                self.save()
+            yield report
+
+    def save(self) -> Path:
+        """Write a checkpoint of the steps done. Collective."""
+        progress = Progress(steps_done=self.steps_done, loader=self._loader_state.decode())
+        return save_checkpoint(self._checkpoints, progress, self._buffers, self._optimizer, self.mesh)
+
+    def export(self) -> Path:
+        """Write the model as a Hugging Face directory. Collective."""
+        directory = Path(self.config.train.output_dir) / "model"
+        export_hf(directory, self.hf_config, self._buffers, self.mesh)
+        return directory
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.config.train.output_dir) / "checkpoints"
+
+    def _step(
+        self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float
+    ) -> StepReport | None:
+        plan, mesh = prepared.plan, self.mesh
+        learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
+        dist.barrier(group=mesh.control)
+        zero_s = time.perf_counter()
+        self._optimizer.zero_gradients()
+        run = self._executor.run(plan, prepared.tokens)
+        shards = reduce_gradients(self._buffers, mesh)
+        grad_norm = global_gradient_norm(self._buffers, shards, mesh)
+        self._optimizer.step(shards, grad_norm, learning_rate)
+        step_time_s = time.perf_counter() - zero_s
+
+        static = self._optimizer.static_bytes()
+        sums = torch.tensor([run.loss], dtype=torch.float64)
+        dist.all_reduce(sums, group=mesh.control)
+        peaks = torch.tensor([step_time_s, float(static + run.peak_bytes), data_wait_s], dtype=torch.float64)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
+        measured = gather_timeline(
+            run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
+        )
+        if measured is None:
+            return None
+        row = step_row(
+            plan,
+            measured,
+            self.model,
+            loss=float(sums[0]),
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            peak_flops_per_s=coefficients.peak_flops_per_s,
+            plan_time_s=prepared.plan_time_s,
+            data_wait_s=float(peaks[2]),
+            peak_memory_bytes=int(peaks[1]),
+        )
+        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=prepared.ledger_lines)

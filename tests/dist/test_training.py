@@ -1,0 +1,143 @@
+"""Whole training runs: equal to plain AdamW, and exactly resumable."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dist_training import train_steps
+from reference_training import tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.runtime.config import TrainConfig, load_train_config
+
+STEPS = 6
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A tiny Llama on documents of very different lengths, in float64."""
+    model = tmp_path / "model"
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        random_init = true
+        dtype = "float64"
+        [data]
+        sources = ["{corpus}"]
+        max_document_tokens = 256
+        overlong = "split"
+        batch_documents = 7
+        shuffle_window = 16
+        [plan]
+        options = {{ max_pack_tokens = 256 }}
+        [optimizer]
+        learning_rate = 1e-2
+        clip_norm = 0.5
+        warmup_steps = 2
+        decay = "cosine"
+        [train]
+        output_dir = "{tmp_path / "run"}"
+        steps = {STEPS}
+        calibrate = false
+        """
+    )
+    return file
+
+
+def plain_losses(config: TrainConfig) -> list[float]:
+    """The same batches by transformers and torch.optim.AdamW, nothing of ours but the reader."""
+    from evenload.runtime.hf_model import build_stage_model, load_config
+
+    hf = load_config(config.model.path)
+    ours = build_stage_model(
+        hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
+    )
+    weights = {n: p.detach() for _, named in ours.unit_parameters() for n, p in named}
+    hf._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
+    model.load_state_dict(weights, strict=False)
+    o = config.optimizer
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
+    )  # fmt: skip
+    loader, losses = GlobalBatchLoader(config.data), []
+    for step in range(STEPS):
+        batch = loader.next_batch()
+        assert batch is not None
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens in batch.tokens.values():
+            row = torch.from_numpy(tokens).long()
+            logits = model(row[None]).logits[0, :-1]
+            total = total + nn.functional.cross_entropy(logits, row[1:], reduction="sum") / batch.num_label_tokens
+        adamw.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = o.rate(step, STEPS)
+        adamw.step()
+        losses.append(total.item())
+    return losses
+
+
+@pytest.mark.parametrize(("pp", "dp", "strategy"), [(1, 1, "slimpack"), (2, 1, "slimpack"), (2, 2, "balanced"), (1, 3, "best_fit")])
+def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, strategy):
+    """Clipping, warm-up, weight-decay groups, sharded state, tied weights and all: six updates, to 1e-9."""
+    overrides = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
+    ranks = gloo_pool.run(pp * dp, train_steps, str(config_file), overrides, STEPS)
+    assert ranks[0] == pytest.approx(plain_losses(load_train_config(config_file, overrides)), rel=1e-9)
+    assert ranks[0][-1] < ranks[0][0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_at_every_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, dtype):
+    """Kill after any number of steps and go on: the same losses, to the last bit (bf16: master weights survive)."""
+    fixed = ["parallel.pp=2", "parallel.dp=2", f"model.dtype={dtype}"]
+    whole = gloo_pool.run(4, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
+    assert len(whole) == STEPS
+    for stop in range(1, STEPS):
+        here = [*fixed, f"train.output_dir={tmp_path}/stop-{stop}"]
+        first = gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]
+        rest = gloo_pool.run(4, train_steps, str(config_file), here, STEPS)[0]
+        assert first + rest == whole, stop
+
+
+def test_a_checkpoint_continues_under_another_layout(gloo_pool, config_file, tmp_path):
+    """State is by unit and layout-free: pp2 x dp2 goes on as pp1 x dp3, equal up to summation order."""
+    base = [f"train.output_dir={tmp_path}/moved"]
+    whole = gloo_pool.run(1, train_steps, str(config_file), [f"train.output_dir={tmp_path}/whole"], STEPS)[0]
+    first = gloo_pool.run(4, train_steps, str(config_file), [*base, "parallel.pp=2", "parallel.dp=2"], 3)[0]
+    rest = gloo_pool.run(3, train_steps, str(config_file), [*base, "parallel.dp=3"], STEPS)[0]
+    assert first + rest == pytest.approx(whole, rel=1e-9)
+
+
+def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):
+    """Safetensors of two stages, tied weights once, the trained values."""
+    overrides = ["parallel.pp=2", f"train.output_dir={tmp_path}/out"]
+    gloo_pool.run(2, train_steps, str(config_file), overrides, 2, True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float64)
+    config = load_train_config(config_file, overrides)
+    loader = GlobalBatchLoader(config.data)
+    for _ in range(3):
+        batch = loader.next_batch()
+    total = sum(
+        nn.functional.cross_entropy(
+            model(torch.from_numpy(t).long()[None]).logits[0, :-1], torch.from_numpy(t).long()[1:], reduction="sum"
+        ).item()
+        for t in batch.tokens.values()
+    )
+    continued = gloo_pool.run(2, train_steps, str(config_file), overrides, 3)[0]
+    assert continued[0] == pytest.approx(total / batch.num_label_tokens, rel=1e-9)
+    from_export = [f"model.path={tmp_path / 'out' / 'model'}", "model.random_init=false", f"train.output_dir={tmp_path}/again"]
+    assert gloo_pool.run(1, train_steps, str(config_file), from_export, 1)[0][0] > 0

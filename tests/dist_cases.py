@@ -1,0 +1,50 @@
+"""Functions that run on every rank of a `GlooPool`."""
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from reference_training import tiny_config
+
+from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
+from evenload.runtime.executor import Executor
+from evenload.runtime.hf_model import build_stage_model
+from evenload.runtime.mesh import create_mesh
+from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.stage import PipelineStage
+from evenload.types.plan import decode_plan
+
+
+def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype) -> list:
+    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights)."""
+    config = tiny_config(kind, **changes)
+    decoded = [decode_plan(data) for data in plans]
+    layout = decoded[0].layout
+    mesh = create_mesh(layout, torch.device("cpu"), timeout_s=60)
+    model = build_stage_model(
+        config, layers=layout.stage_layers[mesh.pp_rank], dtype=dtype, device=mesh.device, weights=None, seed=3
+    )
+    buffers = flatten_units(model, dp=layout.dp)
+    executor = Executor(PipelineStage(model, CpuFlashAttention()), mesh)
+    results = []
+    for plan, batch in zip(decoded, tokens, strict=True):
+        for buffer in buffers:
+            buffer.grads.zero_()
+        run = executor.run(msgspec.structs.replace(plan), {d: t.numpy().astype(np.int32) for d, t in batch.items()})
+        shards = reduce_gradients(buffers, mesh)
+        norm = global_gradient_norm(buffers, shards, mesh)
+        gradients, weights = {}, {}
+        for buffer, shard in zip(buffers, shards, strict=True):
+            flat = torch.empty_like(buffer.grads)
+            if layout.dp > 1:
+                dist.all_gather_into_tensor(flat, shard, group=mesh.data)
+            else:
+                flat.copy_(shard)
+            start = 0
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
+                weights[name] = parameter.detach().numpy().copy()
+                start += parameter.numel()
+        results.append((run.loss, gradients, norm, weights))
+    return results

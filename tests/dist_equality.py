@@ -1,0 +1,38 @@
+"""Plans through the real executor, compared with plain training."""
+
+import numpy as np
+import pytest
+import torch
+from dist_cases import gradients_of_plans
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+
+from evenload.types.plan import encode_plan
+
+
+def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10):
+    """Run the plans in one process group and compare each with transformers' sdpa."""
+    config = tiny_config(kind, **(changes or {}))
+    tokens = [
+        make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
+    ]
+    layout = plans[0].layout
+    ranks = pool.run(
+        layout.world_size, gradients_of_plans, kind, changes or {}, [encode_plan(p) for p in plans], tokens, dtype
+    )
+    for index, batch in enumerate(tokens):
+        results = [rank[index] for rank in ranks]
+        weights = {n: torch.from_numpy(w) for r in results for n, w in r[3].items()}
+        if config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        loss, plain = plain_loss_and_gradients(config, weights, batch, dtype)
+        assert abs(sum(r[0] for r in results) - loss) <= tolerance * max(abs(loss), 1e-12)
+        seen = set()
+        for result in results:
+            for name, gradient in result[1].items():
+                name = "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else name
+                seen.add(name)
+                assert relative_error(torch.from_numpy(gradient), plain[name]) <= tolerance, (index, name)
+        assert seen == set(plain)
+        norm = np.sqrt(sum(g.double().square().sum().item() for g in plain.values()))
+        for result in results:
+            assert result[2] == pytest.approx(norm, rel=max(tolerance, 1e-9))

@@ -1,0 +1,70 @@
+"""A pool of real processes that run functions as `torch.distributed` ranks over gloo.
+
+Starting a process with torch and transformers takes seconds; the pool starts its processes once and
+gives every case a fresh process group of the size it needs.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+
+class GlooPool:
+    """Processes are started as they are needed, up to the largest world a test asks for."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers = []
+        self._directory = tempfile.TemporaryDirectory()
+        self._cases = 0
+
+    def run(self, world_size: int, function, *arguments) -> list:
+        """`function(*arguments)` on every rank of a new group; results in rank order.
+
+        Raises:
+            RuntimeError: with the traceback of every rank that failed.
+        """
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        self._cases += 1
+        store = str(Path(self._directory.name) / f"store-{self._cases}")
+        for rank in range(world_size):
+            self._workers[rank][1].send((rank, world_size, store, function, arguments))
+        answers = [self._workers[rank][1].recv() for rank in range(world_size)]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for process, connection in self._workers:
+            connection.send(None)
+            process.join(10)
+            process.kill()
+        self._directory.cleanup()
+
+
+def _work(connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (task := connection.recv()) is not None:
+        rank, world_size, store, function, arguments = task
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+            answer = (True, function(*arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)
