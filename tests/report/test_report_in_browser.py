@@ -127,6 +127,16 @@ def test_dragging_zooms_both_panels_and_a_double_click_goes_back(open_page):
     assert plot.evaluate("plot => plot.layout.xaxis.range") == pytest.approx(whole)
 
 
+def test_no_button_offers_to_upload_the_figure(open_page):
+    """plotly.js 4 shows a "share in the cloud" button by default; run data must not leave by a click."""
+    page = open_page(make_report())
+    plot = draw(page, "run-0-timeline")
+    buttons = plot.locator(".modebar-btn")
+    titles = [buttons.nth(i).get_attribute("data-title") for i in range(buttons.count())]
+    assert len(titles) == 6
+    assert not [title for title in titles if "cloud" in title.lower() or "share" in title.lower()]
+
+
 def test_hostile_labels_stay_text_in_tooltips(open_page):
     page = open_page(make_report(EVIL))
     text = hover_first_bar(page, draw(page, "run-0-timeline"))

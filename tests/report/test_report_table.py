@@ -1,6 +1,7 @@
 import io
 import math
 
+import pytest
 from report_samples import make_row
 from rich.console import Console
 
@@ -41,8 +42,8 @@ def refused_row(name, why):
     return dict.fromkeys(plan_row(name)) | {"name": name, "feasible": False, "why": why}
 
 
-def printed(table):
-    console = Console(width=240, color_system=None, file=io.StringIO())
+def printed(table, width=240):
+    console = Console(width=width, color_system=None, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()
 
@@ -63,6 +64,19 @@ def test_counts_of_bad_things_show_only_when_there_are_any():
     keys = [column.key for column in shown_columns([plan_row("a"), plan_row("wlb", deferred_tokens=5)])]
     assert "deferred_tokens" in keys
     assert keys == [column.key for column in COLUMNS if column.key in keys]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130, 160])
+def test_a_narrow_terminal_loses_whole_columns_and_says_which(width):
+    """A number cut to "1.2…" would be read as a number."""
+    rows = [plan_row("auto"), plan_row("fixed_greedy")]
+    text = printed(comparison_table(rows, best="auto"), width)
+    assert "…" not in text
+    assert "1.25 s" in text
+    assert "61.0 GiB" in text
+    assert max(len(line.rstrip()) for line in text.splitlines() if "auto" in line) <= width
+    shown = "18.0 ms" in text
+    assert shown != ("left out for width" in text and "plan time" in text.split("left out for width")[1])
 
 
 def test_no_feasible_row_still_prints_every_reason():

@@ -59,7 +59,7 @@ def step_time_figure(rows: Sequence[MetricRow]) -> go.Figure:
 
 
 def pack_time_figure(sections: Mapping[str, Mapping[str, Timeline]]) -> go.Figure:
-    """Spread of pack times: forward on the left, backward on the right, one box a strategy and origin.
+    """Spread of pack times: forward over backward, one box a strategy and origin.
 
     The number beside a box is its slowest pack over its mean pack; 1.000 is perfectly even. A pack counts
     with its slowest stage (see `pack_times`).
@@ -69,37 +69,28 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Timeline]]) -> go.Figur
     """
     names = list(sections)
     origins = [o for o in ("predicted", "measured") if any(o in timelines for timelines in sections.values())]
-    figure = make_subplots(
-        rows=1,
-        cols=2,
-        shared_yaxes=True,
-        horizontal_spacing=0.05,
-        column_titles=["<b>Forward packs</b>", "<b>Backward packs</b>"],
-    )
-    figure.update_annotations(font={"size": 13})
-    for column, direction in enumerate(_DIRECTIONS, start=1):
+    panel_px = max(1, len(names)) * (16 + 30 * len(origins))
+    height = 68 + 50 + 40 + 2 * panel_px
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=40 / (40 + 2 * panel_px))
+    slowest = 0.0
+    for panel, direction in enumerate(_DIRECTIONS, start=1):
         for slot, origin in enumerate(origins):
             for row, name in enumerate(names):
                 if origin not in sections[name]:
                     continue
                 times = pack_times(sections[name][origin], direction)
+                slowest = max(slowest, float(times.seconds.max(initial=0)))
                 # Side by side by hand: boxes on a numeric axis keep their place when others are missing.
                 center = row + (slot - (len(origins) - 1) / 2) * 0.4
-                figure.add_trace(_box(times, center, origin), row=1, col=column)
-                figure.add_annotation(_box_note(times, center, column))
-        slowest = max(
-            (float(pack_times(timeline, direction).seconds.max(initial=0)))
-            for timelines in sections.values()
-            for timeline in timelines.values()
-        )
-        # Room on the right for the numbers.
-        figure.update_xaxes(range=[0, slowest * 1.3 or 1], row=1, col=column)
+                figure.add_trace(_box(times, center, origin), row=panel, col=1)
+                figure.add_annotation(_box_note(times, center, panel))
+        figure.add_annotation(_panel_heading(f"<b>{direction.capitalize()} packs</b>   number: max/mean", panel))
     for origin in origins:
         figure.add_trace(_legend_box(origin), row=1, col=1)
     longest = max(len(name) for name in names)
     figure.update_layout(
-        height=116 + max(1, len(names)) * (30 + 34 * len(origins)),
-        margin={"l": min(220, 24 + 8 * longest), "r": 16, "t": 66, "b": 50},
+        height=height,
+        margin={"l": min(220, 24 + 8 * longest), "r": 16, "t": 68, "b": 50},
         hovermode="closest",
     )
     figure.update_yaxes(
@@ -110,7 +101,9 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Timeline]]) -> go.Figur
         zeroline=False,
         fixedrange=True,
     )
-    figure.update_xaxes(tickformat="~s", ticksuffix="s", zeroline=False, title_text="time of a pack, slowest stage")
+    # Room on the right for the numbers.
+    figure.update_xaxes(tickformat="~s", ticksuffix="s", zeroline=False, range=[0, slowest * 1.15 or 1])
+    figure.update_xaxes(title_text="time of a pack, slowest stage", row=2, col=1)
     return figure
 
 
@@ -134,18 +127,8 @@ def memory_figure(timelines: Mapping[str, Timeline], limit_bytes: int | None = N
             figure.add_trace(trace, row=panel, col=1)
         if limit_bytes is not None:
             figure.add_trace(_limit_trace(timeline, limit_bytes, show_legend=panel == 1), row=panel, col=1)
-        figure.add_annotation(
-            text=f"<b>{escape(name, quote=False).capitalize()}</b>   peak {format_bytes(timeline.peak_bytes())}",
-            xref="paper",
-            yref=f"y{'' if panel == 1 else panel} domain",
-            x=0,
-            y=1,
-            xanchor="left",
-            yanchor="bottom",
-            yshift=4,
-            showarrow=False,
-            font={"size": 13},
-        )
+        heading = f"<b>{escape(name, quote=False).capitalize()}</b>   peak {format_bytes(timeline.peak_bytes())}"
+        figure.add_annotation(_panel_heading(heading, panel))
     figure.update_layout(
         height=126 + 210 * len(timelines),
         margin={"l": 64, "r": 16, "t": 68, "b": 50},
@@ -191,7 +174,13 @@ def _line(
 
 def _dress_curve(figure: go.Figure, x_title: str, y_title: str) -> None:
     figure.update_layout(height=_CURVE_PX, margin={"l": 70, "r": 16, "t": 40, "b": 50}, hovermode="x unified")
-    figure.update_xaxes(title_text=x_title, zeroline=False, showgrid=False)
+    figure.update_xaxes(
+        title_text=x_title,
+        zeroline=False,
+        showgrid=False,
+        showspikes=False,
+        unifiedhovertitle={"text": f"{x_title} %{{x}}"},
+    )
     figure.update_yaxes(title_text=y_title, zeroline=False)
 
 
@@ -234,18 +223,38 @@ def _legend_box(origin: str) -> go.Scatter:
     )
 
 
-def _box_note(times: PackTimes, center: float, column: int) -> go.layout.Annotation:
+def _box_note(times: PackTimes, center: float, panel: int) -> go.layout.Annotation:
     return go.layout.Annotation(
-        text=f"max/mean {format_ratio(times.imbalance())}",
+        text=format_ratio(times.imbalance()),
         x=float(times.seconds.max(initial=0)),
         y=center,
-        xref="x" if column == 1 else f"x{column}",
-        yref="y" if column == 1 else f"y{column}",
+        xref=f"x{_axis(panel)}",
+        yref=f"y{_axis(panel)}",
         xanchor="left",
-        xshift=8,
+        xshift=6,
         showarrow=False,
-        font={"size": 11},
+        font={"size": 11.5},
     )
+
+
+def _panel_heading(text: str, panel: int) -> go.layout.Annotation:
+    """Heading over the left edge of a panel; `text` is plotly markup."""
+    return go.layout.Annotation(
+        text=text,
+        xref="paper",
+        yref=f"y{_axis(panel)} domain",
+        x=0,
+        y=1,
+        xanchor="left",
+        yanchor="bottom",
+        yshift=4,
+        showarrow=False,
+        font={"size": 13},
+    )
+
+
+def _axis(panel: int) -> str:
+    return "" if panel == 1 else str(panel)
 
 
 def _memory_trace(timeline: Timeline, rank: int, color: str) -> go.Scatter:

@@ -52,8 +52,9 @@ _READ_LOSS = (
 )
 _READ_PACKS = (
     "Each box is the time of the packs of a step: the box holds the middle half, its solid line is the median, the "
-    "dashed line the mean. A pipeline moves at the pace of its slowest pack, so <b>max/mean</b> is what counts: 1.000 "
-    "is perfectly even, 1.300 loses up to 30 %. Hollow grey is predicted, filled blue is measured."
+    "dashed line the mean. A pipeline moves at the pace of its slowest pack, so the number beside a box is what "
+    "counts, <b>max/mean</b>: 1.000 is perfectly even, 1.300 loses up to 30 %. Hollow grey is predicted, filled blue "
+    "is measured."
 )
 _READ_MEMORY = (
     "Bytes each pipeline rank holds at every moment of the step. The highest point of any line must stay under the "

@@ -1,12 +1,15 @@
 """What the terminal shows: the table of strategies, and one line a training step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.report.columns import format_cell, is_feasible, shown_columns
+from evenload.report.columns import Column, format_cell, is_feasible, shown_columns
 from evenload.report.metrics_file import MetricRow, MetricValue
 from evenload.report.units import (
     format_bytes,
@@ -17,8 +20,68 @@ from evenload.report.units import (
     format_seconds,
 )
 
+# Left out first when the terminal is narrow; all other columns stay as long as possible.
+_LEFT_OUT_FIRST = (
+    "layout",
+    "num_packs_backward",
+    "num_packs_forward",
+    "plan_time_s",
+    "imbalance_dp",
+    "imbalance_backward",
+    "imbalance_forward",
+    "final_loss",
+    "bubble_fraction",
+    "tokens_per_s_per_device",
+    "measured_tokens_per_s",
+    "speedup_over_best_fit",
+    "fraction_of_bound",
+)
 
-def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title: str = "") -> Group:
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """A rich renderable: strategies side by side, as many columns as the width takes.
+
+    A cut number is a wrong number, so columns that do not fit are left out whole and named below the table.
+    """
+
+    rows: Sequence[Mapping[str, object]]
+    best: str
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, then what was left out, then why strategies cannot run."""
+        feasible = [row for row in self.rows if is_feasible(row)]
+        columns = list(shown_columns(feasible))
+        left_out = []
+        for key in _LEFT_OUT_FIRST:
+            table = self._table(feasible, columns)
+            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
+                break
+            left_out += [column for column in columns if column.key == key]
+            columns = [column for column in columns if column.key != key]
+        yield self._table(feasible, columns)
+        if left_out:
+            yield Text(f"left out for width: {', '.join(column.heading.replace(chr(10), ' ') for column in left_out)}")
+        for row in self.rows:
+            if not is_feasible(row):
+                yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
+
+    def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
+        title = Text(self.title) if self.title else None
+        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("strategy", no_wrap=True)
+        for column in columns:
+            table.add_column(column.heading, justify="left" if column.key == "layout" else "right", no_wrap=True)
+        for row in rows:
+            is_best = row["name"] == self.best
+            name = Text(f"{'▶' if is_best else ' '} {row['name']}")
+            cells = [Text(format_cell(column, row)) for column in columns]
+            table.add_row(name, *cells, style="bold green" if is_best else None)
+        return table
+
+
+def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title: str = "") -> ComparisonTable:
     """Strategies side by side; the best marked, those that cannot run under the table with the reason.
 
     Args:
@@ -26,26 +89,7 @@ def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title
         best: name of the row to mark.
         title: over the table; plain text.
     """
-    feasible = [row for row in rows if is_feasible(row)]
-    refused = [row for row in rows if not is_feasible(row)]
-    columns = shown_columns(feasible)
-    table = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        header_style="bold",
-        pad_edge=False,
-    )
-    table.add_column("strategy", no_wrap=True)
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column.key == "layout" else "right", no_wrap=True)
-    for row in feasible:
-        is_best = row["name"] == best
-        name = Text(f"{'▶' if is_best else ' '} {row['name']}")
-        cells = [Text(format_cell(column, row)) for column in columns]
-        table.add_row(name, *cells, style="bold green" if is_best else None)
-    # Under the table and not in it: reasons are sentences and may use the whole width.
-    reasons = [Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}") for row in refused]
-    return Group(table, *reasons)
+    return ComparisonTable(rows=tuple(rows), best=best, title=title)
 
 
 def step_line(row: MetricRow) -> str:
