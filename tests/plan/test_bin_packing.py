@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.bin_packing import best_fit_decreasing, longest_first
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.plan.bin_packing import best_fit_decreasing, longest_first
 
 BACKENDS = ["native", "python"]
 lengths = st.lists(st.integers(1, 50), max_size=40)

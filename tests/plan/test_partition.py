@@ -1,11 +1,14 @@
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from evenload.errors import ConfigError
 from evenload.plan.partition import partition_by_work
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 LINEAR = WorkCurve(linear_s=1.0)
 CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
@@ -14,7 +17,7 @@ CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
 def rows(columns: SliceColumns) -> list[list[tuple[int, int, int]]]:
     flat = list(zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True))
     edges = columns.pack_offset.tolist()
-    return [flat[lo:hi] for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+    return [flat[lo:hi] for lo, hi in itertools.pairwise(edges)]
 
 
 def partition(lengths, num_packs, work=LINEAR, order=None, **options) -> list[list[tuple[int, int, int]]]:

@@ -1,7 +1,8 @@
 import numpy as np
-from evenload.types.work import WorkCurve, prefix_pairs
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenload.types.work import WorkCurve, prefix_pairs
 
 
 @given(st.integers(0, 80), st.integers(0, 30))
