@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from evenload.schedule.one_f_one_b import one_f_one_b
+from evenload.schedule.packflow import packflow_list, packflow_word
+from evenload.simulate.bubble import split_bubble
+from evenload.simulate.simulate import simulate
+from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks
+
+
+def test_hand_computed_split():
+    """The drawing of test_simulate, ranks * makespan = 26:
+
+    stage 0: busy 9; gap 3..6 before B0, produced at 5.5: 2.5 waiting for stage 1, 0.5 for the hop;
+             gap 10..11 before B2, produced at 10.5: 0.5 and 0.5
+    stage 1: starts at 1.5, busy 9 without a gap, ends at 10.5: cool-down 2.5
+    """
+    tasks = uniform_tasks([2, 2, 3], 3, 2, hop_s=0.5)
+    actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert (bubble.busy_s, bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
+    assert (bubble.communication_s, bubble.dependency_s) == (1.0, 3.0)
+    assert bubble.fraction == pytest.approx(8 / 26)
+
+
+def test_1f1b_fraction_is_the_textbook_one():
+    """(P - 1) / (m + P - 1)."""
+    tasks = equal_packs(12, 4)
+    actions = one_f_one_b(tasks)
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert bubble.fraction == pytest.approx(3 / 15)
+    assert bubble.communication_s == 0
+
+
+def test_parts_add_up_to_all_ranks_time():
+    rng = np.random.default_rng(0)
+    for trial in range(400):
+        exact = trial % 2 == 0
+        tasks = random_tasks(rng, ranks=random_ranks(rng) if trial % 3 == 0 else None, whole_seconds=exact)
+        cap = np.full(tasks.num_ranks, 150, dtype=np.int64)
+        actions = packflow_list(tasks, cap_bytes=cap) if trial % 5 else packflow_word(tasks, inject=True)
+        bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+        parts = (bubble.busy_s, bubble.warmup_s, bubble.cooldown_s, bubble.communication_s, bubble.dependency_s)
+        assert min(parts) >= 0
+        available = tasks.num_ranks * bubble.makespan_s
+        assert sum(parts) == (available if exact else pytest.approx(available, rel=1e-12))
+
+
+def test_without_hops_nothing_is_communication():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        tasks = random_tasks(rng)
+        tasks.p2p_forward_s[:] = 0
+        tasks.p2p_backward_s[:] = 0
+        actions = packflow_word(tasks, inject=False)
+        assert split_bubble(tasks, actions, simulate(tasks, actions)).communication_s == 0
+
+
+def test_idle_rank_is_cool_down():
+    tasks = uniform_tasks([1], 1, 1, stage_to_rank=[1])
+    actions = columns_of("", "0F0 0B0")
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert (bubble.busy_s, bubble.cooldown_s, bubble.num_ranks) == (3.0, 3.0, 2)
+
+
+def test_empty_step_has_no_bubble():
+    tasks = uniform_tasks([], 0, 2)
+    actions = one_f_one_b(tasks)
+    assert split_bubble(tasks, actions, simulate(tasks, actions)).fraction == 0
