@@ -1,0 +1,207 @@
+"""`evenload plan`: which strategy is how fast on the user's lengths, model and cluster. Needs no GPU."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+
+from evenload.cli.layout_option import parse_layout
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.data.lengths import read_lengths
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.plan.default_layout import default_layout, usable_bytes
+from evenload.plan.evaluate import Evaluation, evaluate_strategies
+from evenload.plan.global_batch import sample_global_batches
+from evenload.plan.options import PlanOptions
+from evenload.plan.plan_file import encode_plan_file
+from evenload.plan.planner import StepPlanner
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.plan.strategies import STRATEGIES
+from evenload.report.chrome_trace import write_chrome_trace
+from evenload.report.html import write_report
+from evenload.report.pack_label import label_packs
+from evenload.report.run_report import RunReport, RunSection
+from evenload.report.table import comparison_table
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.model_catalog import model_from
+
+DEFAULT_DOCUMENTS = 512
+"""Documents of a global batch when neither --documents nor --tokens is given."""
+PIPED_WIDTH = 220
+"""Columns of the table when the output is not a terminal."""
+
+
+def plan_command(
+    lengths: Annotated[
+        str,
+        typer.Argument(metavar="LENGTHS", help="Document lengths: .npy, .npy.gz, .txt (one a line), or any source."),
+    ],
+    model: Annotated[str, typer.Option(help="Built-in name (llama-7b, qwen2.5-0.5b, ...) or an HF config.json.")],
+    cluster: Annotated[str, typer.Option(help="Built-in name (h100x32, a100x8, ...) or a TOML file.")],
+    layout: Annotated[
+        str | None, typer.Option(help="For example dp=4,pp=8. Default: the shallowest that fits.")
+    ] = None,
+    documents: Annotated[
+        int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a global batch, instead of --documents.")] = None,
+    context: Annotated[
+        int, typer.Option(help="Longest document trained whole, and the most tokens of a pack.")
+    ] = 131_072,
+    overlong: Annotated[
+        Literal["error", "split", "truncate", "drop"], typer.Option(help="What happens to longer documents.")
+    ] = "error",
+    strategy: Annotated[str, typer.Option(help="'all', or names with commas: " + ", ".join(STRATEGIES) + ".")] = "all",
+    steps: Annotated[int, typer.Option(help="Global batches to plan.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the batches drawn from the lengths.")] = 0,
+    cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None,
+    search_layout: Annotated[bool, typer.Option("--search-layout", help="Planned; not in this version.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with table and timelines.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None,
+    emit_plan: Annotated[Path | None, typer.Option(help="Write every planned step as JSON.")] = None,
+) -> None:
+    """Compare strategies on your document lengths, without a GPU.
+
+    Draws global batches from the table of lengths, plans each with every strategy, simulates the pipeline over
+    time with its memory, and shows who is fastest within memory.
+
+    [bold]Example[/bold]: evenload plan examples/lengths/github_dirs.npy.gz --model llama-7b --cluster h100x32
+    --layout dp=4,pp=8 --context 131072 --overlong truncate --documents 512
+
+    Exit code: 0 ok, 2 wrong input, 3 no strategy fits.
+    """
+    if search_layout:
+        raise ConfigError("--search-layout is not available in this version, planned; give --layout")
+    if documents is not None and tokens is not None:
+        raise ConfigError(f"--documents {documents} and --tokens {tokens} exclude each other; give one")
+    spec, machines = model_from(model), cluster_from(cluster)
+    chosen = parse_layout(layout, spec.num_layers, machines.num_devices) if layout else default_layout(spec, machines)
+    analytic = analytic_coefficients(spec, machines, chosen)  # also checks that the layout fits the cluster
+    coefficients = read_coefficients(cost) if cost else analytic
+    table = read_lengths(lengths)
+    batches = sample_global_batches(
+        table,
+        steps=steps,
+        seed=seed,
+        num_documents=DEFAULT_DOCUMENTS if documents is None and tokens is None else documents,
+        num_tokens=tokens,
+        context=context,
+        overlong=overlong,
+    )
+    cap_bytes = usable_bytes(machines)
+    planner = StepPlanner(spec, coefficients, chosen, cap_bytes, PlanOptions(max_pack_tokens=context))
+    inputs: dict[str, Any] = {
+        "lengths": lengths,
+        "model": model,
+        "cluster": cluster,
+        "layout": {axis: getattr(chosen, axis) for axis in ("dp", "cp", "pp", "tp")},
+        "devices": machines.num_devices,
+        "documents": documents if tokens is not None else documents or DEFAULT_DOCUMENTS,
+        "tokens": tokens,
+        "context": context,
+        "overlong": overlong,
+        "steps": steps,
+        "seed": seed,
+        "cost": str(cost) if cost else "analytic",
+        "memory_cap_bytes": cap_bytes,
+    }
+    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
+    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy))
+    rows = [msgspec.to_builtins(result) for result in evaluation.results]
+    console.print(comparison_table(rows, evaluation.best or ""))
+    if json_file:
+        content = {"version": version("evenload"), "inputs": inputs, "strategies": rows, "best": evaluation.best}
+        _write(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    if emit_plan:
+        plans = [proposal.plan for name in evaluation.proposals for proposal in evaluation.proposals[name]]
+        _write(emit_plan, encode_plan_file(plans))
+    if html:
+        _writable(html)
+        write_report(html, _report(inputs, rows, evaluation, spec, cap_bytes))
+    if trace:
+        _write_trace(trace, evaluation, spec)
+    if evaluation.best is None:
+        closest = min(evaluation.results, key=lambda result: result.peak_memory_bytes or float("inf"))
+        raise InfeasiblePlanError(f"no strategy fits; the closest: {closest.why}")
+
+
+def _strategy_names(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return tuple(STRATEGIES)
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError(f"--strategy '{text}' names no strategy; use 'all' or some of {', '.join(STRATEGIES)}")
+    return names
+
+
+def _first_line(
+    inputs: dict[str, Any], table: NDArray[np.int64], layout: ParallelLayout, coefficients: CostCoefficients
+) -> str:
+    """All inputs on one line, so that a copied output can be repeated."""
+    size = f"{inputs['tokens']:,} tokens" if inputs["tokens"] else f"{inputs['documents']:,} documents"
+    unused = inputs["devices"] - layout.world_size
+    devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
+    return (
+        f"evenload {version('evenload')} plan: {inputs['lengths']} ({len(table):,} documents, median "
+        f"{int(np.median(table)):,}, longest {int(table.max()):,} tokens), model {inputs['model']}, cluster "
+        f"{inputs['cluster']}, layout {layout.describe()}{devices}, {size} a step, {inputs['steps']} steps, context "
+        f"{inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, {coefficients.source} costs"
+    )
+
+
+def _report(
+    inputs: dict[str, Any], rows: list[dict[str, Any]], evaluation: Evaluation, model: ModelSpec, cap_bytes: int
+) -> RunReport:
+    """The first step of every strategy that could be planned."""
+    sections = tuple(
+        RunSection(
+            name=name,
+            predicted=predicted_timeline(proposals[0].plan, model),
+            timeline_step=proposals[0].plan.step,
+            task_labels=label_packs(proposals[0].plan),
+            memory_limit_bytes=cap_bytes,
+            notes=(proposals[0].why,) if proposals[0].why else (),
+        )
+        for name, proposals in evaluation.proposals.items()
+        if proposals
+    )
+    return RunReport(
+        title="Evenload plan",
+        facts=tuple((name, str(value)) for name, value in inputs.items() if value is not None),
+        sections=sections,
+        comparison=tuple(rows),
+        best=evaluation.best or "",
+    )
+
+
+def _write_trace(path: Path, evaluation: Evaluation, model: ModelSpec) -> None:
+    planned = [name for name, proposals in evaluation.proposals.items() if proposals]
+    if not planned:
+        raise InfeasiblePlanError(f"--trace {path}: no strategy could be planned, so there is no timeline to write")
+    proposal = evaluation.proposals[evaluation.best or planned[0]][0]
+    _writable(path)
+    write_chrome_trace(path, {"predicted": predicted_timeline(proposal.plan, model)}, label_packs(proposal.plan))
+
+
+def _writable(path: Path) -> None:
+    """Refuse early and in words what the report package would raise as OSError."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: its folder does not exist or it is a folder")
+
+
+def _write(path: Path, content: bytes) -> None:
+    _writable(path)
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

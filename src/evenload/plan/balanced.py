@@ -1,0 +1,61 @@
+"""`balanced`: whole documents in micro-batches of equal predicted time, with a token limit; 1F1B.
+
+What verl, slime and prime-rl do, with the limit that they do not all keep: documents go to replicas by LPT on
+forward + backward time, then to micro-batches of their replica the same way. The number of micro-batches is a
+multiple of pp; of a few multiples (powers of two from the least that the token limit allows) the fastest by
+simulation within memory is kept. O(candidates · n log n). A document longer than a fair share stays whole and
+makes its micro-batch late: what slicing cures.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.plan.bin_packing import longest_first
+from evenload.plan.candidate import Candidate, one_f_one_b_candidate
+from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.pack_counts import pack_counts
+from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.types.backend import Backend
+from evenload.types.columns import whole_document_columns
+
+
+def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    """One choice per replica.
+
+    Raises:
+        DataError: a document longer than `max_pack_tokens`.
+    """
+    problem.require_whole_documents_fit("balanced")
+    replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
+    return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+
+
+def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
+    options, pp = problem.options, problem.layout.pp
+    num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
+    found: list[Candidate] = []
+    for count in pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens):
+        if found and count > len(documents):
+            break  # more micro-batches than documents change nothing
+        groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens, options.backend)
+        columns = whole_document_columns(groups, num_tokens)
+        label = f"{len(groups)} packs, 1F1B"
+        found.append(one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options))
+    return min(found, key=Candidate.score)
+
+
+def _groups(
+    work_s: NDArray[np.float64],
+    num_tokens: NDArray[np.int64],
+    count: int,
+    pp: int,
+    max_pack_tokens: int | None,
+    backend: Backend,
+) -> list[list[int]]:
+    """Non-empty LPT groups; the token limit may need more than asked, then the next multiple of pp is balanced."""
+    tokens = None if max_pack_tokens is None else num_tokens
+    while True:
+        groups = longest_first(work_s, count, num_tokens=tokens, capacity=max_pack_tokens, backend=backend)
+        if len(groups) <= count:
+            return [group for group in groups if group]
+        count = -(-len(groups) // pp) * pp

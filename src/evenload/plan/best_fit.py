@@ -1,0 +1,22 @@
+"""`best_fit`: best-fit decreasing by tokens into windows of `max_pack_tokens`; SlimPack's Megatron-LM baseline.
+
+The whole global batch is packed at once and windows are dealt round robin to replicas, 1F1B. O(n log n).
+It fills windows almost perfectly and ignores work: a window with one long document takes many times as long as
+a window of short ones, and every stage and replica waits for it.
+"""
+
+from evenload.plan.bin_packing import best_fit_decreasing
+from evenload.plan.padded import deal_packs
+from evenload.plan.problem import ReplicaChoice, StepProblem
+
+
+def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    """One choice per replica.
+
+    Raises:
+        ConfigError: no `max_pack_tokens`.
+        DataError: a document longer than that.
+    """
+    window = problem.window_tokens("best_fit")
+    windows = best_fit_decreasing(problem.num_tokens, window, backend=problem.options.backend)
+    return deal_packs(problem, windows, padded=False)

@@ -1,0 +1,174 @@
+"""One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
+
+`StrategyResult` has exactly the fixed keys of DESIGN §11. Figures are means over the steps unless they say
+otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` and
+`dropped_tokens` sums. Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps
+its figures (what it would cost, were there memory) with `feasible` false; one that cannot be planned at all has none.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.global_batch import GlobalBatch
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.strategies import strategy_named
+from evenload.types.base import Frozen
+
+
+class StrategyResult(Frozen):
+    """Figures of one strategy; None where it could not be planned. Keys are fixed (DESIGN §11)."""
+
+    name: str
+    feasible: bool
+    why: str
+    step_time_s: tuple[float, ...]
+    mean_step_time_s: float | None
+    lower_bound_s: float
+    fraction_of_bound: float | None
+    speedup_over_best_fit: float | None
+    tokens_per_s_per_device: float | None
+    bubble_fraction: float | None
+    imbalance_forward: float | None
+    imbalance_backward: float | None
+    imbalance_dp: float | None
+    max_pack_tokens: int | None
+    cap_violations: int | None
+    peak_memory_bytes: int | None
+    num_packs_forward: float | None
+    num_packs_backward: float | None
+    plan_time_s: float | None
+    deferred_tokens: int
+    dropped_tokens: int
+    mean_token_delay_steps: float
+    layout: dict[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """All strategies on the same batches.
+
+    Args:
+        results: one row a strategy, in the order asked for.
+        best: the fastest feasible strategy; None when none is.
+        proposals: per strategy the planned steps, for plan files and timelines; empty where planning failed.
+    """
+
+    results: tuple[StrategyResult, ...]
+    best: str | None
+    proposals: dict[str, tuple[Proposal, ...]]
+
+
+def evaluate_strategies(planner: StepPlanner, batches: Sequence[GlobalBatch], strategies: Sequence[str]) -> Evaluation:
+    """Plan every batch with every strategy.
+
+    Raises:
+        ConfigError: an unknown or planned strategy.
+    """
+    for name in strategies:
+        strategy_named(name)  # a misspelt name is the user's error, not a strategy that cannot be planned
+    results, proposals = [], {}
+    for name in strategies:
+        result, proposals[name] = _evaluate(planner, batches, name)
+        results.append(result)
+    times = {result.name: result.mean_step_time_s for result in results}
+    best_fit_s = times.get("best_fit")
+    if best_fit_s is not None:
+        results = [
+            msgspec.structs.replace(result, speedup_over_best_fit=best_fit_s / result.mean_step_time_s)
+            if result.mean_step_time_s is not None
+            else result
+            for result in results
+        ]
+    feasible = [result for result in results if result.feasible and result.mean_step_time_s is not None]
+    best = min(feasible, key=lambda result: result.mean_step_time_s or 0.0).name if feasible else None
+    return Evaluation(tuple(results), best, proposals)
+
+
+def _evaluate(
+    planner: StepPlanner, batches: Sequence[GlobalBatch], name: str
+) -> tuple[StrategyResult, tuple[Proposal, ...]]:
+    lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
+    lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
+    layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    dropped = sum(batch.dropped_tokens for batch in batches)
+    proposals: list[Proposal] = []
+    plan_time_s: list[float] = []
+    try:
+        for step, batch in enumerate(batches):
+            started = time.perf_counter()
+            proposals.append(planner.propose(step, batch.documents, name, batch.left_out))
+            plan_time_s.append(time.perf_counter() - started)
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
+        # not hide the others; its row says why.
+        return _failed(name, str(error), float(np.mean(lower_bound_s)), dropped, layout), ()
+    step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    trained = sum(int(tokens.sum()) for tokens in lengths)
+    return StrategyResult(
+        name=name,
+        feasible=all(proposal.feasible for proposal in proposals),
+        why=next((proposal.why for proposal in proposals if not proposal.feasible), ""),
+        step_time_s=tuple(step_time_s),
+        mean_step_time_s=float(np.mean(step_time_s)),
+        lower_bound_s=float(np.mean(lower_bound_s)),
+        fraction_of_bound=sum(lower_bound_s) / sum(step_time_s),
+        speedup_over_best_fit=None,
+        tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
+        bubble_fraction=_mean(proposals, "bubble_fraction"),
+        imbalance_forward=_mean(proposals, "imbalance_forward"),
+        imbalance_backward=_mean(proposals, "imbalance_backward"),
+        imbalance_dp=_mean(proposals, "imbalance_dp"),
+        max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
+        cap_violations=sum(proposal.cap_violations for proposal in proposals),
+        peak_memory_bytes=max(proposal.plan.predicted.peak_memory_bytes for proposal in proposals),
+        num_packs_forward=_mean_packs(proposals, "forward"),
+        num_packs_backward=_mean_packs(proposals, "backward"),
+        plan_time_s=float(np.mean(plan_time_s)),
+        deferred_tokens=0,
+        dropped_tokens=dropped,
+        mean_token_delay_steps=0.0,
+        layout=layout,
+    ), tuple(proposals)
+
+
+def _failed(name: str, why: str, lower_bound_s: float, dropped: int, layout: dict[str, int]) -> StrategyResult:
+    return StrategyResult(
+        name=name,
+        feasible=False,
+        why=why,
+        step_time_s=(),
+        mean_step_time_s=None,
+        lower_bound_s=lower_bound_s,
+        fraction_of_bound=None,
+        speedup_over_best_fit=None,
+        tokens_per_s_per_device=None,
+        bubble_fraction=None,
+        imbalance_forward=None,
+        imbalance_backward=None,
+        imbalance_dp=None,
+        max_pack_tokens=None,
+        cap_violations=None,
+        peak_memory_bytes=None,
+        num_packs_forward=None,
+        num_packs_backward=None,
+        plan_time_s=None,
+        deferred_tokens=0,
+        dropped_tokens=dropped,
+        mean_token_delay_steps=0.0,
+        layout=layout,
+    )
+
+
+def _mean(proposals: Sequence[Proposal], field: str) -> float:
+    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
+
+
+def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
+    """Packs of all replicas, mean over steps."""
+    totals = [sum(len(getattr(packs, direction)) for packs in proposal.plan.pack_plans) for proposal in proposals]
+    return float(np.mean(totals))

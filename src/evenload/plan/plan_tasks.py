@@ -1,0 +1,46 @@
+"""`replica_tasks`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
+
+Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
+"""
+
+import numpy as np
+
+from evenload.cost.memory import pipeline_bytes
+from evenload.types.columns import SliceColumns
+from evenload.types.micropack import MicroPack
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PipelineTasks
+from evenload.types.plan import StepPlan
+
+
+def replica_tasks(plan: StepPlan, dp_rank: int, model: ModelSpec) -> PipelineTasks:
+    """The tasks of one replica, equal to those the planner simulated."""
+    packs, times, layout = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout
+    index = {document.doc_id: position for position, document in enumerate(plan.documents)}
+    num_tokens = np.array([document.num_tokens for document in plan.documents], np.int64)
+    held = pipeline_bytes(model, layout, _columns(packs.forward, index), _columns(packs.backward, index), num_tokens)
+    return PipelineTasks(
+        forward_s=np.array(times.forward_s, np.float64).reshape(len(packs.forward), layout.num_stages),
+        backward_s=np.array(times.backward_s, np.float64).reshape(len(packs.backward), layout.num_stages),
+        p2p_forward_s=np.array(times.p2p_forward_s, np.float64),
+        p2p_backward_s=np.array(times.p2p_backward_s, np.float64),
+        forwards_needed=np.array(packs.forwards_needed(), np.int32),
+        stage_to_rank=np.array(layout.stage_to_rank, np.int32),
+        static_bytes=held.static_bytes,
+        forward_kept_bytes=held.forward_kept_bytes,
+        forward_temp_bytes=held.forward_temp_bytes,
+        backward_freed_bytes=held.backward_freed_bytes,
+        backward_temp_bytes=held.backward_temp_bytes,
+    )
+
+
+def _columns(packs: tuple[MicroPack, ...], index: dict[int, int]) -> SliceColumns:
+    """Inverse of `SliceColumns.packs`."""
+    pieces = [piece for pack in packs for piece in pack.slices]
+    return SliceColumns(
+        doc=np.array([index[piece.doc_id] for piece in pieces], np.int32),
+        start=np.array([piece.start for piece in pieces], np.int64),
+        stop=np.array([piece.stop for piece in pieces], np.int64),
+        pack_offset=np.cumsum([0, *(len(pack.slices) for pack in packs)], dtype=np.int64),
+        pad_to=np.array([pack.pad_to for pack in packs], np.int64),
+    )

@@ -1,0 +1,244 @@
+"""`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
+
+    phase 1   documents to replicas by forward + backward time (`plan.dp_balance`)
+    phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1):
+              asymmetric   sequential fill with exact cuts, forward by forward work, backward by backward work,
+                           slices of a document last-first (§4.1.2)
+              symmetric    chain-free slices used in both directions (`plan.chain_free`; ours, oracle §3)
+    order     PackFlow word with and without the injected forward (§4.2), and the memory-capped list schedule
+    choose    by simulated makespan among the candidates within memory (§4.3)
+
+Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
+monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
+when to come back and its memory grows (oracle §5). DP-Merge comes later.
+
+Search: the replica with the most work prices every (m, cuts) and simulates every order of those that are evenly
+cut. The others, which hold nearly equal work, walk down its ranking to the first trial that is even and fits.
+Then the slowest replica, for which the step waits, tries the upper ranks too, a few times. Deterministic: the
+amount of search depends on the options and the batch, never on the clock.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import ConfigError
+from evenload.plan.candidate import PACKFLOW_ORDERS, Candidate, imbalance, packflow_candidate, pipeline_tasks
+from evenload.plan.chain_free import chain_free_columns, work_below
+from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.pack_counts import pack_counts
+from evenload.plan.partition import partition_by_work
+from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.pipeline import PipelineTasks
+from evenload.types.work import WorkCurve
+
+ALIGN_FROM_TILES = 16
+"""Cut at whole attention tiles where the shortest slices hold at least this many: a cut then moves by at most
+half a tile, 1/32 of the slice, which is what the incomplete tile would have cost."""
+
+REFINED_REPLICAS = 3
+"""How often the slowest replica is searched further."""
+REFINED_TRIALS = 6
+"""Ranks of the first search that it tries."""
+
+Setting = tuple[int, str]
+"""(pack count, cuts)."""
+Trial = tuple[Setting, str]
+"""A setting under one order of `candidate.PACKFLOW_ORDERS`."""
+
+
+def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    """One choice per replica.
+
+    Raises:
+        ConfigError: a bidirectional model, whose documents cannot be sliced.
+    """
+    if not problem.costs.model.causal:
+        raise ConfigError(
+            f"strategy slimpack: model {problem.costs.model.name} is bidirectional, every token sees the whole "
+            "document, so documents cannot be sliced; use padded, best_fit or balanced"
+        )
+    replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
+    searches = [_ReplicaSearch(problem, documents) for documents in replicas]
+    probe = max(searches, key=lambda search: float(problem.document_s[search.documents].sum()))
+    probe.try_all()
+    ranking = probe.ranking()
+    if probe.best().excess_bytes:
+        # Nothing fits one replica, so the step does not fit: its numbers are shown, more search is in vain.
+        for search in searches:
+            search.try_trial_or_all(ranking[0])
+        return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
+    for search in searches:
+        if search is not probe:
+            search.try_until_acceptable(ranking)
+    refined = [probe]
+    for _ in range(REFINED_REPLICAS):
+        slowest = max(searches, key=lambda search: search.best().score())
+        if slowest in refined:
+            break
+        for trial in ranking[:REFINED_TRIALS]:
+            slowest.try_trial(trial)
+        refined.append(slowest)
+    return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """Packs of one setting, priced once for all orders."""
+
+    forward: SliceColumns
+    backward: SliceColumns
+    tasks: PipelineTasks
+    imbalance: float
+
+
+class _ReplicaSearch:
+    """Candidates of one replica, each trial simulated once."""
+
+    def __init__(self, problem: StepProblem, documents: NDArray[np.int64]) -> None:
+        self.problem = problem
+        self.documents = documents
+        self.num_tokens = problem.num_tokens[documents]
+        self.forward_work = problem.costs.forward_work()
+        self.backward_work = problem.costs.backward_work()
+        forward_s = work_below((self.forward_work,), self.num_tokens)
+        self.order = np.argsort(-forward_s, kind="stable").astype(np.int32)
+        self.priced: dict[Setting, _Priced | None] = {}
+        self.found: dict[Trial, Candidate] = {}
+
+    def try_all(self) -> None:
+        """Every setting and order that the options allow; unevenly cut ones only where nothing else fits."""
+        settings = self._settings()
+        for even in (True, False):
+            for setting in settings:
+                priced = self._price(setting)
+                if priced and self._is_even(priced) == even:
+                    for order in self._orders():
+                        self.try_trial((setting, order))
+            if self.found and not self.best().excess_bytes:
+                return
+        while not self.found:
+            # Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every
+            # rest shorter, down to single tokens, so this ends.
+            settings = [(2 * count, cut) for count, cut in settings]
+            for setting in settings:
+                for order in self._orders():
+                    self.try_trial((setting, order))
+
+    def try_until_acceptable(self, trials: list[Trial]) -> None:
+        """The first trial that is evenly cut and fits memory; all settings where none is."""
+        for trial in trials:
+            priced = self._price(trial[0])
+            if priced and self._is_even(priced):
+                self.try_trial(trial)
+                if trial in self.found and not self.found[trial].excess_bytes:
+                    return
+        self.try_all()
+
+    def try_trial_or_all(self, trial: Trial) -> None:
+        """One trial, whatever it costs; everything where its cuts are not possible here."""
+        self.try_trial(trial)
+        if not self.found:
+            self.try_all()
+
+    def try_trial(self, trial: Trial) -> None:
+        """Simulate one trial, unless it was or its cuts are not possible."""
+        priced = None if trial in self.found else self._price(trial[0])
+        if priced:
+            (_, cut), order = trial
+            counts = f"{priced.forward.num_packs} forward and {priced.backward.num_packs} backward packs"
+            label = f"{cut} cuts, {counts}, {order}"
+            self.found[trial] = packflow_candidate(
+                label,
+                priced.forward,
+                priced.backward,
+                priced.tasks,
+                order,
+                self.problem.cap_bytes,
+                self.problem.options,
+            )
+
+    def best(self) -> Candidate:
+        """Within memory, then evenly cut, then the fastest."""
+        return self.found[min(self.found, key=self._score)]
+
+    def ranking(self) -> list[Trial]:
+        """Trials, best first."""
+        return sorted(self.found, key=self._score)
+
+    def _score(self, trial: Trial) -> tuple[int, float, float]:
+        excess, makespan_s = self.found[trial].score()
+        priced = self.priced[trial[0]]
+        assert priced is not None
+        return excess, 0.0 if self._is_even(priced) else priced.imbalance, makespan_s
+
+    def _is_even(self, priced: _Priced) -> bool:
+        return priced.imbalance <= self.problem.options.max_imbalance
+
+    def _settings(self) -> list[Setting]:
+        options = self.problem.options
+        counts = pack_counts(
+            int(self.num_tokens.sum()), self.problem.layout.pp, options.candidates, options.max_pack_tokens
+        )
+        cuts = ("asymmetric", "symmetric") if options.cuts == "choose" else (options.cuts,)
+        return [(count, cut) for count in counts for cut in cuts]
+
+    def _orders(self) -> tuple[str, ...]:
+        wanted = self.problem.options.schedule
+        return tuple(name for name in PACKFLOW_ORDERS if wanted == "choose" or name.startswith(wanted))
+
+    def _price(self, setting: Setting) -> _Priced | None:
+        """Packs of a setting with their costs; None where its cuts cannot meet the token limit."""
+        if setting not in self.priced:
+            packs = self._packs(*setting)
+            if packs is None:
+                self.priced[setting] = None
+            else:
+                tasks = pipeline_tasks(self.problem.costs, *packs, self.num_tokens)
+                uneven = max(imbalance(tasks.forward_s), imbalance(tasks.backward_s))
+                self.priced[setting] = _Priced(*packs, tasks, uneven)
+        return self.priced[setting]
+
+    def _packs(self, count: int, cut: str) -> tuple[SliceColumns, SliceColumns] | None:
+        options, num_tokens = self.problem.options, self.num_tokens
+        if not len(num_tokens):
+            empty = whole_document_columns([], num_tokens)
+            return empty, empty
+        if cut == "asymmetric":
+            return self._partition(count, self.forward_work, False), self._partition(count, self.backward_work, True)
+        return chain_free_columns(
+            num_tokens,
+            (self.forward_work, self.backward_work),
+            count,
+            align=self._align(count, self.forward_work, self.backward_work),
+            min_slice_tokens=options.min_slice_tokens,
+            max_pack_tokens=options.max_pack_tokens,
+            backend=options.backend,
+        )
+
+    def _partition(self, count: int, work: WorkCurve, last_first: bool) -> SliceColumns:
+        options = self.problem.options
+        return partition_by_work(
+            self.num_tokens,
+            self.order,
+            work,
+            count,
+            align=self._align(count, work),
+            min_slice_tokens=options.min_slice_tokens,
+            max_pack_tokens=options.max_pack_tokens,
+            last_first=last_first,
+            backend=options.backend,
+        )
+
+    def _align(self, count: int, *curves: WorkCurve) -> int:
+        """The attention tile where slices are long compared with it, else 1."""
+        tile, limit = self.problem.costs.coefficients.attention_tile, self.problem.options.max_pack_tokens
+        if tile == 1 or (limit is not None and limit < ALIGN_FROM_TILES * tile):
+            return 1
+        # The last token of the longest document is the dearest; a pack of only such tokens is the shortest.
+        longest = int(self.num_tokens.max())
+        edge = work_below(curves, np.array([longest - 1, longest]))
+        target = float(work_below(curves, self.num_tokens).sum()) / count
+        return tile if target >= ALIGN_FROM_TILES * tile * float(edge[1] - edge[0]) else 1

@@ -1,0 +1,139 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from evenload.cli.main import main
+from evenload.plan.plan_file import decode_plan_file
+from evenload.plan.strategies import STRATEGIES
+from evenload.plan.validate import validate_plan
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).integers(1, 5000, 200).astype(np.uint32))
+    return str(path)
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    return int(stopped.value.code or 0)
+
+
+def inputs(table: str, *more: str) -> list[str]:
+    return [table, "--model", "llama-7b", "--cluster", "h100x8", "--layout", "dp=2,pp=4", "--documents", "40", *more]
+
+
+def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace", "emit-plan")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    assert run(*inputs(table, "--steps", "2", *options)) == 0
+    shown = capsys.readouterr().out
+    first_line = shown.splitlines()[0]
+    for text in ("llama-7b", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
+        assert text in first_line
+    found = json.loads(files["json"].read_text())
+    assert set(found) >= {"version", "inputs", "strategies", "best"}
+    assert [row["name"] for row in found["strategies"]] == list(STRATEGIES)
+    assert all(len(row["step_time_s"]) == 2 for row in found["strategies"])
+    assert found["best"] == "slimpack"
+    assert "slimpack" in shown
+    plans = decode_plan_file(files["emit-plan"].read_bytes())
+    assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in STRATEGIES for step in (0, 1)]
+    for plan in plans:
+        validate_plan(plan, max_pack_tokens=131_072)
+    assert "<html" in files["html"].read_text()[:200].lower()
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:
+    rows = []
+    for name in ("a", "b"):
+        assert run(*inputs(table, "--json", str(tmp_path / name), "--seed", "5")) == 0
+        rows.append(json.loads((tmp_path / name).read_text())["strategies"])
+    for row in (*rows[0], *rows[1]):
+        del row["plan_time_s"]
+    assert rows[0] == rows[1]
+
+
+def test_default_layout_uses_all_devices(table, tmp_path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--model", "llama-7b", "--cluster", "h100x8", "--json", str(path), "--strategy", "balanced"]
+    assert run(table, *arguments, "--tokens", "20000") == 0
+    layout = json.loads(path.read_text())["inputs"]["layout"]
+    assert layout["dp"] * layout["pp"] == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--search-layout"], "--search-layout is not available in this version, planned"),
+        (["--tokens", "5"], "exclude each other"),
+        (["--strategy", "wlb"], "not available in this version, planned"),
+        (["--strategy", "slimpak"], "did you mean 'slimpack'"),
+        (["--strategy", ","], "names no strategy"),
+        (["--layout", "dp=2,pp=4,tp=2"], "planned"),
+        (["--layout", "dp=16"], "needs 16 devices"),
+        (["--layout", "stages=4"], "is not one of dp cp pp tp"),
+        (["--layout", "dp=2,dp=2"], "given twice"),
+        (["--layout", "pp=3"], "does not divide 8"),
+        (["--model", "llama-8b"], "did you mean 'llama-7b'"),
+        (["--cluster", "h100x9"], "do not fill nodes"),
+        (["--context", "100"], "--overlong"),
+        (["--steps", "0"], "steps is 0"),
+        (["--cost", "nowhere.json"], "nowhere.json"),
+        (["--json", "no/such/folder/out.json"], "cannot write"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> None:
+    assert run(*inputs(table, *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evenload: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_missing_lengths_exit_2(tmp_path, capsys) -> None:
+    assert run(*inputs(str(tmp_path / "nowhere.npy"))) == 2
+    assert "nowhere.npy" in capsys.readouterr().err
+
+
+def test_unknown_option_exits_2(table) -> None:
+    assert run(*inputs(table, "--contxt", "5")) == 2
+
+
+def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
+    path = tmp_path / "out.json"
+    cluster = tmp_path / "small.toml"
+    link = "{ bandwidth_bytes_per_s = 1e10, latency_s = 1e-6 }"
+    cluster.write_text(
+        'name = "small"\nnum_nodes = 1\ndevices_per_node = 8\n'
+        'device = { name = "d", peak_flops_per_s = 1e14, memory_bytes = 1000000000 }\n'
+        f"intra_node = {link}\ninter_node = {link}\n"
+    )
+    assert run(*inputs(table, "--cluster", str(cluster), "--json", str(path))) == 3
+    assert "no strategy fits" in capsys.readouterr().err
+    found = json.loads(path.read_text())
+    assert found["best"] is None
+    assert all("GiB" in row["why"] and not row["feasible"] for row in found["strategies"])
+
+
+def test_default_layout_of_a_model_too_large_exits_3(table, capsys) -> None:
+    assert run(table, "--model", "llama-150b", "--cluster", "h100x8") == 3
+    assert "name a larger cluster" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys) -> None:
+    assert run("--help") == 0
+    assert "Example" in capsys.readouterr().out
+
+
+def test_planning_never_imports_torch() -> None:
+    """`evenload plan` must run on a laptop without torch."""
+    code = "import sys, evenload.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

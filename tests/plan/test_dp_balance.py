@@ -1,0 +1,41 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.plan.dp_balance import assign_replicas
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 3), st.sampled_from(["native", "python"]))
+def test_assignment_is_within_the_classic_bound_of_the_optimum(works: list[int], dp: int, backend) -> None:
+    """Graham 1969: LPT is at most 4/3 - 1/(3·dp) of the optimum; brute force for n <= 8."""
+    work_s = np.array(works, np.float64)
+    found = max(work_s[group].sum() for group in assign_replicas(work_s, dp, backend=backend))
+    optimum = min(
+        max(sum(w for w, r in zip(works, ranks, strict=True) if r == rank) for rank in range(dp))
+        for ranks in itertools.product(range(dp), repeat=len(works))
+    )
+    assert found <= optimum * (4 / 3 - 1 / (3 * dp)) + 1e-9
+
+
+@given(st.lists(st.floats(0, 10), max_size=30), st.integers(1, 5))
+def test_every_document_goes_to_one_replica_in_arrival_order(works: list[float], dp: int) -> None:
+    groups = assign_replicas(np.array(works, np.float64), dp)
+    assert len(groups) == dp
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(works)))
+    assert all((np.diff(group) > 0).all() for group in groups)
+
+
+def test_more_replicas_than_documents_leaves_empty_replicas() -> None:
+    assert sorted(len(group) for group in assign_replicas(np.array([3.0, 1.0]), 4)) == [0, 0, 1, 1]
+
+
+def test_long_tail_is_balanced_to_a_tenth_of_a_permille() -> None:
+    generator = np.random.default_rng(0)
+    work_s = generator.pareto(1.5, 2048) + 0.01
+    work_s = np.minimum(work_s, 20.0)
+    loads = [work_s[group].sum() for group in assign_replicas(work_s, 8)]
+    assert max(loads) / np.mean(loads) == pytest.approx(1.0, abs=1e-4)

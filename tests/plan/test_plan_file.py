@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.errors import InvalidPlanError
+from evenload.plan.options import PlanOptions
+from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.planner import StepPlanner
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.plan.strategies import STRATEGIES
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.plan import LeftOut, StepPlan
+
+LENGTHS = [200, 150, 40, 30, 20, 10, 1]
+
+
+def make_plans(dp: int = 2) -> list[StepPlan]:
+    planner = StepPlanner(
+        sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=3), None, PlanOptions(max_pack_tokens=300)
+    )
+    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS))
+    left = (LeftOut(doc_id=90, num_tokens=5, reason="deferred"),)
+    return [planner.plan(k, step, name, left if k else ()) for k, name in enumerate(STRATEGIES)]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 9])
+def test_plan_file_round_trips(dp: int) -> None:
+    """dp 9 has replicas without documents."""
+    plans = make_plans(dp)
+    assert decode_plan_file(encode_plan_file(plans)) == tuple(plans)
+
+
+def test_plan_file_has_the_fixed_shape() -> None:
+    data = json.loads(encode_plan_file(make_plans()))
+    for plan in data["plans"]:
+        assert {"step", "strategy", "layout", "num_label_tokens", "documents", "replicas", "predicted"} <= set(plan)
+        assert {"dp", "cp", "pp", "tp", "stage_layers", "stage_to_rank"} <= set(plan["layout"])
+        assert {"step_time_s", "per_replica_s", "peak_memory_bytes"} == set(plan["predicted"])
+        assert all({"doc_id", "num_tokens"} <= set(document) for document in plan["documents"])
+        for replica in plan["replicas"]:
+            assert {
+                "dp_rank", "forward", "backward", "schedule", "durations_forward_s", "durations_backward_s",
+                "p2p_forward_s", "p2p_backward_s",
+            } <= set(replica)  # fmt: skip
+            assert all(set(piece) >= {"doc_id", "start", "stop", "cp"} for pack in replica["forward"] for piece in pack)
+            assert len(replica["schedule"]) == 3
+            assert len(replica["durations_forward_s"]) == len(replica["forward"]) == len(replica["p2p_forward_s"])
+            assert all(len(row) == 3 for row in replica["durations_backward_s"])
+
+
+def test_plan_file_can_be_re_simulated_without_our_simulator() -> None:
+    """The promise of --emit-plan: durations, hops, slices and orders are enough to recompute the step."""
+    for plan in json.loads(encode_plan_file(make_plans()))["plans"]:
+        for replica, predicted_s in zip(plan["replicas"], plan["predicted"]["per_replica_s"], strict=True):
+            assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == pytest.approx(predicted_s)
+
+
+def re_simulate(replica: dict, stage_to_rank: list[int]) -> float:
+    last = {piece["doc_id"]: k for k, pack in enumerate(replica["forward"]) for piece in pack}
+    needed = [1 + max(last[piece["doc_id"]] for piece in pack) for pack in replica["backward"]]
+    stages, end, clock = len(stage_to_rank), {}, [0.0] * len(replica["schedule"])
+    rows = [list(row) for row in replica["schedule"]]
+    while any(rows):
+        progressed = False
+        for rank, row in enumerate(rows):
+            while row:
+                kind = "F" if "F" in row[0] else "B"
+                stage, pack = map(int, row[0].split(kind))
+                if kind == "F":
+                    inputs = [("F", stage - 1, pack, replica["p2p_forward_s"][pack])] if stage else []
+                    duration = replica["durations_forward_s"][pack][stage]
+                else:
+                    inputs = [("F", stage, k, 0.0) for k in range(needed[pack])]
+                    if stage < stages - 1:
+                        inputs.append(("B", stage + 1, pack, replica["p2p_backward_s"][pack]))
+                    duration = replica["durations_backward_s"][pack][stage]
+                if any(key[:3] not in end for key in inputs):
+                    break
+                start = max([clock[rank], *(end[key[:3]] + key[3] for key in inputs)])
+                end[kind, stage, pack] = clock[rank] = start + duration
+                row.pop(0)
+                progressed = True
+        assert progressed, "deadlock"
+    return max(end.values(), default=0.0)
+
+
+def test_timeline_of_a_plan_is_the_predicted_one() -> None:
+    for plan in decode_plan_file(encode_plan_file(make_plans())):
+        timeline = predicted_timeline(plan, sample_model())
+        assert timeline.step_time_s == plan.predicted.step_time_s
+        assert timeline.peak_bytes() == plan.predicted.peak_memory_bytes
+        for dp_rank, makespan_s in enumerate(plan.predicted.per_replica_s):
+            assert timeline.end_s[timeline.dp_rank == dp_rank].max(initial=0.0) == makespan_s
+
+
+def test_unknown_keys_are_ignored_and_missing_keys_named() -> None:
+    data = json.loads(encode_plan_file(make_plans()[:1]))
+    data["plans"][0]["comment"] = "made by hand"
+    assert len(decode_plan_file(json.dumps(data).encode())) == 1
+    del data["plans"][0]["replicas"][0]["schedule"]
+    with pytest.raises(InvalidPlanError, match="schedule"):
+        decode_plan_file(json.dumps(data).encode())
+
+
+def test_changed_content_is_detected() -> None:
+    data = json.loads(encode_plan_file(make_plans()[-1:]))
+    data["plans"][0]["replicas"][0]["forward"][0][0]["stop"] += 1
+    with pytest.raises(InvalidPlanError, match="changed after planning"):
+        decode_plan_file(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"plans": [3]}', b"\xff"])
+def test_other_files_are_refused(content: bytes) -> None:
+    with pytest.raises(InvalidPlanError, match="plan file"):
+        decode_plan_file(content)
