@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 #include <span>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -44,8 +45,13 @@ Out<T> to_numpy(std::vector<T>&& values) {
     return Out<T>(kept->data(), {kept->size()}, owner);
 }
 
-void require(bool ok, const std::string& message) {
-    if (!ok) throw std::invalid_argument(message);  // becomes ValueError
+// The message is put together only on failure: these checks run over every element.
+template <typename... Parts>
+void require(bool ok, const Parts&... message) {
+    if (ok) return;
+    std::ostringstream text;
+    (text << ... << message);
+    throw std::invalid_argument(text.str());  // becomes ValueError
 }
 
 std::pair<Out<int64_t>, Out<int64_t>> to_numpy(evenload::Groups&& groups) {
@@ -54,9 +60,8 @@ std::pair<Out<int64_t>, Out<int64_t>> to_numpy(evenload::Groups&& groups) {
 
 void require_sizes(std::span<const int64_t> num_tokens, int64_t capacity) {
     for (size_t i = 0; i < num_tokens.size(); ++i) {
-        require(num_tokens[i] >= 1 && num_tokens[i] <= capacity,
-                "num_tokens[" + std::to_string(i) + "] = " + std::to_string(num_tokens[i]) + " is outside 1.." +
-                    std::to_string(capacity));
+        require(num_tokens[i] >= 1 && num_tokens[i] <= capacity, "num_tokens[", i, "] = ", num_tokens[i],
+                " is outside 1..", capacity);
     }
 }
 
@@ -72,13 +77,11 @@ std::pair<Out<int64_t>, Out<int64_t>> best_fit_decreasing(In<int64_t> num_tokens
 
 std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t num_groups, In<int64_t> num_tokens,
                                                     int64_t capacity) {
-    require(num_groups >= 1, "num_groups = " + std::to_string(num_groups) + " must be at least 1");
-    require(num_tokens.size() == 0 || num_tokens.size() == work_s.size(),
-            "num_tokens has " + std::to_string(num_tokens.size()) + " entries, work_s " +
-                std::to_string(work_s.size()));
+    require(num_groups >= 1, "num_groups = ", num_groups, " must be at least 1");
+    require(num_tokens.size() == 0 || num_tokens.size() == work_s.size(), "num_tokens has ", num_tokens.size(),
+            " entries, work_s ", work_s.size());
     for (size_t i = 0; i < work_s.size(); ++i) {
-        require(work_s.data()[i] >= 0.0,
-                "work_s[" + std::to_string(i) + "] = " + std::to_string(work_s.data()[i]) + " must be >= 0");
+        require(work_s.data()[i] >= 0.0, "work_s[", i, "] = ", work_s.data()[i], " must be >= 0");
     }
     require_sizes(view(num_tokens), capacity);
     evenload::Groups groups;
@@ -96,27 +99,25 @@ std::tuple<Out<int32_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>> partition_by_
     evenload::WorkCurve work{linear_s, {}, {}, slice_s};
     require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
     for (const auto& [coef, window] : attention_s) {
-        require(coef >= 0.0 && window >= 0, "attention term (" + std::to_string(coef) + ", " + std::to_string(window) +
-                                                ") must not be negative");
+        require(coef >= 0.0 && window >= 0, "attention term (", coef, ", ", window, ") must not be negative");
         work.attention_s.push_back(coef);
         work.window.push_back(window);
     }
     constexpr int64_t longest_document = (int64_t{1} << 31) - 1;  // more pairs would not fit int64
     for (int64_t limit : {num_packs, align, min_slice_tokens}) {
-        require(limit >= 1 && limit <= longest_document,
-                "num_packs, align or min_slice_tokens is " + std::to_string(limit) + ", not in 1..2^31-1");
+        require(limit >= 1 && limit <= longest_document, "num_packs, align or min_slice_tokens is ", limit,
+                ", not in 1..2^31-1");
     }
-    require(max_pack_tokens >= 1, "max_pack_tokens = " + std::to_string(max_pack_tokens) + " must be at least 1");
+    require(max_pack_tokens >= 1, "max_pack_tokens = ", max_pack_tokens, " must be at least 1");
     for (int32_t index : view(order)) {
-        require(index >= 0 && static_cast<size_t>(index) < num_tokens.size(),
-                "order names document " + std::to_string(index) + " of " + std::to_string(num_tokens.size()));
+        require(index >= 0 && static_cast<size_t>(index) < num_tokens.size(), "order names document ", index, " of ",
+                num_tokens.size());
         const int64_t length = num_tokens.data()[index];
-        require(length >= 1 && length <= longest_document,
-                "document " + std::to_string(index) + " has " + std::to_string(length) + " tokens, not 1..2^31-1");
+        require(length >= 1 && length <= longest_document, "document ", index, " has ", length,
+                " tokens, not 1..2^31-1");
         // Otherwise a piece that no cut makes legal would be asked for without end.
         require(length <= max_pack_tokens || max_pack_tokens - min_slice_tokens >= min_slice_tokens + align - 2,
-                "a document of " + std::to_string(length) + " tokens cannot be cut under max_pack_tokens = " +
-                    std::to_string(max_pack_tokens));
+                "a document of ", length, " tokens cannot be cut under max_pack_tokens = ", max_pack_tokens);
     }
     evenload::Slices slices;
     {
@@ -134,16 +135,14 @@ using TaskArrays = std::tuple<Grid<double>, Grid<double>, In<double>, In<double>
 
 void require_seconds(const double* values, size_t size, const char* name) {
     for (size_t i = 0; i < size; ++i) {
-        require(values[i] >= 0.0 && values[i] <= std::numeric_limits<double>::max(),
-                std::string(name) + " holds " + std::to_string(values[i]) + " at flat index " + std::to_string(i) +
-                    "; durations are finite and not negative");
+        require(values[i] >= 0.0 && values[i] <= std::numeric_limits<double>::max(), name, " holds ", values[i],
+                " at flat index ", i, "; durations are finite and not negative");
     }
 }
 
 void require_shape(const Grid<int64_t>& grid, int64_t rows, int64_t columns, const char* name) {
-    require(static_cast<int64_t>(grid.shape(0)) == rows && static_cast<int64_t>(grid.shape(1)) == columns,
-            std::string(name) + " has shape (" + std::to_string(grid.shape(0)) + ", " + std::to_string(grid.shape(1)) +
-                "), expected (" + std::to_string(rows) + ", " + std::to_string(columns) + ")");
+    require(static_cast<int64_t>(grid.shape(0)) == rows && static_cast<int64_t>(grid.shape(1)) == columns, name,
+            " has shape (", grid.shape(0), ", ", grid.shape(1), "), expected (", rows, ", ", columns, ")");
 }
 
 evenload::Tasks checked_tasks(const TaskArrays& arrays) {
@@ -155,9 +154,8 @@ evenload::Tasks checked_tasks(const TaskArrays& arrays) {
     tasks.num_stages = static_cast<int64_t>(stage_to_rank.size());
     tasks.num_ranks = static_cast<int64_t>(static_bytes.size());
     const auto P = stage_to_rank.size();
-    require(forward_s.shape(1) == P && backward_s.shape(1) == P,
-            "forward_s has " + std::to_string(forward_s.shape(1)) + " stages, backward_s " +
-                std::to_string(backward_s.shape(1)) + ", stage_to_rank " + std::to_string(P));
+    require(forward_s.shape(1) == P && backward_s.shape(1) == P, "forward_s has ", forward_s.shape(1),
+            " stages, backward_s ", backward_s.shape(1), ", stage_to_rank ", P);
     require(p2p_forward_s.size() == forward_s.shape(0) && p2p_backward_s.size() == backward_s.shape(0) &&
                 needed.size() == backward_s.shape(0),
             "p2p_forward_s, p2p_backward_s and forwards_needed must have one entry a pack");
@@ -170,12 +168,11 @@ evenload::Tasks checked_tasks(const TaskArrays& arrays) {
     require_seconds(p2p_forward_s.data(), p2p_forward_s.size(), "p2p_forward_s");
     require_seconds(p2p_backward_s.data(), p2p_backward_s.size(), "p2p_backward_s");
     for (int32_t count : view(needed)) {
-        require(count >= 0 && count <= tasks.num_forward, "forwards_needed holds " + std::to_string(count) +
-                                                              ", not in 0.." + std::to_string(tasks.num_forward));
+        require(count >= 0 && count <= tasks.num_forward, "forwards_needed holds ", count, ", not in 0..",
+                tasks.num_forward);
     }
     for (int32_t rank : view(stage_to_rank)) {
-        require(rank >= 0 && rank < tasks.num_ranks, "stage_to_rank holds " + std::to_string(rank) + ", not in 0.." +
-                                                         std::to_string(tasks.num_ranks - 1));
+        require(rank >= 0 && rank < tasks.num_ranks, "stage_to_rank holds ", rank, ", not in 0..", tasks.num_ranks - 1);
     }
     tasks.forward_s = forward_s.data();
     tasks.backward_s = backward_s.data();
@@ -195,17 +192,16 @@ std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule
                                                                                  In<int64_t> cap_bytes, bool alternate,
                                                                                  int64_t lookahead) {
     const evenload::Tasks tasks = checked_tasks(arrays);
-    require(static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks,
-            "cap_bytes has " + std::to_string(cap_bytes.size()) + " entries for " + std::to_string(tasks.num_ranks) +
-                " ranks");
-    require(lookahead >= 0 && lookahead <= std::numeric_limits<int32_t>::max(),
-            "lookahead = " + std::to_string(lookahead) + " is not in 0..2^31-1");
+    require(static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks, "cap_bytes has ", cap_bytes.size(),
+            " entries for ", tasks.num_ranks, " ranks");
+    require(lookahead >= 0 && lookahead <= std::numeric_limits<int32_t>::max(), "lookahead = ", lookahead,
+            " is not in 0..2^31-1");
     int64_t most_needed = 0;
     for (int64_t j = 0; j < tasks.num_backward; ++j) {
         most_needed = std::max<int64_t>(most_needed, tasks.forwards_needed[j]);
     }
-    require(most_needed == tasks.num_forward, "backwards need " + std::to_string(most_needed) + " of " +
-                                                  std::to_string(tasks.num_forward) + " forward packs, not all");
+    require(most_needed == tasks.num_forward, "backwards need ", most_needed, " of ", tasks.num_forward,
+            " forward packs, not all");
     evenload::Actions actions;
     {
         nb::gil_scoped_release unlocked;
@@ -220,17 +216,16 @@ std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const 
                                                                           In<int64_t> rank_offset) {
     const evenload::Tasks tasks = checked_tasks(arrays);
     require(stage.size() == kind.size() && pack.size() == kind.size(), "kind, stage and pack differ in length");
-    require(static_cast<int64_t>(rank_offset.size()) == tasks.num_ranks + 1,
-            "rank_offset has " + std::to_string(rank_offset.size()) + " entries for " +
-                std::to_string(tasks.num_ranks) + " ranks");
+    require(static_cast<int64_t>(rank_offset.size()) == tasks.num_ranks + 1, "rank_offset has ", rank_offset.size(),
+            " entries for ", tasks.num_ranks, " ranks");
     int64_t edge = 0;
     for (int64_t offset : view(rank_offset)) {
-        require(offset >= edge && offset <= static_cast<int64_t>(kind.size()),
-                "rank_offset holds " + std::to_string(offset) + "; offsets ascend from 0 to the number of actions");
+        require(offset >= edge && offset <= static_cast<int64_t>(kind.size()), "rank_offset holds ", offset,
+                "; offsets ascend from 0 to the number of actions");
         edge = offset;
     }
     require(rank_offset.data()[0] == 0 && edge == static_cast<int64_t>(kind.size()),
-            "rank_offset must begin at 0 and end at " + std::to_string(kind.size()));
+            "rank_offset must begin at 0 and end at ", kind.size());
     evenload::Simulation simulation;
     {
         nb::gil_scoped_release unlocked;

@@ -14,8 +14,9 @@ std::vector<int64_t> descending_order(std::span<const T> values) {
     // Sorting (value, index) pairs touches memory in order; sorting bare indices does not.
     std::vector<std::pair<T, int64_t>> keyed(values.size());
     for (size_t i = 0; i < values.size(); ++i) keyed[i] = {values[i], static_cast<int64_t>(i)};
-    std::sort(keyed.begin(), keyed.end(),
-              [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+    std::sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
+        return a.first != b.first ? a.first > b.first : a.second < b.second;
+    });
     std::vector<int64_t> order(values.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = keyed[i].second;
     return order;

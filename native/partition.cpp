@@ -70,7 +70,8 @@ double WorkCurve::slice_work_s(int64_t start, int64_t stop) const {
     if (stop == start) return 0.0;
     double total = linear_s * static_cast<double>(stop - start);
     for (size_t i = 0; i < attention_s.size(); ++i) {
-        total = total + attention_s[i] * static_cast<double>(prefix_pairs(stop, window[i]) - prefix_pairs(start, window[i]));
+        total = total +
+                attention_s[i] * static_cast<double>(prefix_pairs(stop, window[i]) - prefix_pairs(start, window[i]));
     }
     return total + slice_s;
 }

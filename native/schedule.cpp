@@ -56,7 +56,8 @@ public:
         for (int64_t r = 0; r < tasks.num_ranks; ++r) {
             ranks_[r].live_bytes = tasks.static_bytes[r];
             ranks_[r].filled = out_.rank_offset.back();
-            out_.rank_offset.push_back(out_.rank_offset.back() + per_stage * static_cast<int64_t>(ranks_[r].stages.size()));
+            out_.rank_offset.push_back(out_.rank_offset.back() +
+                                       per_stage * static_cast<int64_t>(ranks_[r].stages.size()));
         }
         out_.kind.resize(out_.rank_offset.back());
         out_.stage.resize(out_.rank_offset.back());

@@ -49,8 +49,8 @@ class _Replay:
         self.forwards_done = [0] * self.num_stages
         self.ran: set[_Message] = set()
         self.arrived: set[_Message] = set()
-        # [rank, peer, kind, receiving stage]: what that rank posted, in order; `single` has kind = stage = 0
-        self.queues: dict[tuple[int, int, int, int], deque[_Post]] = {}
+        self.queues: dict[tuple[int, int, tuple[int, int]], deque[_Post]] = {}  # [rank, peer, channel]
+        self.ends: dict[tuple[int, tuple[int, int]], tuple[deque[_Post], deque[_Post]]] = {}
         self.ranks = [self._rank(actions, rank) for rank in range(actions.num_ranks)]
         self.runnable = deque(range(actions.num_ranks))
 
@@ -111,14 +111,18 @@ class _Replay:
         assert peer is not None  # a channel exists only where another rank sends
         self._post(rank, peer, (False, message))
 
+    def _ends(self, rank: int, peer: int, channel: tuple[int, int]) -> tuple[deque[_Post], deque[_Post]]:
+        """What the rank and its peer have posted on a channel, oldest first; `single` shares one per pair."""
+        ends = self.ends.get((rank, channel))
+        if ends is None:
+            name = (0, 0) if self.channels == "single" else channel
+            mine, theirs = (self.queues.setdefault((*pair, name), deque()) for pair in ((rank, peer), (peer, rank)))
+            ends = self.ends[rank, channel] = (mine, theirs)
+        return ends
+
     def _post(self, rank: int, peer: int, post: _Post) -> None:
         """Put a send or receive behind the rank's earlier ones and complete what now matches."""
-        if self.channels == "single":
-            ours, others = (rank, peer, 0, 0), (peer, rank, 0, 0)
-        else:
-            kind, stage, _ = post[1]
-            ours, others = (rank, peer, kind, stage), (peer, rank, kind, stage)
-        mine, theirs = self.queues.setdefault(ours, deque()), self.queues.setdefault(others, deque())
+        mine, theirs = self._ends(rank, peer, post[1][:2])
         mine.append(post)
         while mine and theirs and mine[0][1] == theirs[0][1] and mine[0][0] != theirs[0][0]:
             message = mine.popleft()[1]

@@ -21,18 +21,11 @@ def to_timeline(
     is_forward = actions.kind == 0
     forward, backward = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
     kept, freed, temporary = (np.zeros(len(actions.kind), dtype=np.int64) for _ in range(3))
-    at_forward, at_backward = (
-        (actions.pack[forward], actions.stage[forward]),
-        (
-            actions.pack[backward],
-            actions.stage[backward],
-        ),
-    )
+    at_forward = (actions.pack[forward], actions.stage[forward])
+    at_backward = (actions.pack[backward], actions.stage[backward])
     kept[forward], temporary[forward] = tasks.forward_kept_bytes[at_forward], tasks.forward_temp_bytes[at_forward]
-    freed[backward], temporary[backward] = (
-        tasks.backward_freed_bytes[at_backward],
-        tasks.backward_temp_bytes[at_backward],
-    )
+    freed[backward] = tasks.backward_freed_bytes[at_backward]
+    temporary[backward] = tasks.backward_temp_bytes[at_backward]
     times, samples, sample_ranks = [], [], []
     for r in range(actions.num_ranks):
         own = slice(int(actions.rank_offset[r]), int(actions.rank_offset[r + 1]))
