@@ -67,6 +67,8 @@ class _ListSchedule:
         remaining = self.num_stages * (self.m_f + self.m_b)
         while remaining:
             rank = min(self.ranks, key=lambda rank: rank.wake_s)  # the first of equals
+            if rank.wake_s == math.inf:
+                raise RuntimeError("list schedule is stuck; its proof does not hold")
             choice = self.choose(rank, rank.wake_s)
             if choice is None:
                 rank.wake_s = self.next_arrival(rank)
