@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_columns, sample_model
-from evenload.cost.memory import parameters_per_rank, pipeline_bytes, static_bytes
+from evenload.cost.memory import HEAD_ROWS, parameters_per_rank, pipeline_bytes, static_bytes
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 
@@ -106,3 +106,13 @@ def test_empty_replica_holds_only_static_bytes() -> None:
     found = pipeline_bytes(sample_model(), even_layout(3, pp=3), empty, empty, np.zeros(0, np.int64))
     assert found.forward_kept_bytes.shape == (0, 3)
     assert found.backward_freed_bytes.shape == (0, 3)
+
+
+def test_logits_are_held_a_block_of_rows_at_a_time() -> None:
+    packs = [sample_columns([[(0, 0, tokens)]]) for tokens in (HEAD_ROWS, 3 * HEAD_ROWS)]
+    short, long = (
+        pipeline_bytes(sample_model(), even_layout(3, pp=3), pack, pack, pack.stop).backward_temp_bytes[0]
+        for pack in packs
+    )
+    np.testing.assert_array_equal(short[2] - short[0], HEAD_ROWS * 32 * (2 + 8))
+    np.testing.assert_array_equal(long[2] - long[0], HEAD_ROWS * 32 * (2 + 8))

@@ -22,7 +22,7 @@ Padded packs count `pad_to` tokens for every document. Over a step kept == freed
 Temporaries are ESTIMATES (the allocator and fused kernels decide):
     forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
     backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision
-              and their fp32 softmax and gradient: T·vocab·(e + 8)
+              and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8)
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each.
@@ -36,6 +36,9 @@ from numpy.typing import NDArray
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+
+HEAD_ROWS = 2048
+"""Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +138,7 @@ def pipeline_bytes(
     element = model.bytes_per_element
     forward_temp = element * (4 * model.hidden_size + model.ffn_hidden_size)
     backward_temp = element * (6 * model.hidden_size + 4 * model.ffn_hidden_size)
-    backward_temp_per_token = backward_temp + is_last * model.vocab_size * (element + 8)
+    logits_per_row = is_last * model.vocab_size * (element + 8)
     backward_pack_tokens = _pack_sums(backward_pack, backward_tokens, backward.num_packs)
     return PipelineBytes(
         static_bytes=static_bytes(model, layout),
@@ -144,7 +147,8 @@ def pipeline_bytes(
         backward_freed_bytes=np.outer(freed_chunks, chunk_per_token)
         + np.outer(freed_kv, kv_per_token)
         + np.outer(closed - opened, kv_gradient_per_token),
-        backward_temp_bytes=np.outer(backward_pack_tokens, backward_temp_per_token)
+        backward_temp_bytes=np.outer(backward_pack_tokens, np.full(len(layers), backward_temp, np.int64))
+        + np.outer(np.minimum(backward_pack_tokens, HEAD_ROWS), logits_per_row)
         + np.outer(opened, kv_gradient_per_token),
     )
 

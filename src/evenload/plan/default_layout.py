@@ -29,8 +29,8 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
             return layout
     deepest = even_layout(model.num_layers, dp=cluster.num_devices // depths[-1], pp=depths[-1])
     raise InfeasiblePlanError(
-        f"model {model.name} needs {static_bytes(model, deepest).max() / 2**30:.0f} GiB a device for weights, gradients "
-        f"and optimizer with {deepest.describe()}, a device of {cluster.name} offers {room / 2**30:.0f} GiB; "
+        f"model {model.name} needs {static_bytes(model, deepest).max() / 2**30:.0f} GiB a device for weights, "
+        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers {room / 2**30:.0f} GiB; "
         "name a larger cluster"
     )
 
