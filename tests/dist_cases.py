@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from reference_training import tiny_config
 
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
@@ -14,6 +13,7 @@ from evenload.runtime.mesh import create_mesh
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.stage import PipelineStage
 from evenload.types.plan import decode_plan
+from reference_training import tiny_config
 
 
 def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype) -> list:

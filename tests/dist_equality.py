@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from dist_cases import gradients_of_plans
-from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 
+from dist_cases import gradients_of_plans
 from evenload.types.plan import encode_plan
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 
 
 def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10):

@@ -1,5 +1,6 @@
 """Plans made by hand or at random, without any planner: input for validator, simulator and executor tests."""
 
+import itertools
 import random
 
 from evenload.types.document import Document, Slice
@@ -14,7 +15,7 @@ def cut_documents(lengths: dict[int, int], cuts: list[float]) -> dict[int, list[
     slices = {}
     for doc, n in lengths.items():
         edges = sorted({0, n, *(round(c * n) for c in cuts)})
-        slices[doc] = list(zip(edges[:-1], edges[1:], strict=True))
+        slices[doc] = list(itertools.pairwise(edges))
     return slices
 
 

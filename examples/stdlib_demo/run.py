@@ -129,7 +129,9 @@ def comparison_row(section) -> dict:
 
 def show(console: Console, rows: list[dict]) -> None:
     """Both runs, measured and predicted."""
-    table = Table("strategy", "step measured", "step predicted", "tokens/s", "bubble", "max/mean fwd", "max/mean bwd", "last loss")
+    table = Table(
+        "strategy", "step measured", "step predicted", "tokens/s", "bubble", "max/mean fwd", "max/mean bwd", "last loss"
+    )
     for row in rows:
         table.add_row(
             row["name"],

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from report_samples import make_labels, make_timeline
 
 from evenload.report.chrome_trace import write_chrome_trace
+from report_samples import make_labels, make_timeline
 
 
 @pytest.fixture

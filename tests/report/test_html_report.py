@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 import pytest
 from plotly.offline import get_plotlyjs
-from report_samples import make_labels, make_row, make_timeline
 
 from evenload.errors import ConfigError
 from evenload.report.html import render_report, write_report
 from evenload.report.run_report import RunReport, RunSection
+from report_samples import make_labels, make_row, make_timeline
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&\"'"
 

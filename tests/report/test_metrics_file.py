@@ -3,10 +3,10 @@ import logging
 import math
 
 import pytest
-from report_samples import make_row
 
 from evenload.errors import DataError
 from evenload.report.metrics_file import METRIC_KEYS, append_metrics, drop_torn_line, latest_per_step, read_metrics
+from report_samples import make_row
 
 
 def test_the_fixed_keys_and_their_order(tmp_path):

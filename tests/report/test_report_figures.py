@@ -2,7 +2,6 @@ import time
 
 import numpy as np
 import pytest
-from report_samples import make_labels, make_row, make_timeline
 
 from evenload.errors import DataError
 from evenload.report.figures import (
@@ -13,9 +12,10 @@ from evenload.report.figures import (
     step_time_figure,
     tokens_per_s_figure,
 )
-from evenload.report.pack_times import pack_times
 from evenload.report.timeline_figure import choose_replicas, timeline_figure
+from evenload.types.pack_times import pack_times
 from evenload.types.timeline import KINDS
+from report_samples import make_labels, make_row, make_timeline
 
 
 def task_bars(figure, panel):

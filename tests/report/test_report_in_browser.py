@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
-from report_samples import make_timeline
 from test_html_report import EVIL, make_report
 
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
+from report_samples import make_timeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

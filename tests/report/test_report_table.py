@@ -2,11 +2,11 @@ import io
 import math
 
 import pytest
-from report_samples import make_row
 from rich.console import Console
 
 from evenload.report.columns import COLUMNS, shown_columns
 from evenload.report.table import comparison_table, step_line
+from report_samples import make_row
 
 
 def plan_row(name, **values):

@@ -1,10 +1,11 @@
 """Replay on one stage: loss and gradients equal plain training, whatever the forward and backward cuts."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.errors import UnsupportedModelError
@@ -12,6 +13,7 @@ from evenload.runtime.hf_model import build_stage_model, check_supported
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
@@ -32,7 +34,7 @@ def cut_documents(lengths, cuts):
     slices = {}
     for doc, n in enumerate(lengths):
         edges = sorted({0, n, *(round(c * n) for c in cuts)})
-        slices[doc] = list(zip(edges[:-1], edges[1:], strict=True))
+        slices[doc] = list(itertools.pairwise(edges))
     return slices
 
 

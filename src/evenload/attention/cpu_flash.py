@@ -65,8 +65,8 @@ class CpuFlashAttention:
                 dv[keys] += _sum_over_query_heads(part_v)
             return _rows(torch.cat(dq_parts, dim=2)), dk, dv
         dq, dk, dv = _backward(
-            kernel_grad, kernel_q, _keys(k[prefix:], heads), _keys(v[prefix:], heads), kernel_out, kernel_lse, 0.0, True,
-            scale=scale,
+            kernel_grad, kernel_q, _keys(k[prefix:], heads), _keys(v[prefix:], heads), kernel_out, kernel_lse, 0.0,
+            True, scale=scale,
         )  # fmt: skip
         dk, dv = _sum_over_query_heads(dk), _sum_over_query_heads(dv)
         if prefix:

@@ -126,7 +126,10 @@ def _facts(
     data = config.data
     batch = f"{data.batch_tokens:,} tokens" if data.batch_documents is None else f"{data.batch_documents:,} documents"
     return (
-        ("model", f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}"),
+        (
+            "model",
+            f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}",
+        ),
         ("precision", config.model.dtype),
         ("data", ", ".join(data.sources)),
         ("global batch", batch),

@@ -10,7 +10,9 @@ from evenload.errors import ConfigError
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Settings of the run; see docs/configuration.md.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="Settings of the run; see docs/configuration.md.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example train.steps=20."),
@@ -33,6 +35,7 @@ def train_command(
     """
     from evenload.cli.launch import run_local
     from evenload.cli.train_worker import run_worker
+    from evenload.plan.strategies import strategy_named
     from evenload.runtime.config import load_train_config
     from evenload.runtime.trainer import layout_of, model_spec
 
@@ -44,6 +47,7 @@ def train_command(
         run_worker(settings, cache)
         return
     # Everything a user can get wrong is checked here, once, before processes start.
+    strategy_named(settings.plan.strategy)
     layout = layout_of(settings, model_spec(settings).num_layers)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(

@@ -67,7 +67,9 @@ def _train(config: TrainConfig, mesh: Mesh, cache: Path, threads: int, local_wor
     if files is not None and isinstance(last, StepReport):
         files.finish(last)
         console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))
-        console.print(f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)")
+        console.print(
+            f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)"
+        )
 
 
 def _run_steps(
@@ -123,8 +125,8 @@ def _show_start(
     )
     console.print(
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype}) | layout "
-        f"{trainer.mesh.layout.describe()} | strategy {config.plan.strategy} | attention {trainer.stage.backend_name} | "
-        f"costs {costs.source} on {costs.device} | memory limit {memory_cap_bytes / 2**30:.1f} GiB a process"
+        f"{trainer.mesh.layout.describe()} | strategy {config.plan.strategy} | attention "
+        f"{trainer.stage.backend_name} | costs {costs.source} on {costs.device} | memory limit {memory_cap_bytes / 2**30:.1f} GiB a process"
     )
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")

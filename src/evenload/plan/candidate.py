@@ -151,7 +151,7 @@ def _no_actions(num_ranks: int) -> ActionColumns:
 
 
 def imbalance(pack_s: NDArray[np.float64]) -> float:
-    """max / mean over packs of the time on their slowest stage; 1 without packs."""
+    """max / mean over packs of the time on their slowest stage (as `types.pack_times`); 1 without packs."""
     if not len(pack_s):
         return 1.0
     slowest = pack_s.max(axis=1)

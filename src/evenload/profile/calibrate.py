@@ -51,7 +51,9 @@ class _Sample:
     seconds: float
 
 
-def calibrate(stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, device_name: str) -> CostCoefficients:
+def calibrate(
+    stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, device_name: str
+) -> CostCoefficients:
     """Measure and fit. Collective over all ranks; every rank returns the same coefficients.
 
     Leaves garbage in the gradients: zero them before training.
@@ -190,7 +192,9 @@ def _optimizer_s_per_parameter() -> float:
 def _time_link(mesh: Mesh) -> tuple[float, float] | None:
     """(latency_s, bytes per second) of one hop to the next stage, or to the next replica; None when alone."""
     group, size, me = (
-        (mesh.forward, mesh.layout.pp, mesh.pp_rank) if mesh.layout.pp > 1 else (mesh.data, mesh.layout.dp, mesh.dp_rank)
+        (mesh.forward, mesh.layout.pp, mesh.pp_rank)
+        if mesh.layout.pp > 1
+        else (mesh.data, mesh.layout.dp, mesh.dp_rank)
     )
     if size == 1 or me > 1:
         return None

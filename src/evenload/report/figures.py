@@ -16,10 +16,10 @@ from plotly.subplots import make_subplots
 
 from evenload.errors import DataError
 from evenload.report.metrics_file import MetricRow, latest_per_step
-from evenload.report.pack_times import PackTimes, pack_times
 from evenload.report.palette import LIMIT, MEASURED, PREDICTED, rank_color, series_style
 from evenload.report.units import format_bytes, format_ratio
 from evenload.types.micropack import Direction
+from evenload.types.pack_times import PackTimes, pack_times
 from evenload.types.timeline import Timeline
 
 _CURVE_PX = 300

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from evenload.report.pack_label import PackKey, PackLabel
-from evenload.report.pack_times import replica_ends
 from evenload.report.palette import IDLE, KIND_STYLES
 from evenload.report.units import format_change, format_percent, format_seconds
+from evenload.types.pack_times import replica_ends
 from evenload.types.timeline import KINDS, Timeline
 
 MAX_BARS = 40_000

@@ -113,7 +113,9 @@ class Channels:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise EvenloadError(f"a transfer was not received: a neighbouring rank died or is stuck ({error})") from error
+                raise EvenloadError(
+                    f"a transfer was not received: a neighbouring rank died or is stuck ({error})"
+                ) from error
         self._sent.clear()
 
     def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup) -> None:

@@ -13,14 +13,15 @@ a checkpoint. Resuming at the same layout is exact to the bit; at another, up to
 import shutil
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-
-import msgspec
 
 from evenload.errors import ConfigError
 from evenload.runtime.mesh import Mesh
@@ -53,7 +54,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(group=mesh.control)
-    dcp.save(_tensors(buffers, optimizer, mesh), checkpoint_id=partial, process_group=mesh.control)
+    save(_tensors(buffers, optimizer, mesh), checkpoint_id=partial, process_group=mesh.control)
     if mesh.rank == 0:
         (partial / _PROGRESS).write_bytes(msgspec.json.encode(progress))
         shutil.rmtree(final, ignore_errors=True)
@@ -73,8 +74,8 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
     progress = msgspec.json.decode((path / _PROGRESS).read_bytes(), type=Progress)
     tensors = _tensors(buffers, optimizer, mesh)
     try:
-        dcp.load(tensors, checkpoint_id=path, process_group=mesh.control)
-    except dcp.api.CheckpointException as error:
+        load(tensors, checkpoint_id=path, process_group=mesh.control)
+    except CheckpointException as error:
         raise ConfigError(f"checkpoint {path} does not fit the configured model: {error}") from error
     optimizer.set_num_steps(progress.steps_done)
     return progress

@@ -130,7 +130,13 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
         return msgspec.convert(tree, TrainConfig)
     except msgspec.ValidationError as error:
         cause = error.__cause__
-        raise ConfigError(str(cause) if isinstance(cause, ConfigError) else f"{path}: {error}") from error
+        raise ConfigError(str(cause) if isinstance(cause, ConfigError) else _readable(error)) from error
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    """ "Expected `array`, got `str` - at `$.data.sources`" -> the key first."""
+    what, _, where = str(error).partition(" - at `$.")
+    return f"configuration key '{where.rstrip('`')}': {what}" if where else f"configuration: {what}"
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

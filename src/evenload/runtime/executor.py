@@ -120,7 +120,8 @@ class Executor:
     def _load(self, pack: MicroPack, tokens: dict[int, NDArray[np.int32]]) -> PackTokens:
         batch = collate_pack(pack, tokens)
         token_ids, targets, positions = (
-            torch.from_numpy(column).to(self._mesh.device) for column in (batch.token_ids, batch.targets, batch.positions)
+            torch.from_numpy(column).to(self._mesh.device)
+            for column in (batch.token_ids, batch.targets, batch.positions)
         )
         return PackTokens(pack_ranges(pack), token_ids, targets, positions)
 

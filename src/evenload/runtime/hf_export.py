@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.parameter_units import FlatBuffer
-from transformers import PretrainedConfig
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:

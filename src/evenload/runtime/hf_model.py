@@ -75,20 +75,26 @@ class StageModel:
         """Unit name and its (Hugging Face parameter name, parameter) pairs, in model order."""
         if self.is_first:
             assert self.embedding is not None
-            yield "embedding", [("model.embed_tokens.weight", self.embedding.weight)]
+            yield "embedding", [("model.embed_tokens.weight", _parameter(self.embedding))]
         for index, layer in self.layers.items():
             yield f"layer.{index}", [(f"model.layers.{index}.{n}", p) for n, p in layer.named_parameters()]
         if self.is_last:
-            assert self.norm is not None and self.head is not None
+            assert self.norm is not None
+            assert self.head is not None
             named = [(f"model.norm.{n}", p) for n, p in self.norm.named_parameters()]
             if not self.ties_within_stage:
-                named.append(("lm_head.weight", self.head.weight))
+                named.append(("lm_head.weight", _parameter(self.head)))
             yield "head", named
 
     @property
     def ties_within_stage(self) -> bool:
         """Embedding and head are one parameter on this stage."""
         return self.is_first and self.is_last and bool(self.config.tie_word_embeddings)
+
+
+def _parameter(module: nn.Embedding | nn.Linear) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -100,7 +106,9 @@ def load_config(path: str) -> PretrainedConfig:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ConfigError(f"model.path '{path}': no config.json there; give a Hugging Face directory or its config.json")
+        raise ConfigError(
+            f"model.path '{path}': no config.json there; give a Hugging Face directory or its config.json"
+        )
     config = AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
     check_supported(config)
     return config
@@ -115,7 +123,7 @@ def check_supported(config: PretrainedConfig) -> ReplayRecipe:
     model_type = type(config)
     architecture = (config.architectures or [None])[0]
     if architecture is None:
-        mapping = AutoModelForCausalLM._model_mapping
+        mapping: Any = AutoModelForCausalLM._model_mapping
         architecture = mapping[model_type].__name__ if model_type in mapping else model_type.__name__
     if architecture not in RECIPES:
         raise UnsupportedModelError(
@@ -165,8 +173,8 @@ def build_stage_model(
         for name, module in layer.named_modules():
             if type(module).__name__ not in recipe.layer_modules:
                 raise UnsupportedModelError(
-                    f"model.layers.{index}.{name or '(layer)'} is a {type(module).__name__}, which replay does not know; "
-                    f"known: {', '.join(sorted(recipe.layer_modules))}"
+                    f"model.layers.{index}.{name or '(layer)'} is a {type(module).__name__}, which replay does not "
+                    f"know; known: {', '.join(sorted(recipe.layer_modules))}"
                 )
     tied_copy = is_last and bool(config.tie_word_embeddings)
     stage = StageModel(

@@ -88,9 +88,7 @@ def create_mesh(layout: ParallelLayout, device: torch.device, timeout_s: float) 
         return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
 
     control, planning = (group(list(range(world_size)), backend="gloo") for _ in range(2))
-    data = [
-        group([layout.global_rank(pp_rank=p, dp_rank=d) for d in range(layout.dp)]) for p in range(layout.pp)
-    ]
+    data = [group([layout.global_rank(pp_rank=p, dp_rank=d) for d in range(layout.dp)]) for p in range(layout.pp)]
     pipelines = []
     for d in range(layout.dp):
         members = [layout.global_rank(pp_rank=p, dp_rank=d) for p in range(layout.pp)]

@@ -66,7 +66,9 @@ def _flatten(key: str, group: list[tuple[str, nn.Parameter]], dp: int, decays: b
     padded = -(-num_elements // dp) * dp
     like = group[0][1]
     values = like.new_zeros(padded)
-    grads = torch.zeros(padded, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    grads = torch.zeros(
+        padded, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32
+    )
     start = 0
     for _, parameter in group:
         stop = start + parameter.numel()

@@ -109,9 +109,7 @@ class _RangeAttentionFunction(torch.autograd.Function):
             keys, values = store.document_keys(doc_id, layer, k, v)
             keys[start:stop], values[start:stop] = k[rows], v[rows]
             first = first_visible_key(start, window)
-            out, lse = state.backend.forward(
-                q[rows], keys[first:stop], values[first:stop], scale=scale, window=window
-            )
+            out, lse = state.backend.forward(q[rows], keys[first:stop], values[first:stop], scale=scale, window=window)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs), torch.cat(lses)

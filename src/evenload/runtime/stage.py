@@ -135,7 +135,8 @@ class PipelineStage:
     def head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only."""
         norm, head = self.model.norm, self.model.head
-        assert norm is not None and head is not None
+        assert norm is not None
+        assert head is not None
         grads, total = [], torch.zeros((), dtype=torch.float64)
         for start in range(0, hidden.shape[0], _HEAD_ROWS):
             rows = hidden[start : start + _HEAD_ROWS].detach().requires_grad_()
@@ -157,7 +158,7 @@ class PipelineStage:
     def _embedding_backward(self, token_ids: Tensor, grad: Tensor) -> None:
         embedding = self.model.embedding
         assert embedding is not None
-        total = embedding.weight.main_grad
+        total: Tensor = embedding.weight.main_grad  # type: ignore[attr-defined]
         if embedding.padding_idx is not None:
             grad = grad.masked_fill((token_ids == embedding.padding_idx)[:, None], 0)
         total.index_add_(0, token_ids, grad.to(total.dtype))

@@ -8,8 +8,9 @@ import numpy as np
 
 from evenload.cost.flops import training_flops
 from evenload.types.model import ModelSpec
+from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import StepPlan
-from evenload.types.timeline import KINDS, Timeline
+from evenload.types.timeline import Timeline
 
 
 def step_row(
@@ -51,8 +52,8 @@ def step_row(
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
         "mfu": flops / (timeline.step_time_s * peak_flops_per_s * plan.layout.world_size),
         "bubble_fraction": timeline.bubble_fraction(),
-        "imbalance_forward": pack_imbalance(timeline, "F"),
-        "imbalance_backward": pack_imbalance(timeline, "B"),
+        "imbalance_forward": pack_times(timeline, "forward").imbalance(),
+        "imbalance_backward": pack_times(timeline, "backward").imbalance(),
         "imbalance_dp": replica_imbalance(timeline),
         "pack_efficiency": tokens / (tokens + padding),
         "plan_time_s": plan_time_s,
@@ -63,20 +64,3 @@ def step_row(
         "mean_token_delay_steps": 0.0,
         "layout": plan.layout.describe(),
     }
-
-
-def pack_imbalance(timeline: Timeline, kind: str) -> float:
-    """Max/mean pack seconds of that kind, of the worst pipeline rank; 1 without packs."""
-    chosen = timeline.kind == KINDS.index(kind)
-    worst = 1.0
-    for dp_rank, rank in {*zip(timeline.dp_rank[chosen].tolist(), timeline.rank[chosen].tolist(), strict=True)}:
-        mine = chosen & (timeline.dp_rank == dp_rank) & (timeline.rank == rank)
-        seconds = (timeline.end_s - timeline.start_s)[mine]
-        worst = max(worst, float(seconds.max() / seconds.mean()))
-    return worst
-
-
-def replica_imbalance(timeline: Timeline) -> float:
-    """Max/mean pipeline time over replicas; 1 for one replica."""
-    ends = [timeline.end_s[timeline.dp_rank == r].max(initial=0.0) for r in np.unique(timeline.dp_rank)]
-    return float(max(ends) / np.mean(ends)) if ends else 1.0

@@ -13,7 +13,9 @@ from evenload.runtime.mesh import Mesh
 from evenload.types.timeline import Timeline
 
 
-def gather_timeline(trace: RankTrace, *, zero_s: float, step_time_s: float, static_bytes: int, mesh: Mesh) -> Timeline | None:
+def gather_timeline(
+    trace: RankTrace, *, zero_s: float, step_time_s: float, static_bytes: int, mesh: Mesh
+) -> Timeline | None:
     """All ranks' traces as one timeline on rank 0, None elsewhere. Collective over the control group.
 
     Args:

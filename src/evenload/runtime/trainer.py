@@ -163,9 +163,7 @@ class Trainer:
     def _checkpoints(self) -> Path:
         return Path(self.config.train.output_dir) / "checkpoints"
 
-    def _step(
-        self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float
-    ) -> StepReport | None:
+    def _step(self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float) -> StepReport | None:
         plan, mesh = prepared.plan, self.mesh
         learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
         dist.barrier(group=mesh.control)

@@ -45,13 +45,16 @@ class SliceColumns:
 
     def pack_sums(self, values: NDArray) -> NDArray[np.float64]:
         """Sum a per-slice column over each pack; float64[num_packs]."""
-        return np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
+        sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
+        return sums.astype(np.float64, copy=False)
 
     def pack_tokens(self) -> NDArray[np.int64]:
         """Real tokens of each pack; int64[num_packs]."""
         return self.pack_sums(self.stop - self.start).astype(np.int64)
 
-    def packs(self, direction: Direction, doc_ids: NDArray[np.int64], cost_s: NDArray[np.float64]) -> tuple[MicroPack, ...]:
+    def packs(
+        self, direction: Direction, doc_ids: NDArray[np.int64], cost_s: NDArray[np.float64]
+    ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
         Args:
@@ -75,7 +78,9 @@ class SliceColumns:
         )
 
 
-def whole_document_columns(groups: list[list[int]], num_tokens: NDArray[np.int64], *, padded: bool = False) -> SliceColumns:
+def whole_document_columns(
+    groups: list[list[int]], num_tokens: NDArray[np.int64], *, padded: bool = False
+) -> SliceColumns:
     """Packs of whole documents.
 
     Args:

@@ -5,6 +5,8 @@ tensor and context groups are neighbours on a node, and a pipeline's stages lie 
 the traffic is smallest.
 """
 
+import itertools
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
@@ -80,7 +82,9 @@ def even_layout(
     """
     stages = pp * virtual
     if stages < 1 or num_layers < stages:
-        raise ConfigError(f"layout: {num_layers} layers cannot fill {stages} stages (pp={pp} x virtual={virtual}); lower pp")
+        raise ConfigError(
+            f"layout: {num_layers} layers cannot fill {stages} stages (pp={pp} x virtual={virtual}); lower pp"
+        )
     base, extra = divmod(num_layers, stages)
     edges = [0]
     for stage in range(stages):
@@ -90,7 +94,7 @@ def even_layout(
         cp=cp,
         pp=pp,
         tp=tp,
-        stage_layers=tuple(zip(edges[:-1], edges[1:], strict=True)),
+        stage_layers=tuple(itertools.pairwise(edges)),
         stage_to_rank=tuple(stage % pp for stage in range(stages)),
         generation=generation,
     )

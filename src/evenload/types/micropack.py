@@ -7,6 +7,8 @@ backward have their own MicroPacks; only whole documents tie them together.
 from collections.abc import Mapping
 from typing import Literal
 
+import msgspec
+
 from evenload.types.base import Frozen
 from evenload.types.document import Slice
 
@@ -67,7 +69,7 @@ class PackPlan(Frozen):
     dp_rank: int
     forward: tuple[MicroPack, ...]
     backward: tuple[MicroPack, ...]
-    policies: dict[int, ActivationPolicy] = {}
+    policies: dict[int, ActivationPolicy] = msgspec.field(default_factory=dict)
 
     def forwards_needed(self) -> list[int]:
         """`D[j]`: forward packs that must be done before backward pack j (DESIGN §7). Length m_b."""

@@ -45,8 +45,16 @@ class ModelSpec(Frozen):
     bytes_per_element: int = 2
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
-                      "ffn_hidden_size", "vocab_size", "bytes_per_element"):
+        for field in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_hidden_size",
+            "vocab_size",
+            "bytes_per_element",
+        ):
             if getattr(self, field) < 1:
                 raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:

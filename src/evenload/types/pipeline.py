@@ -3,6 +3,7 @@
 Both are flat numpy columns because planners build and simulate hundreds of candidates a step.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +91,7 @@ class ActionColumns:
         return Schedule(
             ranks=tuple(
                 tuple(Action(kind=names[kind[i]], stage=stage[i], pack=pack[i]) for i in range(lo, hi))
-                for lo, hi in zip(offset[:-1], offset[1:], strict=True)
+                for lo, hi in itertools.pairwise(offset)
             )
         )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from evenload.types.timeline import Timeline
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Write all columns to a `.npz` file."""
-    np.savez_compressed(path, **{f.name: np.asarray(getattr(timeline, f.name)) for f in fields(Timeline)})
+    columns: dict[str, Any] = {f.name: np.asarray(getattr(timeline, f.name)) for f in fields(Timeline)}
+    np.savez_compressed(path, **columns)
 
 
 def read_timeline(path: Path) -> Timeline:

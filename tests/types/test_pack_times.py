@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from report_samples import make_timeline
 
-from evenload.report.pack_times import pack_times, replica_ends
+from evenload.types.pack_times import pack_times, replica_ends, replica_imbalance
 from evenload.types.timeline import Timeline
+from report_samples import make_timeline
 
 
 def hand_made(kinds, packs, stages, starts, ends, dp=None) -> Timeline:
@@ -42,8 +42,15 @@ def test_parts_of_a_split_backward_are_added_on_a_stage():
 def test_replicas_have_their_own_packs():
     t = hand_made("FF", [0, 0], [0, 0], [0, 0], [1, 3], dp=[0, 1])
     assert pack_times(t, "forward").dp_rank.tolist() == [0, 1]
-    assert pack_times(t, "forward").imbalance() == pytest.approx(1.5)
+    assert pack_times(t, "forward").imbalance() == 1.0
     assert replica_ends(t) == {0: 1.0, 1: 3.0}
+
+
+def test_imbalance_is_that_of_the_worst_replica():
+    """Replicas may cut into packs of different size: pooling them would call even replicas uneven."""
+    t = hand_made("FFFF", [0, 1, 0, 1], [0] * 4, [0] * 4, [1, 2, 10, 40], dp=[0, 0, 1, 1])
+    assert pack_times(t, "forward").imbalance() == pytest.approx(40 / 25)
+    assert replica_imbalance(t) == pytest.approx(40 / 21)
 
 
 def test_splitting_does_not_change_pack_times():

@@ -2,7 +2,8 @@
 
 A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the
 schedule splits a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over
-the mean pack, as in `metrics.jsonl`; 1.0 is perfect. Price: O(n log n) in tasks.
+the mean pack of the same replica (replicas may cut into different numbers of packs), of the worst replica;
+1.0 is perfect. Planner, `metrics.jsonl` and reports all mean this. Price: O(n log n) in tasks.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,13 @@ class PackTimes(NamedTuple):
     seconds: NDArray[np.float64]
 
     def imbalance(self) -> float:
-        """Slowest over mean; NaN without packs or without time."""
-        mean = float(self.seconds.mean()) if len(self.seconds) else 0.0
-        return float(self.seconds.max()) / mean if mean > 0 else float("nan")
+        """Slowest over mean pack of a replica, of the worst replica; NaN without packs or without time."""
+        worst = float("nan")
+        for rank in np.unique(self.dp_rank):
+            seconds = self.seconds[self.dp_rank == rank]
+            if seconds.sum() > 0:
+                worst = float(np.fmax(worst, seconds.max() / seconds.mean()))
+        return worst
 
 
 def is_forward(timeline: Timeline) -> NDArray[np.bool_]:
@@ -56,3 +61,9 @@ def replica_ends(timeline: Timeline) -> dict[int, float]:
     """Seconds at which each replica's last task ends, by dp rank."""
     ranks = np.unique(timeline.dp_rank)
     return {int(rank): float(timeline.end_s[timeline.dp_rank == rank].max()) for rank in ranks}
+
+
+def replica_imbalance(timeline: Timeline) -> float:
+    """Latest over mean end of the replicas' pipelines; NaN without tasks."""
+    ends = list(replica_ends(timeline).values())
+    return max(ends) / (sum(ends) / len(ends)) if ends else float("nan")

@@ -1,0 +1,166 @@
+"""`evenload train` as a user runs it: real processes, real files, real kills."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenload.cli.main import main
+from evenload.report.metrics_file import METRIC_KEYS, read_metrics
+from reference_training import tiny_config
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory with a tiny model, documents and config.toml for two pipeline stages."""
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus").mkdir()
+    for i in range(30):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
+    (tmp_path / "config.toml").write_text(
+        """
+        [model]
+        path = "model"
+        random_init = true
+        [data]
+        sources = ["corpus"]
+        max_document_tokens = 1024
+        batch_documents = 6
+        [parallel]
+        pp = 2
+        [optimizer]
+        learning_rate = 1e-2
+        [train]
+        output_dir = "run"
+        steps = 5
+        """
+    )
+    return tmp_path
+
+
+def start(project: Path, *arguments: str, command=("-m", "evenload.cli.main")) -> subprocess.Popen:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(project / "cache")}
+    return subprocess.Popen(
+        [sys.executable, *command, "train", "config.toml", *arguments],
+        cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
+    process = start(project, *arguments, **options)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
+    metrics = project / "run" / "metrics.jsonl"
+    deadline_s = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of the training ranks under a launcher."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    spawned = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(spawned) == 2
+    return spawned
+
+
+def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project):
+    """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
+    code, output = run(project, "train.output_dir=whole")
+    assert code == 0, output
+    assert re.search(r"trained\s+30 documents", output), output
+    whole = project / "whole"
+    for name in ("metrics.jsonl", "report.html", "trace.json", "plan.json", "cost.json", "config.json"):
+        assert (whole / name).stat().st_size > 0, name
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert set(rows[0]) == set(METRIC_KEYS)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (whole / "model" / "model.safetensors.index.json").is_file()
+    assert json.loads((whole / "trace.json").read_text())["traceEvents"]
+
+    process = start(project, "train.checkpoint_every_steps=1", "train.steps=5")
+    wait_for_rows(project, 2, process)
+    os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed
+    for pid in ranks_of(process):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = run(project, "train.checkpoint_every_steps=1", "train.steps=5")
+    assert code == 0, output
+    assert "resumed from run/checkpoints/step-0000000" in output
+    latest = {row["step"]: row["loss"] for row in read_metrics(project / "run" / "metrics.jsonl")}
+    assert latest == {row["step"]: row["loss"] for row in rows}
+
+
+def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
+    process = start(project, "train.steps=100000")
+    wait_for_rows(project, 1, process)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed_s < 30
+    assert process.returncode == 2
+    assert "evenload: error: rank 1 was killed by SIGKILL" in output
+
+
+def test_an_error_in_one_rank_is_shown_as_one_line(project):
+    """Found only while reading: the document's name, length, limit and choices, and no traceback."""
+    (project / "corpus" / "huge.txt").write_text("x" * 5000)
+    code, output = run(project)
+    assert code == 2
+    assert "huge.txt" in output
+    assert "1,024" in output or "1024" in output
+    for choice in ("split", "truncate", "drop"):
+        assert choice in output
+    assert "Traceback" not in output
+
+
+def test_a_broken_jsonl_line_is_named(project):
+    (project / "lines.jsonl").write_text('{"text": "fine"}\n{"text": "fine too"}\n{"text": broken}\n')
+    code, output = run(project, "data.sources=['lines.jsonl']")
+    assert code == 2
+    assert "lines.jsonl" in output
+    assert "3" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train.setps=4"], "unknown configuration key 'train.setps'; did you mean 'train.steps'?"),
+        (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
+        (["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
+        (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
+        (["data.sources=corpus"], "data.sources"),
+        (["model.path=nowhere"], "no config.json there"),
+        (["parallel.tp=2"], "tp"),
+        (["train.device=cuda"], "this version trains on 'cpu' only"),
+    ],
+)
+def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "config.toml", *arguments])
+    assert exit.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_torchrun_starts_the_same_run(project):
+    code, output = run(
+        project,
+        "train.steps=2",
+        command=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evenload.cli.main"),
+    )
+    assert code == 0, output
+    assert [row["step"] for row in read_metrics(project / "run" / "metrics.jsonl")] == [0, 1]
