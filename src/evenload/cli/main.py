@@ -24,7 +24,6 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("train")(train_command)
-app.command("train")(train_command)
 
 
 def _show_version(wanted: bool) -> None:
