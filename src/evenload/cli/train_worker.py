@@ -123,11 +123,15 @@ def _show_start(
     parameters = model.num_layers * model.stored_parameters_per_layer + model.embedding_parameters * (
         1 if model.tied_embeddings else 2
     )
-    console.print(
-        f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype}) | layout "
-        f"{trainer.mesh.layout.describe()} | strategy {config.plan.strategy} | attention "
-        f"{trainer.stage.backend_name} | costs {costs.source} on {costs.device} | memory limit {memory_cap_bytes / 2**30:.1f} GiB a process"
+    facts = (
+        f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
+        f"layout {trainer.mesh.layout.describe()}",
+        f"strategy {config.plan.strategy}",
+        f"attention {trainer.stage.backend_name}",
+        f"costs {costs.source} on {costs.device}",
+        f"memory limit {memory_cap_bytes / 2**30:.1f} GiB a process",
     )
+    console.print(" | ".join(facts), soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")
 

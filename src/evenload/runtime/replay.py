@@ -158,7 +158,8 @@ def _hf_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
     state: ReplayState = module.replay  # type: ignore[assignment]
-    assert attention_mask is None and dropout == 0.0, "document boundaries come from the plan, never from a mask"
+    assert attention_mask is None, "document boundaries come from the plan, never from a mask"
+    assert dropout == 0.0, "refused when the model was loaded"
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = _RangeAttentionFunction.apply(q, k, v, state, layer, scaling, sliding_window or 0)

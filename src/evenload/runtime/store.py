@@ -162,7 +162,8 @@ class ActivationStore:
     def check_empty(self) -> None:
         """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
         left = sorted({doc_id for doc_id, entries in self._blocks.items() if entries} | set(self._buffers))
-        assert not left and self.held_bytes == 0, f"documents {left} still hold {self.held_bytes} bytes"
+        assert not left, f"documents {left} are not finished"
+        assert self.held_bytes == 0, f"{self.held_bytes} bytes are counted as held by no document"
 
     def _count_document(self, buffers: _DocumentBuffers, num_bytes: int) -> None:
         buffers.num_bytes += num_bytes
