@@ -75,7 +75,7 @@ def plan_command(
     time with its memory, and shows who is fastest within memory.
 
     [bold]Example[/bold]: evenload plan examples/lengths/github_dirs.npy.gz --model llama-7b --cluster h100x32
-    --layout dp=4,pp=8 --context 131072 --overlong truncate --documents 512
+    --layout dp=4,pp=8 --context 16384 --overlong truncate --documents 512
 
     Exit code: 0 ok, 2 wrong input, 3 no strategy fits.
     """
