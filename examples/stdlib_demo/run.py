@@ -13,24 +13,25 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from evenload.cli.run_files import read_run
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport
+from evenload.report.table import comparison_table
 
 HERE = Path(__file__).parent
 OUTPUT = Path("runs/demo")
 BASELINE = "best_fit"
-VOCABULARY = 4096
+VOCABULARY = 2048
 TOKENIZER_BYTES = 2_000_000
 
 
 def main() -> None:
     """Tokeniser, two runs, one report."""
     started_s = time.perf_counter()
-    console = Console(highlight=False)
+    # Wide enough for the table also where the output is not a terminal.
+    console = Console(highlight=False, width=max(Console().width, 120))
     sources = library_sources()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     tokenizer = OUTPUT / "tokenizer.json"
@@ -45,6 +46,7 @@ def main() -> None:
 
     sections, facts = zip(*(read_run(directory) for directory in (OUTPUT, OUTPUT / BASELINE)), strict=True)
     rows = [comparison_row(section) for section in sections]
+    best = min(rows, key=lambda row: row["measured_step_time_s"])["name"]
     write_report(
         OUTPUT / "report.html",
         RunReport(
@@ -52,12 +54,12 @@ def main() -> None:
             facts=tuple(fact for fact in facts[0].facts if fact[0] not in ("data", "strategy")),
             sections=sections,
             comparison=tuple(rows),
-            best=min(rows, key=lambda row: row["measured_step_time_s"])["name"],
+            best=best,
             ledger=facts[0].ledger,
         ),
     )
     console.rule("result")
-    show(console, rows)
+    show(console, rows, best)
     console.print("\n".join(["ledger of documents and tokens", *facts[0].ledger]))
     console.print(
         f"\nopen {OUTPUT / 'report.html'} in a browser; {OUTPUT / 'trace.json'} at ui.perfetto.dev "
@@ -127,23 +129,9 @@ def comparison_row(section) -> dict:
     }
 
 
-def show(console: Console, rows: list[dict]) -> None:
+def show(console: Console, rows: list[dict], best: str) -> None:
     """Both runs, measured and predicted."""
-    table = Table(
-        "strategy", "step measured", "step predicted", "tokens/s", "bubble", "max/mean fwd", "max/mean bwd", "last loss"
-    )
-    for row in rows:
-        table.add_row(
-            row["name"],
-            f"{row['measured_step_time_s']:.3f} s",
-            f"{row['mean_step_time_s']:.3f} s",
-            f"{row['measured_tokens_per_s']:,.0f}",
-            f"{row['bubble_fraction']:.1%}",
-            f"{row['imbalance_forward']:.2f}",
-            f"{row['imbalance_backward']:.2f}",
-            f"{row['final_loss']:.4f}",
-        )
-    console.print(table)
+    console.print(comparison_table(rows, best))
     ours, theirs = rows
     console.print(
         f"measured: {theirs['name']} / {ours['name']} = "

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention
+from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.hf_model import StageModel
 from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
 from evenload.runtime.store import ActivationStore, Range
-
-# Rows of logits held at once: bounds their memory at vocab * 2048 whatever the pack.
-_HEAD_ROWS = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +136,15 @@ class PipelineStage:
         assert norm is not None
         assert head is not None
         grads, total = [], torch.zeros((), dtype=torch.float64)
-        for start in range(0, hidden.shape[0], _HEAD_ROWS):
-            rows = hidden[start : start + _HEAD_ROWS].detach().requires_grad_()
+        for start in range(0, hidden.shape[0], HEAD_ROWS):
+            rows = hidden[start : start + HEAD_ROWS].detach().requires_grad_()
             with torch.enable_grad():
                 normed = norm(rows)
                 with torch.no_grad():
                     logits = nn.functional.linear(normed, head.weight, head.bias)
                 logits = linear_with_known_output(normed, head.weight, head.bias, logits)
                 exact = logits if logits.dtype == torch.float64 else logits.float()
-                loss = nn.functional.cross_entropy(exact, targets[start : start + _HEAD_ROWS], reduction="sum")
+                loss = nn.functional.cross_entropy(exact, targets[start : start + HEAD_ROWS], reduction="sum")
                 # A batch without any label has a zero loss and zero gradients, not 0/0.
                 loss = loss / max(1, num_label_tokens)
             loss.backward()

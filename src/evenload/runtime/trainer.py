@@ -59,7 +59,9 @@ class StepReport:
 def model_spec(config: TrainConfig) -> ModelSpec:
     """The configured model as the cost model sees it."""
     hf = load_config(config.model.path)
-    return model_from_hf_config(hf.to_dict(), Path(config.model.path).name, _BYTES[config.model.dtype])
+    path = Path(config.model.path)
+    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    return model_from_hf_config(hf.to_dict(), name, _BYTES[config.model.dtype])
 
 
 def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
