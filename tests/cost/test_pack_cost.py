@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,21 @@ def test_pack_seconds_equal_hand_arithmetic() -> None:
     layer = [4 * 1.0 + pairs[0] * 0.1 + 0.01 + 5.0, 5 * 1.0 + pairs[1] * 0.1 + 0.02 + 5.0]
     expected = [[2 * layer[0] + 4 * 0.5, layer[0]], [2 * layer[1] + 5 * 0.5, layer[1]]]
     np.testing.assert_allclose(costs.pack_seconds(packs, "forward"), expected)
+
+
+def test_prefix_is_paid_by_every_slice_within_the_window() -> None:
+    """Finer cuts pay the prefix again and again; without this term the finest cut would always look best."""
+    coefficients = sample_coefficients()
+    dear = msgspec.structs.replace(
+        coefficients, backward=msgspec.structs.replace(coefficients.backward, prefix_s_per_token=0.5)
+    )
+    packs = sample_columns([[(0, 0, 4)], [(0, 4, 6), (1, 7, 9)]])
+    for windows, expected in [((0, 0, 0), [0, 3 * (4 + 7) * 0.5]), ((0, 5, 5), [0, (11 + 9 + 9) * 0.5])]:
+        model = sample_model(sliding_windows=windows)
+        extra = PackCosts(model, dear, even_layout(3)).pack_seconds(packs, "backward") - PackCosts(
+            model, coefficients, even_layout(3)
+        ).pack_seconds(packs, "backward")
+        np.testing.assert_allclose(extra[:, 0], expected)
 
 
 def test_head_is_charged_to_the_last_stage_backward_only() -> None:

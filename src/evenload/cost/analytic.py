@@ -2,17 +2,19 @@
 
     linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
     attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x (SlimPack §2.2.2)
+    prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0 (the
+                          prefix's keys are read inside the kernel)
     pack_s                kernel_s + linear_s_per_token · matmul_half_tokens: see `cost.coefficients` why the
                           loss of small products is a constant
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
-Limits: no memory-bound kernels apart from the optimizer and the embedding, no dK/dV traffic of sliced documents
-(about 2 % of a 16K slice deep in a 128K document on an H100), no overlap of communication and compute inside a
-stage. Relative costs of strategies are trustworthy, absolute seconds need calibration.
+Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV, no overlap of communication and
+compute inside a stage. Relative costs of strategies are trustworthy, absolute seconds need calibration.
 """
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, BACKWARD_LINEAR_RATIO
+from evenload.cost.memory import kv_gradient_bytes_per_token
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
@@ -51,10 +53,18 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         PassCoefficients(
             linear_s_per_token=linear_s * linear_ratio,
             attention_s_per_pair=pair_s * attention_ratio,
+            prefix_s_per_token=prefix_s,
             slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
             pack_s=(device.kernel_s + linear_s * device.matmul_half_tokens) * linear_ratio,
         )
-        for linear_ratio, attention_ratio in ((1.0, 1.0), (BACKWARD_LINEAR_RATIO, BACKWARD_ATTENTION_RATIO))
+        for linear_ratio, attention_ratio, prefix_s in (
+            (1.0, 1.0, 0.0),
+            (
+                BACKWARD_LINEAR_RATIO,
+                BACKWARD_ATTENTION_RATIO,
+                2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s,
+            ),
+        )
     ]
     # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some hop leaves the node as soon as the
     # whole pipeline does; data-parallel ranks are neighbours.

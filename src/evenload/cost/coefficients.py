@@ -6,7 +6,10 @@ in which measurements return to planning (DESIGN §1).
 
 Time of a pack on one layer is linear in five features of the pack:
 
-    linear_s_per_token · tokens + attention_s_per_pair · pairs + slice_s · slices + pack_s
+    linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
+
+`prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
+in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
 
 `pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
 n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
@@ -28,12 +31,14 @@ class PassCoefficients(Frozen):
     Args:
         linear_s_per_token: all matrix products and elementwise work of one token.
         attention_s_per_pair: one query attending to one key, all heads.
+        prefix_s_per_token: one token of the prefix of a slice, on top of its pairs.
         slice_s: constant of every slice (document piece) in a pack.
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
     """
 
     linear_s_per_token: float
     attention_s_per_pair: float
+    prefix_s_per_token: float = 0.0
     slice_s: float = 0.0
     pack_s: float = 0.0
 

@@ -1,6 +1,6 @@
 """`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
 
-Every pack is reduced to a few features (tokens, slices, 1, attention pairs of each distinct window); a stage is
+Every pack is reduced to a few features (tokens, slices, 1, and pairs and prefix of each distinct window); a stage is
 a row of coefficients; seconds are one small matrix product. O(slices) numpy per direction, no Python loop.
 
 Details that matter:
@@ -103,12 +103,14 @@ class PackCosts:
         """Seconds per feature; float64[3 + num_windows, P]."""
         layer = self._pass(direction)
         stages = self.layout.stage_layers
-        matrix = np.zeros((3 + len(self.windows), len(stages)))
+        matrix = np.zeros((3 + 2 * len(self.windows), len(stages)))
         for stage, (first, last) in enumerate(stages):
             layers = last - first
             matrix[:3, stage] = layers * layer.linear_s_per_token, layers * layer.slice_s, layers * layer.pack_s
-            for row, window in enumerate(self.windows, start=3):
-                matrix[row, stage] = self.model.windows[first:last].count(window) * layer.attention_s_per_pair
+            for index, window in enumerate(self.windows):
+                count = self.model.windows[first:last].count(window)
+                matrix[_pairs(index), stage] = count * layer.attention_s_per_pair
+                matrix[_prefix(index), stage] = count * layer.prefix_s_per_token
         matrix[0, 0] += self.coefficients.embedding_s_per_token
         if direction == "backward":
             matrix[0, -1] += self.coefficients.head_s_per_token
@@ -119,7 +121,7 @@ class PackCosts:
         return self.coefficients.forward if direction == "forward" else self.coefficients.backward
 
     def _features(self, columns: SliceColumns) -> NDArray[np.float64]:
-        """float64[num_packs, 3 + num_windows]: tokens, slices, 1, pairs of each window."""
+        """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window."""
         if not self.model.causal and columns.start.any():
             raise ConfigError(
                 f"model {self.model.name} is bidirectional: every token sees the whole document, so documents "
@@ -139,15 +141,17 @@ class PackCosts:
         return out
 
     def _slice_features(self, start: NDArray, stop: NDArray, tile: int | None = None) -> NDArray[np.float64]:
-        """float64[num_slices, 3 + num_windows]; column 2 is left 1 for the pack constant."""
+        """float64[num_slices, 3 + 2·num_windows]; column 2 is left 1 for the pack constant."""
         tile = self.coefficients.attention_tile if tile is None else tile
         rows = stop - start
-        out = np.ones((len(rows), 3 + len(self.windows)))
+        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
         out[:, 0] = rows
         missing_rows = -rows % tile
-        for column, window in enumerate(self.windows, start=3):
+        for index, window in enumerate(self.windows):
             last_row_keys = np.minimum(stop, window) if window else stop
-            out[:, column] = slice_pairs(start, stop, window, causal=self.model.causal) + missing_rows * last_row_keys
+            pairs = slice_pairs(start, stop, window, causal=self.model.causal)
+            out[:, _pairs(index)] = pairs + missing_rows * last_row_keys
+            out[:, _prefix(index)] = np.minimum(start, window) if window else start
         return out
 
     def _work(self, direction: Direction, stage: int | None) -> WorkCurve:
@@ -156,12 +160,22 @@ class PackCosts:
         return WorkCurve(
             linear_s=float(matrix[0, chosen]),
             attention_s=tuple(
-                (float(matrix[row, chosen]), window)
-                for row, window in enumerate(self.windows, start=3)
-                if matrix[row, chosen]
+                (float(matrix[_pairs(index), chosen]), window)
+                for index, window in enumerate(self.windows)
+                if matrix[_pairs(index), chosen]
             ),
             slice_s=float(matrix[1, chosen]),
         )
+
+
+def _pairs(window_index: int) -> int:
+    """Feature column of a window's pairs."""
+    return 3 + 2 * window_index
+
+
+def _prefix(window_index: int) -> int:
+    """Feature column of a window's prefix tokens."""
+    return 4 + 2 * window_index
 
 
 def padded_pack_tokens(columns: SliceColumns) -> NDArray[np.int64]:

@@ -5,7 +5,8 @@ with a prefix), *all ranks at once*, because ranks of one machine share its memo
 will too. Rank 0 fits the cost model's coefficients by non-negative least squares on relative errors and
 broadcasts them: one cost file for all ranks. The full profiler of a device is another command.
 
-Price: about 15 packs of at most 2,048 tokens forward and backward, repeated while the time budget lasts.
+Price: at most 16 packs of up to 4,096 tokens forward and backward, once to warm up and then repeated while the
+time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
 import time
@@ -27,27 +28,34 @@ from evenload.types.model import ModelSpec
 
 _TIME_BUDGET_S = 4.0
 _MIN_REPEATS = 2
+_MAX_REPEATS = 30
 
-# Documents as lists of forward cuts; each list is one round of packs through the layers. Between them they
-# vary tokens, slices and pairs independently, which the fit needs.
+# Documents as lists of forward cuts; each list is one round of packs through the layers, cheapest first. Between
+# them they vary tokens, slices, pairs and prefix independently, which the fit needs.
 _ROUNDS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((0, 128),),
     ((0, 512),),
-    ((0, 1024),),
-    ((0, 2048),),
     ((0, 64),) * 16,
     ((0, 256),) * 4,
+    ((0, 896, 1024),),
+    ((0, 1024),),
+    ((0, 2048),),
     ((0, 1536, 2048),),
-    ((0, 1792, 2048),),
+    ((0, 1920, 2048),),
+    ((0, 4096),),
+    ((0, 3584, 4096),),
+    ((0, 3968, 4096),),
 )
+# Fewer rounds than this leave coefficients undetermined, so they run even when they exceed the time budget.
+_MIN_ROUNDS = 5
 
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """One timed pack on one layer: features [tokens, slices, 1, pairs] and seconds."""
+    """One timed pack on one layer: features [tokens, slices, 1, pairs, prefix] and seconds."""
 
     direction: str
-    features: tuple[float, float, float, float]
+    features: tuple[float, ...]
     seconds: float
 
 
@@ -81,9 +89,13 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoeffi
     passes = {}
     for direction in ("forward", "backward"):
         chosen = [s for s in samples if s.direction == direction]
-        tokens, slices, packs, pairs = _fit_relative([s.features for s in chosen], [s.seconds for s in chosen])
+        tokens, slices, packs, pairs, prefix = _fit_relative([s.features for s in chosen], [s.seconds for s in chosen])
         passes[direction] = PassCoefficients(
-            linear_s_per_token=tokens, attention_s_per_pair=pairs, slice_s=slices, pack_s=packs
+            linear_s_per_token=tokens,
+            attention_s_per_pair=pairs,
+            prefix_s_per_token=prefix,
+            slice_s=slices,
+            pack_s=packs,
         )
     head = [point for rank in everyone for point in rank["head"]]
     head_s_per_token, head_pack_s = _fit_relative([(n, 1.0) for n, _ in head], [s for _, s in head])
@@ -120,19 +132,25 @@ def _fit_relative(features: list[tuple[float, ...]], seconds: list[float]) -> tu
 
 
 def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: int) -> list[_Sample]:
-    best: dict[tuple[str, int, int], tuple[tuple[float, float, float, float], float]] = {}
-    rounds = [r for r in _ROUNDS if r[0][-1] <= max_document_tokens] or [((0, max_document_tokens),)]
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
-    repeat = 0
-    while repeat < _MIN_REPEATS + 1 or time.perf_counter() < deadline_s:
+    rounds = []
+    # The first pass warms caches and allocators up, and tells which rounds the budget allows.
+    for documents in _ROUNDS:
+        if documents[0][-1] <= max(max_document_tokens, _ROUNDS[0][0][-1]):
+            if len(rounds) >= _MIN_ROUNDS and time.perf_counter() > deadline_s:
+                break
+            rounds.append(documents)
+            for _ in _time_round(stage, model, documents):
+                pass
+    best: dict[tuple[str, int, int], tuple[tuple[float, ...], float]] = {}
+    deadline_s = time.perf_counter() + _TIME_BUDGET_S
+    repeats = 0
+    while repeats < _MIN_REPEATS or (time.perf_counter() < deadline_s and repeats < _MAX_REPEATS):
         for number, documents in enumerate(rounds):
             for key, features, seconds in _time_round(stage, model, documents):
-                # The first pass warms caches and allocators up; the fastest of the others is the device's time.
-                if repeat and seconds < best.get((*key, number), (None, np.inf))[1]:
+                if seconds < best.get((*key, number), (None, np.inf))[1]:
                     best[(*key, number)] = (features, seconds)
-        repeat += 1
-        if repeat > 50:
-            break
+        repeats += 1
     layers = len(stage.model.layers)
     return [_Sample(key[0], features, seconds / layers) for key, (features, seconds) in best.items()]
 
@@ -161,10 +179,12 @@ def _pack(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
     return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
 
 
-def _features(ranges: tuple[Range, ...], stage: PipelineStage, model: ModelSpec) -> tuple[float, float, float, float]:
+def _features(ranges: tuple[Range, ...], stage: PipelineStage, model: ModelSpec) -> tuple[float, ...]:
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
-    per_layer = [float(slice_pairs(start, stop, model.windows[index]).sum()) for index in stage.model.layers]
-    return float((stop - start).sum()), float(len(ranges)), 1.0, float(np.mean(per_layer))
+    windows = [model.windows[index] for index in stage.model.layers]
+    pairs = np.mean([slice_pairs(start, stop, window).sum() for window in windows])
+    prefix = np.mean([(np.minimum(start, window) if window else start).sum() for window in windows])
+    return float((stop - start).sum()), float(len(ranges)), 1.0, float(pairs), float(prefix)
 
 
 def _time_head(stage: PipelineStage, vocab_size: int) -> list[tuple[float, float]]:
