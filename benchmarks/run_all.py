@@ -1,0 +1,27 @@
+"""`make bench`: every benchmark, rows appended to benchmarks/results/results.csv. Wants a quiet machine.
+
+python benchmarks/run_all.py [--quick]      --quick tries every benchmark with small inputs and appends nothing
+"""
+
+import sys
+
+import demo
+import planning
+import replay
+import simulator
+from results import run_benchmark
+
+
+def main() -> None:
+    """All of them, one after the other."""
+    arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
+    for module in (simulator, planning, replay):
+        run_benchmark(module.measure, module.__doc__ or "", arguments)
+    if demo.is_there():
+        run_benchmark(demo.measure, demo.__doc__ or "", arguments)
+    else:
+        print("demo: left out, runs/demo does not hold a finished demo; run `make demo` first")
+
+
+if __name__ == "__main__":
+    main()
