@@ -115,6 +115,17 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 
+def test_ctrl_c_stops_all_ranks(project):
+    process = start(project, "train.steps=100000")
+    wait_for_rows(project, 1, process)
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
 def test_an_error_in_one_rank_is_shown_as_one_line(project):
     """Found only while reading: the document's name, length, limit and choices, and no traceback."""
     (project / "corpus" / "huge.txt").write_text("x" * 5000)

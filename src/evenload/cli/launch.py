@@ -20,6 +20,7 @@ def run_local(function, arguments: tuple, num_processes: int) -> None:
     Raises:
         EvenloadError: the first failing process's error, with its rank.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -42,6 +43,9 @@ def run_local(function, arguments: tuple, num_processes: int) -> None:
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         raise _as_evenload_error(rank, failure) from None
+    except SignalException as stopped:
+        # Ctrl-C or a scheduler's SIGTERM; the ranks are down already. The shell's convention for the exit code.
+        raise SystemExit(128 + stopped.sigval) from None
 
 
 def _as_evenload_error(rank: int, failure) -> EvenloadError:

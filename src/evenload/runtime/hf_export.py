@@ -18,6 +18,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
     """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads it. Collective."""
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
+        config.dtype = buffers[0].values.dtype
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
     files = mesh.layout.pp
