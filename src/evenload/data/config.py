@@ -30,6 +30,7 @@ class DataConfig(Frozen):
             the budget is a batch of its own. The last batch of an epoch may be smaller.
         shuffle_window: documents held to draw from; 1 keeps the order of the files and inside them. With
             more than 1, the order of the files is permuted every epoch too.
+        seed: of the order of files and documents.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
         overlong: what happens to a longer one: an error naming it, consecutive documents of at most that

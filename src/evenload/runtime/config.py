@@ -29,7 +29,13 @@ class ModelConfig(Frozen):
 
 
 class ParallelConfig(Frozen):
-    """Sizes of the parallel dimensions; their product is the number of processes."""
+    """Sizes of the parallel dimensions; their product is the number of processes.
+
+    Args:
+        dp: replicas that train different documents of the same step (data parallel).
+        pp: pipeline stages; the layers are split evenly.
+        cp, tp: context and tensor parallel; anything but 1 is refused in this version.
+    """
 
     dp: int = 1
     pp: int = 1

@@ -23,10 +23,12 @@ class OptimizerConfig(Frozen):
 
     Args:
         learning_rate: after warm-up.
+        beta1, beta2, eps: as in `torch.optim.AdamW`.
         weight_decay: of matrices; norms and biases have none.
         clip_norm: global gradient norm limit; 0 = no clipping.
         warmup_steps: linear warm-up from 0.
-        decay: "constant", or "cosine" down to `final_ratio` at `train.steps`.
+        decay: "constant", or "cosine" down to `final_ratio` of the learning rate at `train.steps`.
+        final_ratio: of the learning rate, where the cosine ends.
     """
 
     learning_rate: float = 3e-4

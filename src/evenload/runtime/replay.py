@@ -106,10 +106,9 @@ class _RangeAttentionFunction(torch.autograd.Function):
             return out.view_as(out)
         outs, lses = [], []
         for rows, (doc_id, start, stop) in _rows_of(state.ranges):
-            keys, values = store.document_keys(doc_id, layer, k, v)
-            keys[start:stop], values[start:stop] = k[rows], v[rows]
-            first = first_visible_key(start, window)
-            out, lse = state.backend.forward(q[rows], keys[first:stop], values[first:stop], scale=scale, window=window)
+            store.record_keys(doc_id, layer, start, k[rows], v[rows])
+            keys, values = store.keys_and_values(doc_id, layer, first_visible_key(start, window), stop)
+            out, lse = state.backend.forward(q[rows], keys, values, scale=scale, window=window)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs), torch.cat(lses)
@@ -124,12 +123,11 @@ class _RangeAttentionFunction(torch.autograd.Function):
         grad = grad.contiguous()
         dqs, dks, dvs = [], [], []
         for rows, (doc_id, start, stop) in _rows_of(ranges):
-            keys, values = store.document_keys(doc_id, layer, q, q)
             first = first_visible_key(start, window)
+            keys, values = store.keys_and_values(doc_id, layer, first, stop)
             dq, dk, dv = backend.backward(
-                grad[rows], q[rows], keys[first:stop], values[first:stop], out[rows], lse[rows],
-                scale=scale, window=window,
-            )  # fmt: skip
+                grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=scale, window=window
+            )
             dk, dv = store.add_key_grads(doc_id, layer, first, dk, dv, start, stop)
             dqs.append(dq)
             dks.append(dk)

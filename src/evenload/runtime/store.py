@@ -61,7 +61,6 @@ class ActivationStore:
         self._blocks: dict[int, list[tuple[Range, int, _Block]]] = defaultdict(list)
         self._buffers: dict[int, _DocumentBuffers] = {}
         self._open: list[_Block] = []
-        self._open_ranges: tuple[Range, ...] = ()
         self.held_bytes = 0
         self.peak_bytes = 0
 
@@ -69,7 +68,6 @@ class ActivationStore:
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         """Start recording a forward pack."""
-        self._open_ranges = ranges
         groups = [ranges] if ranges in self._whole_packs else [(r,) for r in ranges]
         self._open = [_Block(ranges=group, open_ranges=len(group)) for group in groups]
         for block in self._open:
@@ -95,15 +93,21 @@ class ActivationStore:
         block.num_bytes += rows.nbytes
         self._count(rows.nbytes)
 
-    def document_keys(self, doc_id: int, layer: int, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]:
-        """The document's K and V buffers of a layer, [num_tokens, G, D] each; made at its first slice."""
+    def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
         buffers = self._buffers.setdefault(doc_id, _DocumentBuffers(self._num_tokens[doc_id]))
         if layer not in buffers.keys:
             buffers.keys[layer], buffers.values[layer] = (
-                like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (like_k, like_v)
+                like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values)
             )
             self._count_document(buffers, buffers.keys[layer].nbytes + buffers.values[layer].nbytes)
-        return buffers.keys[layer], buffers.values[layer]
+        stop = start + keys.shape[0]
+        buffers.keys[layer][start:stop], buffers.values[layer][start:stop] = keys, values
+
+    def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
+        buffers = self._buffers[doc_id]
+        return buffers.keys[layer][first:stop], buffers.values[layer][first:stop]
 
     # ---- backward ------------------------------------------------------------------------------
 
