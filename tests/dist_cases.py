@@ -17,7 +17,8 @@ from reference_training import tiny_config
 
 
 def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype) -> list:
-    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights)."""
+    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights,
+    peak bytes of stored activations)."""
     config = tiny_config(kind, **changes)
     decoded = [decode_plan(data) for data in plans]
     layout = decoded[0].layout
@@ -46,5 +47,5 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
                 gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
                 weights[name] = parameter.detach().numpy().copy()
                 start += parameter.numel()
-        results.append((run.loss, gradients, norm, weights))
+        results.append((run.loss, gradients, norm, weights, run.peak_bytes))
     return results

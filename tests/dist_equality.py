@@ -10,7 +10,11 @@ from reference_training import make_tokens, plain_loss_and_gradients, relative_e
 
 
 def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10):
-    """Run the plans in one process group and compare each with transformers' sdpa."""
+    """Run the plans in one process group and compare each with transformers' sdpa.
+
+    Returns:
+        Peak bytes of stored activations, [plan][rank].
+    """
     config = tiny_config(kind, **(changes or {}))
     tokens = [
         make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
@@ -36,3 +40,4 @@ def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=t
         norm = np.sqrt(sum(g.double().square().sum().item() for g in plain.values()))
         for result in results:
             assert result[2] == pytest.approx(norm, rel=max(tolerance, 1e-9))
+    return [[rank[index][4] for rank in ranks] for index in range(len(plans))]

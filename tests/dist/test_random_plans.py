@@ -1,11 +1,14 @@
 """Random plans through the real executor: they finish, and their gradients equal plain training."""
 
 import pytest
+
 from dist_equality import assert_plans_equal_plain
 from plan_building import random_plan
 
 
-@pytest.mark.parametrize(("pp", "dp", "count"), [(1, 1, 25), (2, 1, 60), (4, 1, 60), (2, 2, 60), (1, 3, 25), (4, 2, 40)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "count"), [(1, 1, 25), (2, 1, 60), (4, 1, 60), (2, 2, 60), (1, 3, 25), (4, 2, 40)]
+)
 def test_random_plans_run_and_equal_plain_training(gloo_pool, pp, dp, count):
     """No deadlock and no wrong gradient, for any cuts, any legal f and w, replicas with or without documents."""
     plans = [random_plan(1000 * pp + 100 * dp + i, num_layers=4, pp=pp, dp=dp) for i in range(count)]

@@ -1,19 +1,26 @@
 """The test that matters most: every strategy, layout and cut trains like plain single-process training."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from dist_equality import assert_plans_equal_plain
-from reference_training import tiny_config
 
+from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.memory import backward_temp_estimate
 from evenload.plan.options import PlanOptions
+from evenload.plan.plan_tasks import replica_tasks
 from evenload.plan.planner import StepPlanner
 from evenload.plan.validate import validate_plan
+from evenload.runtime.executor import num_pack_rows
+from evenload.simulate.simulate import simulate
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
+from evenload.types.pipeline import action_columns
+from reference_training import tiny_config
 
 STRATEGIES = ["padded", "best_fit", "balanced", "slimpack"]
 LAYOUTS = [(pp, dp) for pp in (1, 2, 4) for dp in (1, 2)]
@@ -41,9 +48,7 @@ def planned(kind, strategy, pp, dp, lengths, options=None, **changes):
     model = model_from_hf_config(tiny_config(kind, **changes).to_dict(), kind, 8)
     layout = even_layout(model.num_layers, dp=dp, pp=pp)
     planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=LIMIT))
-    documents = tuple(
-        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths)
-    )
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
     return plan
@@ -61,11 +66,30 @@ def test_every_strategy_equals_plain_training(gloo_pool, pp, dp):
     slices = [len(pack.slices) for pack in plans[-1].pack_plans[0].forward]
     assert any(s.start for p in plans[4].pack_plans for pack in p.forward for s in pack.slices), "documents are sliced"
     assert slices
-    assert_plans_equal_plain(gloo_pool, plans)
+    peaks = assert_plans_equal_plain(gloo_pool, plans)
+    for plan, measured in zip(plans, peaks, strict=True):
+        assert_peaks_match_the_memory_model(plan, measured)
+
+
+def assert_peaks_match_the_memory_model(plan, measured):
+    """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte."""
+    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    for dp_rank in range(plan.layout.dp):
+        tasks = replica_tasks(plan, dp_rank, model)
+        rows = np.array([num_pack_rows(pack) for pack in plan.pack_plans[dp_rank].backward], np.int64)
+        exact = dataclasses.replace(
+            tasks,
+            static_bytes=np.zeros_like(tasks.static_bytes),
+            forward_temp_bytes=np.zeros_like(tasks.forward_temp_bytes),
+            backward_temp_bytes=tasks.backward_temp_bytes - backward_temp_estimate(model, plan.layout, rows),
+        )
+        peaks = simulate(exact, action_columns(plan.schedules[dp_rank])).peak_bytes
+        for pp_rank, peak in enumerate(peaks.tolist()):
+            assert measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)] == peak
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [k for k in itertools.product(["llama", "qwen2", "qwen3", "mistral"], [False, True])][1:]
+    ("kind", "tied"), list(itertools.product(["llama", "qwen2", "qwen3", "mistral"], [False, True]))[1:]
 )
 def test_every_model_equals_plain_training_in_a_pipeline(gloo_pool, kind, tied):
     """Bias (Qwen2), qk-norm (Qwen3), tied weights on two stages; PP2 x DP2, sliced documents."""
@@ -81,7 +105,9 @@ def test_fp32_equals_plain_training_to_its_precision(gloo_pool):
     assert_plans_equal_plain(gloo_pool, plans, dtype=torch.float32, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels at all", "one rank without", "one document"])
+@pytest.mark.parametrize(
+    "lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels at all", "one rank without", "one document"]
+)
 def test_ranks_without_labels_or_documents(gloo_pool, lengths):
     """0/0 on one rank is NaN everywhere after the reduction (notes: users row 19); a replica may have nothing to do."""
     plans = [planned("llama", strategy, 2, 2, lengths) for strategy in STRATEGIES]

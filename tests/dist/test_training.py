@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_training import train_steps
-from reference_training import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dist_training import train_steps
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.config import TrainConfig, load_train_config
+from reference_training import tiny_config
 
 STEPS = 6
 
@@ -91,7 +91,9 @@ def plain_losses(config: TrainConfig) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("pp", "dp", "strategy"), [(1, 1, "slimpack"), (2, 1, "slimpack"), (2, 2, "balanced"), (1, 3, "best_fit")])
+@pytest.mark.parametrize(
+    ("pp", "dp", "strategy"), [(1, 1, "slimpack"), (2, 1, "slimpack"), (2, 2, "balanced"), (1, 3, "best_fit")]
+)
 def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, strategy):
     """Clipping, warm-up, weight-decay groups, sharded state, tied weights and all: six updates, to 1e-9."""
     overrides = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
@@ -139,5 +141,9 @@ def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):
     )
     continued = gloo_pool.run(2, train_steps, str(config_file), overrides, 3)[0]
     assert continued[0] == pytest.approx(total / batch.num_label_tokens, rel=1e-9)
-    from_export = [f"model.path={tmp_path / 'out' / 'model'}", "model.random_init=false", f"train.output_dir={tmp_path}/again"]
+    from_export = [
+        f"model.path={tmp_path / 'out' / 'model'}",
+        "model.random_init=false",
+        f"train.output_dir={tmp_path}/again",
+    ]
     assert gloo_pool.run(1, train_steps, str(config_file), from_export, 1)[0][0] > 0

@@ -137,8 +137,6 @@ def pipeline_bytes(
 
     element = model.bytes_per_element
     forward_temp = element * (4 * model.hidden_size + model.ffn_hidden_size)
-    backward_temp = element * (6 * model.hidden_size + 4 * model.ffn_hidden_size)
-    logits_per_row = is_last * model.vocab_size * (element + 8)
     backward_pack_tokens = _pack_sums(backward_pack, backward_tokens, backward.num_packs)
     return PipelineBytes(
         static_bytes=static_bytes(model, layout),
@@ -147,9 +145,25 @@ def pipeline_bytes(
         backward_freed_bytes=np.outer(freed_chunks, chunk_per_token)
         + np.outer(freed_kv, kv_per_token)
         + np.outer(closed - opened, kv_gradient_per_token),
-        backward_temp_bytes=np.outer(backward_pack_tokens, np.full(len(layers), backward_temp, np.int64))
-        + np.outer(np.minimum(backward_pack_tokens, HEAD_ROWS), logits_per_row)
+        backward_temp_bytes=backward_temp_estimate(model, layout, backward_pack_tokens)
         + np.outer(opened, kv_gradient_per_token),
+    )
+
+
+def backward_temp_estimate(
+    model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Temporaries of backward packs, the estimated part; int64[num_packs, P].
+
+    Args:
+        pack_tokens: int64[num_packs] tokens as computed, padding included.
+    """
+    element, stages = model.bytes_per_element, layout.num_stages
+    per_token = element * (6 * model.hidden_size + 4 * model.ffn_hidden_size)
+    is_last = np.arange(stages) == stages - 1
+    logits_per_row = is_last * model.vocab_size * (element + 8)
+    return np.outer(pack_tokens, np.full(stages, per_token, np.int64)) + np.outer(
+        np.minimum(pack_tokens, HEAD_ROWS), logits_per_row
     )
 
 
