@@ -21,8 +21,10 @@ check: .venv/dev  ## lint, format, types, import rules
 bench: .venv/dev  ## measure; appends rows to benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
-docs: .venv/train  ## pictures of the README and docs from the last demo run
+docs: .venv/dev  ## pictures from the last demo run, generated pages, the file tree of the README
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_file_tree.py
 
 clean:
 	rm -rf .venv build runs

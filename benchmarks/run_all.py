@@ -5,6 +5,7 @@ python benchmarks/run_all.py [--quick]      --quick tries every benchmark with s
 
 import sys
 
+import attention
 import demo
 import planning
 import replay
@@ -15,7 +16,7 @@ from results import run_benchmark
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, replay):
+    for module in (simulator, planning, attention, replay):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)

@@ -12,7 +12,7 @@ class PlanOptions(Frozen):
 
     Args:
         max_pack_tokens: most tokens of a pack, padding included (the memory of one micro-batch and the window of
-            `padded` and `best_fit`); None = no limit.
+            `padded` and `best_fit`); None = no limit (`evenload train` takes `data.max_document_tokens` then).
         min_slice_tokens: cut pieces are not shorter (a document's rest may be).
         candidates: how many pack counts are tried, `i·pp` with i growing by powers of two.
         cuts: `slimpack` cuts backward packs on their own ("asymmetric"), as the forward packs reversed

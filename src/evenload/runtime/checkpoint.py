@@ -4,7 +4,7 @@ A checkpoint is a directory `step-<n>` with
 
     model and optimizer tensors   parameters by Hugging Face name; AdamW state by unit ("layer.3.decay") as
                                   DTensors over the data-parallel ranks, so any dp and pp can load it
-    progress.json                 steps done, loader state, digest of the run's configuration
+    progress.json                 steps done and the loader's state
 
 It is written under another name and renamed when complete, so an interrupted save is never mistaken for
 a checkpoint. Resuming at the same layout is exact to the bit; at another, up to summation order.

@@ -1,0 +1,108 @@
+"""The file tree of the README, from the first line of every file's docstring; `make docs` refreshes it.
+
+Lists the files that git knows in src/evenload, native, examples, benchmarks and docs, and the folders of tests. A
+test fails when the names differ from the README's; the descriptions are whatever they were when this ran last.
+"""
+
+import ast
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- file tree: make docs -->\n", "<!-- end of file tree -->\n"
+FOLDERS = ("src/evenload", "native", "tests", "examples", "benchmarks", "docs")
+OTHER = {
+    "src/evenload/_native.pyi": "Types of the native core.",
+    "src/evenload/py.typed": "Says that the package is typed (PEP 561).",
+    "src/evenload/report/report.css": "Style of the pages, light and dark.",
+    "src/evenload/report/report.js": "Draws figures when they are scrolled near, and again when colours change.",
+    "native/.clang-format": "Format of the C++ files.",
+    "examples/stdlib_demo/demo.toml": "Configuration of the demo.",
+    "examples/stdlib_demo/model.json": "The demo's model: a small Llama.",
+    "benchmarks/results/.gitkeep": "Keeps the folder until there are results.",
+    "benchmarks/results/results.csv": "Every published measurement, one row each.",
+    "tests": "Helpers of several folders.",
+    "tests/attention": "Slices equal whole-document attention.",
+    "tests/cli": "Commands as a user runs them: real processes, kills, mistakes.",
+    "tests/cost": "Costs and bytes by hand.",
+    "tests/data": "Sources, batches, exact resume, the ledger.",
+    "tests/dist": "Real gloo processes: every strategy, layout and cut equals plain training; resume.",
+    "tests/docs": "Links, file tree and generated pages.",
+    "tests/plan": "Planners against invariants and brute force.",
+    "tests/profile": "Calibration.",
+    "tests/report": "Pages in a browser, traces, tables, figures.",
+    "tests/runtime": "Replay equals plain training for any cuts.",
+    "tests/schedule": "No deadlock within the conditions, deadlock outside, memory bound by brute force.",
+    "tests/simulate": "Hand-drawn timelines, closed forms, native equals its twin.",
+    "tests/types": "Catalogues, work curves, files.",
+}
+
+
+def tracked_files() -> list[str]:
+    """Paths that git knows below FOLDERS, those of tests as folders, without empty package markers."""
+    command = ["git", "ls-files", "--", *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = [path for path in listed if (ROOT / path).is_file() and not path.endswith("__init__.py")]
+    return sorted({str(Path(path).parent) if path.startswith("tests/") else path for path in files})
+
+
+def file_tree() -> str:
+    """Lines of path and description, grouped by folder."""
+    lines: list[str] = []
+    folder = ""
+    for path in sorted(tracked_files(), key=lambda path: (FOLDERS.index(_top(path)), _folder(path), path)):
+        if _folder(path) != folder:
+            folder = _folder(path)
+            lines += ["", f"{folder}/"] if folder != "tests" or not lines or lines[-1] != "" else [f"{folder}/"]
+        name = path.removeprefix("tests").lstrip("/") if folder == "tests" else Path(path).name
+        lines.append(f"  {name or '*.py':<26} {_description(path)}".rstrip())
+    return "```\n" + "\n".join(lines).strip("\n") + "\n```\n"
+
+
+def listed_paths(text: str) -> set[str]:
+    """Paths that a tree names; the inverse of `file_tree`."""
+    paths: set[str] = set()
+    folder = ""
+    for line in text.splitlines():
+        if line.startswith("  "):
+            name = line.split()[0]
+            paths.add(folder if name == "*.py" else f"{folder}/{name}")
+        elif line.endswith("/"):
+            folder = line.rstrip("/")
+    return paths
+
+
+def _top(path: str) -> str:
+    return next(folder for folder in FOLDERS if path == folder or path.startswith(f"{folder}/"))
+
+
+def _folder(path: str) -> str:
+    return "tests" if _top(path) == "tests" else str(Path(path).parent)
+
+
+def _description(path: str) -> str:
+    if path in OTHER:
+        return OTHER[path]
+    file = ROOT / path
+    if path.endswith(".py"):
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        return " ".join(docstring.split("\n\n")[0].split()) if docstring else ""
+    if path.endswith(".cpp") and file.with_suffix(".h").is_file():
+        return f"Implements {file.stem}.h."
+    if path.endswith((".cpp", ".h", ".md")):
+        first = file.read_text(encoding="utf-8").splitlines()[0]
+        return first.lstrip("/# ")
+    return {".gz": "Document lengths.", ".png": "Picture made by make_pictures.py."}.get(file.suffix, "")
+
+
+def main() -> None:
+    """Replace the tree between the markers of the README."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    if END not in rest:
+        raise SystemExit(f"README.md has no place for the file tree between {BEGIN.strip()} and {END.strip()}")
+    README.write_text(before + BEGIN + file_tree() + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Documentation that points at something: the thing must be there."""
+
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def pages() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    headings = re.findall(r"^#+ +(.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files_and_headings(page):
+    """A moved file or a renamed heading leaves a dead link that nobody clicks for months."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    broken = []
+    for target in _LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_readme_file_tree_names_exactly_the_files_there_are():
+    """A file without a line is a file nobody finds; run docs/make_file_tree.py."""
+    script = runpy.run_path(str(ROOT / "docs" / "make_file_tree.py"))
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition(script["BEGIN"])[2].partition(script["END"])[0]
+    assert script["listed_paths"](tree) == set(script["tracked_files"]())
+
+
+def test_code_in_docs_names_files_that_exist():
+    """Paths in backquotes, such as `plan/validate.py`, below the root or the package."""
+    missing = []
+    for page in pages():
+        for path in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|toml|json))`", page.read_text(encoding="utf-8")):
+            written_by_runs = path.startswith("runs/")
+            if not written_by_runs and not any((base / path).exists() for base in (ROOT, ROOT / "src" / "evenload")):
+                missing.append(f"{page.name}: {path}")
+    assert missing == []
