@@ -77,7 +77,7 @@ def test_default_layout_uses_all_devices(table, tmp_path) -> None:
         (["--strategy", "wlb"], "not available in this version, planned"),
         (["--strategy", "slimpak"], "did you mean 'slimpack'"),
         (["--strategy", ","], "names no strategy"),
-        (["--layout", "dp=2,pp=4,tp=2"], "planned"),
+        (["--layout", "dp=1,pp=1,tp=5"], "do not divide over tp=5"),
         (["--layout", "dp=16"], "needs 16 devices"),
         (["--layout", "stages=4"], "is not one of dp cp pp tp"),
         (["--layout", "dp=2,dp=2"], "given twice"),

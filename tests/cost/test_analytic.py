@@ -37,7 +37,18 @@ def test_layout_larger_than_the_cluster_is_refused() -> None:
         analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, dp=4, pp=4))
 
 
-@pytest.mark.parametrize("axis", ["cp", "tp"])
-def test_context_and_tensor_parallelism_are_refused_as_planned(axis: str) -> None:
-    with pytest.raises(ConfigError, match="planned"):
-        analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, **{axis: 2}))
+def test_tensor_parallel_constants_of_a_pack_shrink_with_the_products() -> None:
+    model, cluster = model_from("llama-7b"), cluster_from("h100x8")
+    one = analytic_coefficients(model, cluster, even_layout(32, dp=8))
+    four = analytic_coefficients(model, cluster, even_layout(32, dp=2, tp=4))
+    kernel_s = cluster.device.kernel_s
+    assert four.forward.pack_s - kernel_s == pytest.approx((one.forward.pack_s - kernel_s) / 4)
+    assert four.forward.linear_s_per_token == one.forward.linear_s_per_token  # of a whole layer; costs divide by tp
+    assert four.group_link(8) == cluster.intra_node
+    assert four.group_link(9) == cluster.inter_node
+    assert four.host_link == cluster.device.host_link
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="do not divide over tp=3"):
+        analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, tp=3))

@@ -116,3 +116,65 @@ def test_logits_are_held_a_block_of_rows_at_a_time() -> None:
     )
     np.testing.assert_array_equal(short[2] - short[0], HEAD_ROWS * 32 * (2 + 8))
     np.testing.assert_array_equal(long[2] - long[0], HEAD_ROWS * 32 * (2 + 8))
+
+
+def test_policies_keep_what_they_say_by_hand() -> None:
+    """Documents of 10, 4 and 6 tokens: replay, recompute, offload."""
+    packs = sample_columns([[(0, 0, 10), (1, 0, 4)], [(2, 0, 6)]])
+    lengths = np.array([10, 4, 6])
+    layout = even_layout(3, pp=2)
+    plain = pipeline_bytes(sample_model(), layout, packs, packs, lengths)
+    found = pipeline_bytes(sample_model(), layout, packs, packs, lengths, np.array([0, 1, 2], np.int8))
+    layers, final = np.array([2, 1]), np.array([0, 16])
+    recomputed = 2 * (8 + 8) + 2 * 4  # layer input, attention output, log-sum-exp
+    kept = [
+        10 * (layers * ACTIVATION + final) + 4 * (layers * recomputed + final) + 14 * layers * KV,
+        6 * final + 6 * layers * KV,
+    ]
+    np.testing.assert_array_equal(found.forward_kept_bytes, kept)
+    np.testing.assert_array_equal(found.forward_kept_bytes, found.backward_freed_bytes)
+    # Backward holds one layer's remade tensors, and two layers' buffers of an offloaded document.
+    remade = 2 * (8 + 2 * 4 + 8 + 32)
+    extra = found.backward_temp_bytes - plain.backward_temp_bytes
+    np.testing.assert_array_equal(extra, [[4 * remade] * 2, 6 * np.minimum(layers, 2) * ACTIVATION])
+    extra = found.forward_temp_bytes - plain.forward_temp_bytes
+    np.testing.assert_array_equal(extra, [[0, 0], 6 * np.minimum(layers, 2) * ACTIVATION])
+
+
+@settings(max_examples=50)
+@given(cut_documents(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
+def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int, data) -> None:
+    lengths, forward, backward = case
+    policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
+    layout = even_layout(3, cp=cp, pp=pp)
+    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array(lengths), policy)
+    np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
+    live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
+    assert (live >= 0).all()
+
+
+def test_tensor_parallel_ranks_hold_their_share_by_hand() -> None:
+    """tp 2: one of two query heads, a copy of the only key/value head, half of everything over tokens."""
+    packs = sample_columns([[(0, 0, 10)]])
+    layout = even_layout(3, tp=2)
+    found = pipeline_bytes(sample_model(), layout, packs, packs, np.array([10]))
+    activation = 2 * (4 + (4 + 8) + 4 + 4 + 16) + 4
+    assert found.forward_kept_bytes.tolist() == [[10 * (3 * (activation + KV) + 2 * 4)]]
+    # q and o (2·8·8), three feed-forward matrices: half; k, v and norms: whole.
+    layer = (128 + 384) // 2 + 64 + 16
+    assert parameters_per_rank(sample_model(), layout).tolist() == [3 * layer + 2 * 16 * 8 + 8]
+
+
+def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
+    forward = sample_columns([[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]])
+    backward = sample_columns([[(0, 0, 9), (1, 0, 3)]])
+    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), forward, backward, np.array([9, 3]))
+    chunk = 3 * ACTIVATION + 16
+    # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.
+    assert found.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
+    alone = pipeline_bytes(sample_model(), even_layout(3), forward, backward, np.array([9, 3]))
+    gathered = 12 * (KV + KV_GRADIENT)
+    assert found.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
+    # Optimizer state is sharded over context ranks too.
+    static = static_bytes(sample_model(), even_layout(3, dp=2, cp=2))
+    np.testing.assert_array_equal(static, static_bytes(sample_model(), even_layout(3, dp=4)))

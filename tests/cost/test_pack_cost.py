@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_columns, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
-from evenload.types.columns import whole_document_columns
+from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 
 
@@ -128,3 +129,100 @@ def test_reduction_and_optimizer_of_the_fullest_rank() -> None:
 def test_layout_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 layers"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(4))
+
+
+LINKS = {
+    "intra_node": LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=0.25),
+    "inter_node": LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=1.0),
+    "devices_per_node": 4,
+}
+
+
+def test_recomputed_documents_pay_their_linear_work_again_in_backward() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=2))
+    packs = sample_columns([[(0, 0, 4), (1, 0, 3)], [(2, 0, 5)]])
+    policy = np.array([1, 0, 0], np.int8)
+    again = costs.pack_seconds(packs, "backward", policy) - costs.pack_seconds(packs, "backward")
+    np.testing.assert_allclose(again, [[2 * (4 * 1.0 + 5.0), 4 * 1.0 + 5.0], [0, 0]])  # layers · (tokens, a pack)
+    np.testing.assert_array_equal(costs.pack_seconds(packs, "forward", policy), costs.pack_seconds(packs, "forward"))
+    whole = costs.document_seconds([4, 3], np.array([1, 0], np.int8)) - costs.document_seconds([4, 3])
+    np.testing.assert_allclose(whole, [3 * 4 * 1.0, 0])
+    curve = costs.backward_work(0, recomputed_share=0.5)
+    assert curve.linear_s == pytest.approx(costs.backward_work(0).linear_s + 0.5 * 2 * 1.0)
+
+
+def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
+    packs = sample_columns([[(0, 0, 4)]])
+    bytes_copied = 4 * 3 * 152
+    for bandwidth, waits in ((1e9, False), (10.0, True)):
+        link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.5)
+        costs = PackCosts(sample_model(), sample_coefficients(host_link=link), even_layout(3))
+        for direction in ("forward", "backward"):
+            found = costs.pack_seconds(packs, direction, np.array([2], np.int8))[0, 0]
+            copy_s, compute_s = bytes_copied / bandwidth + 0.5, costs.pack_seconds(packs, direction)[0, 0]
+            assert (copy_s > compute_s) == waits
+            assert found == pytest.approx(max(copy_s, compute_s))
+    with pytest.raises(ConfigError, match="no host_link"):
+        PackCosts(sample_model(), sample_coefficients(), even_layout(3)).pack_seconds(
+            packs, "forward", np.array([2], np.int8)
+        )
+
+
+def test_tensor_parallelism_divides_work_and_adds_half_of_its_transfers() -> None:
+    coefficients = sample_coefficients(**LINKS)
+    costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
+    found = costs.pack_seconds(sample_columns([[(0, 0, 4)]]), "forward")[0, 0]
+    # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link, half of that exposed
+    rings = 0.5 * 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
+    assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
+    with pytest.raises(ConfigError, match="know no link"):
+        PackCosts(sample_model(), sample_coefficients(), even_layout(3, tp=2))
+
+
+def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hide() -> None:
+    packs = sample_columns([[(0, 0, 16)]])
+    pairs = 16 * 17 / 2
+    for bandwidth in (1e9, 1.0):
+        link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
+        coefficients = sample_coefficients(intra_node=link, devices_per_node=8)
+        found = PackCosts(sample_model(), coefficients, even_layout(3, cp=4)).pack_seconds(packs, "forward")[0, 0]
+        compute = 3 * (4 * 1.0 + pairs / 4 * 0.1 + 2 * 0.01 + 5.0) + 4 * 0.5
+        moved = 3 * 16 * 16 * 0.75 / bandwidth  # layers, tokens, bytes of K and V a token, 3 of 4 ranks
+        assert found == pytest.approx(compute + max(0.0, moved - 0.8 * 3 * pairs / 4 * 0.1))
+
+
+def test_packs_shared_by_replicas_cost_like_context_parallelism_of_the_layout() -> None:
+    """DP-Merge and static cp are one thing to the cost model; only where the group comes from differs."""
+    packs = sample_columns([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]])
+    shared = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, packs.pad_to, np.array([4, 4]))
+    coefficients = sample_coefficients(**LINKS)
+    static = PackCosts(sample_model(), coefficients, even_layout(3, cp=4, pp=3))
+    merged = PackCosts(sample_model(), coefficients, even_layout(3, dp=4, pp=3))
+    for direction in ("forward", "backward"):
+        np.testing.assert_allclose(merged.pack_seconds(shared, direction), static.pack_seconds(packs, direction))
+    np.testing.assert_allclose(merged.p2p_seconds(shared), static.p2p_seconds(packs))
+    np.testing.assert_allclose(merged.document_seconds([64, 3], ranks=4), static.document_seconds([64, 3]))
+
+
+def test_short_slices_stay_whole_under_context_parallelism() -> None:
+    """Cut into 2·cp chunks they would cost mostly empty tiles (WLB §5.2)."""
+    coefficients = sample_coefficients(attention_tile=8, **LINKS)
+    costs = PackCosts(sample_model(), coefficients, even_layout(3, cp=2))
+    one = PackCosts(sample_model(), coefficients, even_layout(3))
+    packs = sample_columns([[(0, 0, 31)]])
+    layers_only = 3 * 5.0
+    half = (one.pack_seconds(packs, "forward")[0, 0] - layers_only) / 2
+    assert costs.pack_seconds(packs, "forward")[0, 0] == pytest.approx(half + layers_only)
+
+
+def test_lower_bound_does_not_depend_on_how_devices_are_arranged() -> None:
+    found = [
+        PackCosts(sample_model(), sample_coefficients(**LINKS), layout).lower_bound_seconds([50, 8])
+        for layout in (
+            even_layout(3, dp=4),
+            even_layout(3, cp=4),
+            even_layout(3, tp=2, dp=2),
+            even_layout(3, tp=2, cp=2),
+        )
+    ]
+    assert found == pytest.approx([found[0]] * 4)

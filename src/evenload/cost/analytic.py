@@ -4,17 +4,18 @@
     attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x (SlimPack §2.2.2)
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0 (the
                           prefix's keys are read inside the kernel)
-    pack_s                kernel_s + linear_s_per_token · matmul_half_tokens: see `cost.coefficients` why the
+    pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
                           loss of small products is a constant
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
-Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV, no overlap of communication and
-compute inside a stage. Relative costs of strategies are trustworthy, absolute seconds need calibration.
+All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
+cp. Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV. Relative costs of strategies are
+trustworthy, absolute seconds need calibration.
 """
 
+from evenload.cost.activation import kv_gradient_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, BACKWARD_LINEAR_RATIO
-from evenload.cost.memory import kv_gradient_bytes_per_token
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
@@ -33,7 +34,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
     """Coefficients of a model on a cluster; the layout decides which links the transfers cross.
 
     Raises:
-        ConfigError: the layout needs more devices than the cluster has, or is not supported yet.
+        ConfigError: the layout needs more devices than the cluster has, or does not fit the model.
     """
     require_supported_layout(model, layout)
     if layout.world_size > cluster.num_devices:
@@ -55,7 +56,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
             attention_s_per_pair=pair_s * attention_ratio,
             prefix_s_per_token=prefix_s,
             slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
-            pack_s=(device.kernel_s + linear_s * device.matmul_half_tokens) * linear_ratio,
+            pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * linear_ratio,
         )
         for linear_ratio, attention_ratio, prefix_s in (
             (1.0, 1.0, 0.0),
@@ -80,11 +81,15 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         # Read a row and write it (forward), read the gradient and add it to an fp32 row (backward): alike.
         embedding_s_per_token=2.0 * model.hidden_size * model.bytes_per_element / memory_bytes_per_s,
         head_s_per_token=head_s,
-        head_pack_s=3.0 * device.kernel_s + head_s * device.matmul_half_tokens,
+        head_pack_s=3.0 * device.kernel_s + head_s / layout.tp * device.matmul_half_tokens,
         optimizer_s_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / memory_bytes_per_s,
         p2p_bandwidth_bytes_per_s=p2p.bandwidth_bytes_per_s,
         p2p_latency_s=p2p.latency_s,
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
+        intra_node=cluster.intra_node,
+        inter_node=cluster.inter_node,
+        devices_per_node=cluster.devices_per_node,
+        host_link=device.host_link,
         model=model.name,
     )

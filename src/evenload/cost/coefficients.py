@@ -23,6 +23,7 @@ import msgspec
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.cluster import LinkSpec
 
 
 class PassCoefficients(Frozen):
@@ -58,6 +59,11 @@ class CostCoefficients(Frozen):
         optimizer_s_per_parameter: one parameter of the rank's own shard.
         p2p_bandwidth_bytes_per_s, p2p_latency_s: one hop between neighbouring pipeline stages.
         reduce_bandwidth_bytes_per_s, reduce_latency_s: one hop of the ring over data-parallel ranks.
+        intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
+            consecutive devices a group spans; None = such groups cannot be costed.
+        host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
+        tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
+        context_hidden_share: of a pack's attention, behind which transfers of K and V hide.
         model: name of the model these per-layer numbers belong to; shown to users.
 
     Raises:
@@ -78,6 +84,12 @@ class CostCoefficients(Frozen):
     p2p_latency_s: float
     reduce_bandwidth_bytes_per_s: float
     reduce_latency_s: float
+    intra_node: LinkSpec | None = None
+    inter_node: LinkSpec | None = None
+    devices_per_node: int = 1
+    host_link: LinkSpec | None = None
+    tensor_exposed_share: float = 0.5
+    context_hidden_share: float = 0.8
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -106,6 +118,25 @@ class CostCoefficients(Frozen):
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
             )
+        for field in ("tensor_exposed_share", "context_hidden_share"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ConfigError(
+                    f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"
+                )
+
+    def group_link(self, span_devices: int) -> LinkSpec:
+        """The link that bounds a tensor- or context-parallel group over that many consecutive devices.
+
+        Raises:
+            ConfigError: the link is not known.
+        """
+        link = self.intra_node if span_devices <= self.devices_per_node else self.inter_node
+        if link is None:
+            raise ConfigError(
+                f"cost coefficients of {self.device} know no link for a group over {span_devices} devices; "
+                "set intra_node, inter_node and devices_per_node in the cost file, or plan without cp and tp"
+            )
+        return link
 
 
 def read_coefficients(path: str | Path) -> CostCoefficients:

@@ -24,8 +24,15 @@ Temporaries are ESTIMATES (the allocator and fused kernels decide):
     backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision
               and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8)
 
-Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp: fp32 master
+Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each.
+
+Policies (`cost.activation`): a recomputed document keeps a smaller chunk and its backward holds one layer's remade
+tensors; an offloaded one keeps no chunk but two layers' buffers while a pack runs. Host memory is not limited here.
+
+Context parallelism (static, or DP-Merge per pack) divides a pack's tokens over the ranks that share it. Of K and V a
+rank keeps its share of documents that are never cut and gathers one layer at a time; of a cut document it keeps all,
+gathered, and all of dK and dV. Tensor parallelism: see `cost.activation`; logits are split over the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -33,12 +40,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.activation import (
+    OFFLOAD,
+    POLICIES,
+    RECOMPUTE,
+    REPLAY,
+    activation_bytes_per_token,
+    kv_bytes_per_token,
+    kv_gradient_bytes_per_token,
+    local_kv_heads,
+    recomputed_width,
+)
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 HEAD_ROWS = 2048
 """Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
+OFFLOAD_BUFFERED_LAYERS = 2
+"""Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,46 +72,37 @@ class PipelineBytes:
     backward_temp_bytes: NDArray[np.int64]
 
 
-def activation_bytes_per_token(model: ModelSpec) -> int:
-    """Bytes one token leaves on ONE layer between forward and backward, without K and V."""
-    element = model.bytes_per_element
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
-    outputs = model.hidden_size + (query + 2 * key_value) + query + model.hidden_size + ffn
-    return element * outputs + model.num_heads * _accumulator_bytes(model)
-
-
-def kv_bytes_per_token(model: ModelSpec) -> int:
-    """Bytes of one token's K and V on ONE layer."""
-    return model.bytes_per_element * 2 * model.num_kv_heads * model.head_dim
-
-
-def kv_gradient_bytes_per_token(model: ModelSpec) -> int:
-    """Bytes of one token's dK and dV sums on ONE layer."""
-    return _accumulator_bytes(model) * 2 * model.num_kv_heads * model.head_dim
-
-
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Stored parameters of every pipeline rank; int64[R].
 
     A tied head on another rank than the embedding is a second copy, as in the runtime.
     """
     parameters = np.zeros(layout.pp, np.int64)
+    layer, embedding = _layer_parameters(model, layout.tp), -(-model.vocab_size // layout.tp) * model.hidden_size
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        parameters[rank] += (last - first) * model.stored_parameters_per_layer
+        parameters[rank] += (last - first) * layer
     first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
-    parameters[first_rank] += model.embedding_parameters
+    parameters[first_rank] += embedding
     parameters[last_rank] += model.hidden_size  # the final norm
     if not (model.tied_embeddings and first_rank == last_rank):
-        parameters[last_rank] += model.embedding_parameters
+        parameters[last_rank] += embedding
     return parameters
+
+
+def _layer_parameters(model: ModelSpec, tp: int) -> int:
+    """Of one layer on one tensor-parallel rank: matrices are split, norms and the router are copies."""
+    copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
+    key_value = 2 * model.hidden_size * model.head_dim
+    split = model.stored_parameters_per_layer - copied - key_value * model.num_kv_heads
+    return -(-split // tp) + key_value * local_kv_heads(model, tp) + copied
 
 
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     element = model.bytes_per_element
     parameters = parameters_per_rank(model, layout)
-    optimizer = ((4 if element < 4 else 0) + 2 * max(element, 4)) * -(-parameters // layout.dp)
+    shards = layout.dp * layout.cp
+    optimizer = ((4 if element < 4 else 0) + 2 * max(element, 4)) * -(-parameters // shards)
     return parameters * (element + max(element, 4)) + optimizer
 
 
@@ -101,75 +112,119 @@ def pipeline_bytes(
     forward: SliceColumns,
     backward: SliceColumns,
     num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
 ) -> PipelineBytes:
     """All byte columns of one replica.
 
     Args:
         forward, backward: the replica's packs.
         num_tokens: int64[num_documents] of the replica's documents, without padding.
+        policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
     """
+    tp, element = layout.tp, model.bytes_per_element
     layers = np.array([last - first for first, last in layout.stage_layers], np.int64)
     is_last = np.arange(len(layers)) == len(layers) - 1
-    chunk_per_token = layers * activation_bytes_per_token(model) + is_last * model.bytes_per_element * model.hidden_size
-    kv_per_token = layers * kv_bytes_per_token(model)
-    kv_gradient_per_token = layers * kv_gradient_bytes_per_token(model)
+    hidden = -(-model.hidden_size // tp)
+    # By policy and stage; the final hidden states of the last stage stay on the device under every policy.
+    chunk_per_token = np.stack(
+        [layers * activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
+    )
+    kv_per_token = layers * kv_bytes_per_token(model, tp)
+    kv_gradient_per_token = layers * kv_gradient_bytes_per_token(model, tp)
 
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
-    forward_tokens, backward_tokens = _slice_tokens(forward, forward_pack), _slice_tokens(backward, backward_pack)
+    forward_ranks, backward_ranks = sharing_ranks(forward, layout), sharing_ranks(backward, layout)
+    whole_forward_tokens = _slice_tokens(forward, forward_pack)
+    whole_backward_tokens = _slice_tokens(backward, backward_pack)
+    forward_tokens = -(-whole_forward_tokens // forward_ranks)
+    backward_tokens = -(-whole_backward_tokens // backward_ranks)
     document_tokens = _document_tokens(forward, forward_pack, num_tokens)
-
-    first_forward = forward.start == 0
-    kept_chunks = _pack_sums(forward_pack, forward_tokens, forward.num_packs)
-    kept_kv = _pack_sums(forward_pack, np.where(first_forward, document_tokens[forward.doc], 0), forward.num_packs)
 
     # A document cut in backward has a slice with start > 0.
     last_backward = backward.start == 0
     is_cut = np.zeros(len(num_tokens), bool)
     is_cut[backward.doc[~last_backward]] = True
     cut_tokens = np.where(is_cut[backward.doc], document_tokens[backward.doc], 0)
+    kv_tokens = _kv_tokens(forward, forward_ranks, document_tokens, is_cut)
+
+    kept_chunks = _policy_sums(forward_pack, forward_tokens, forward.num_packs, forward.doc, policy)
+    kept_kv = _pack_sums(forward_pack, np.where(forward.start == 0, kv_tokens[forward.doc], 0), forward.num_packs)
     opens = backward.stop == num_tokens[backward.doc]
     opened = _pack_sums(backward_pack, np.where(opens, cut_tokens, 0), backward.num_packs)
     closed = _pack_sums(backward_pack, np.where(last_backward, cut_tokens, 0), backward.num_packs)
 
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
-    freed_chunks = _pack_sums(freeing_pack, forward_tokens, backward.num_packs)
-    freed_kv = _pack_sums(backward_pack, np.where(last_backward, document_tokens[backward.doc], 0), backward.num_packs)
+    freed_chunks = _policy_sums(freeing_pack, forward_tokens, backward.num_packs, forward.doc, policy)
+    freed_kv = _pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), backward.num_packs)
 
-    element = model.bytes_per_element
-    forward_temp = element * (4 * model.hidden_size + model.ffn_hidden_size)
-    backward_pack_tokens = _pack_sums(backward_pack, backward_tokens, backward.num_packs)
+    # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
+    forward_temp = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
+    backward_temp = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
+    logits_per_row = is_last * -(-model.vocab_size // tp) * (element + 8)
+    backward_counts = _policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy)
+    forward_each = np.zeros((len(POLICIES), len(layers)), np.int64) + forward_temp
+    backward_each = np.zeros((len(POLICIES), len(layers)), np.int64) + backward_temp
+    backward_each[RECOMPUTE] += element * recomputed_width(model, tp)
+    buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
+    forward_each[OFFLOAD] += buffered
+    backward_each[OFFLOAD] += buffered
+    gathered_forward = _gathered(forward_pack, whole_forward_tokens, forward_ranks, forward.num_packs)
+    gathered_backward = _gathered(backward_pack, whole_backward_tokens, backward_ranks, backward.num_packs)
+    kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
     return PipelineBytes(
         static_bytes=static_bytes(model, layout),
-        forward_kept_bytes=np.outer(kept_chunks, chunk_per_token) + np.outer(kept_kv, kv_per_token),
-        forward_temp_bytes=np.outer(kept_chunks, np.full(len(layers), forward_temp, np.int64)),
-        backward_freed_bytes=np.outer(freed_chunks, chunk_per_token)
+        forward_kept_bytes=kept_chunks @ chunk_per_token + np.outer(kept_kv, kv_per_token),
+        forward_temp_bytes=kept_chunks @ forward_each + (gathered_forward * kv)[:, None],
+        backward_freed_bytes=freed_chunks @ chunk_per_token
         + np.outer(freed_kv, kv_per_token)
         + np.outer(closed - opened, kv_gradient_per_token),
-        backward_temp_bytes=backward_temp_estimate(model, layout, backward_pack_tokens)
-        + np.outer(opened, kv_gradient_per_token),
+        backward_temp_bytes=backward_counts @ backward_each
+        + np.outer(np.minimum(backward_counts.sum(axis=1), HEAD_ROWS), logits_per_row)
+        + np.outer(opened, kv_gradient_per_token)
+        + (gathered_backward * (kv + kv_gradient))[:, None],
     )
 
 
-def backward_temp_estimate(
-    model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
+def sharing_ranks(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.int64]:
+    """Ranks that share each slice's pack; int64[num_slices]."""
+    if columns.cp is None:
+        return np.full(columns.num_slices, layout.cp, np.int64)
+    return columns.cp[columns.pack_of_slice()]
+
+
+def _kv_tokens(
+    forward: SliceColumns, ranks: NDArray[np.int64], document_tokens: NDArray[np.int64], is_cut: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Temporaries of backward packs, the estimated part; int64[num_packs, P].
-
-    Args:
-        pack_tokens: int64[num_packs] tokens as computed, padding included.
-    """
-    element, stages = model.bytes_per_element, layout.num_stages
-    per_token = element * (6 * model.hidden_size + 4 * model.ffn_hidden_size)
-    is_last = np.arange(stages) == stages - 1
-    logits_per_row = is_last * model.vocab_size * (element + 8)
-    return np.outer(pack_tokens, np.full(stages, per_token, np.int64)) + np.outer(
-        np.minimum(pack_tokens, HEAD_ROWS), logits_per_row
-    )
+    """Tokens of every document whose K and V a rank keeps: its share of a document that is never cut; all of a
+    cut one, because later slices read the gathered prefix."""
+    ranks_of_document = np.ones(len(document_tokens), np.int64)
+    ranks_of_document[forward.doc] = ranks
+    whole = is_cut.copy()
+    whole[forward.doc[forward.start > 0]] = True
+    return np.where(whole, document_tokens, -(-document_tokens // ranks_of_document))
 
 
-def _accumulator_bytes(model: ModelSpec) -> int:
-    """fp32 sums, float64 where the model itself is float64."""
-    return 8 if model.bytes_per_element == 8 else 4
+def _gathered(
+    pack: NDArray[np.int64], tokens: NDArray[np.int64], ranks: NDArray[np.int64], num_packs: int
+) -> NDArray[np.int64]:
+    """Tokens of every pack whose keys and values other ranks send, one layer at a time."""
+    return _pack_sums(pack, np.where(ranks > 1, tokens, 0), num_packs)
+
+
+def _policy_sums(
+    pack: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    num_packs: int,
+    doc: NDArray[np.int32],
+    policy: NDArray[np.int8] | None,
+) -> NDArray[np.int64]:
+    """Tokens of every pack by activation policy; int64[num_packs, number of policies]."""
+    if policy is None:
+        sums = np.zeros((num_packs, len(POLICIES)), np.int64)
+        sums[:, REPLAY] = _pack_sums(pack, tokens, num_packs)
+        return sums
+    key = pack * len(POLICIES) + policy[doc]
+    return _pack_sums(key, tokens, num_packs * len(POLICIES)).reshape(num_packs, len(POLICIES))
 
 
 def _pack_sums(pack: NDArray[np.int64], values: NDArray[np.int64], num_packs: int) -> NDArray[np.int64]:

@@ -9,14 +9,22 @@ Details that matter:
   blocks cost like its last row, which sees `min(stop, window)` keys (WLB §5.2).
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
+- Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
+- Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it, as
+  `mixed` sharding would: a slice of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
+  one near the start and one near the end; a shorter one stays whole on some rank. K and V travel for the former.
+- Policies (`cost.activation`): a recomputed document pays its forward's linear work again in backward; an offloaded
+  one makes a pack last at least as long as its copies to or from the host.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.comm import ring_seconds, transfer_seconds
 from evenload.cost.flops import slice_pairs
+from evenload.cost.group_comm import context_seconds, tensor_seconds
 from evenload.cost.memory import parameters_per_rank
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
@@ -44,33 +52,71 @@ class PackCosts:
             "forward": self._stage_matrix("forward"),
             "backward": self._stage_matrix("backward"),
         }
+        # Per stage: seconds a token and a pack of the forward's linear work, which recomputing pays again.
+        self._linear_again = self._linear_seconds("forward")
 
-    def pack_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-        """Seconds of every pack on every virtual stage; float64[num_packs, P]."""
-        return self._features(columns) @ self._stage_seconds[direction]
+    def pack_seconds(
+        self, columns: SliceColumns, direction: Direction, policy: NDArray[np.int8] | None = None
+    ) -> NDArray[np.float64]:
+        """Seconds of every pack on every virtual stage; float64[num_packs, P].
 
-    def document_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
+        Args:
+            policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+
+        Raises:
+            ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
+        """
+        matrix = self._stage_seconds[direction]
+        features = self._features(columns)
+        seconds = features @ matrix
+        if columns.cp is not None or self.layout.cp > 1:
+            seconds += self._exposed_context_seconds(columns, features, direction)
+        if policy is not None and policy.any():
+            tokens = self._policy_tokens(columns, policy)
+            if direction == "backward":
+                again = tokens[:, RECOMPUTE]
+                seconds += np.outer(again, self._linear_again[0]) + np.outer(again > 0, self._linear_again[1])
+            if tokens[:, OFFLOAD].any():
+                seconds = np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD]))
+        return seconds
+
+    def document_seconds(
+        self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
+    ) -> NDArray[np.float64]:
         """Forward + backward of whole documents through the whole pipeline of one replica, without the constant
-        of the pack they lie in; float64[n]. What DP assignment balances (oracle: time, not forward FLOPs)."""
+        of the pack they lie in; float64[n]. What DP assignment balances (oracle: time, not forward FLOPs).
+
+        Args:
+            policy: int8[n]; None = all replay.
+            ranks: that share each document; default: the context-parallel ranks of the layout.
+        """
         tokens = np.asarray(num_tokens, np.int64)
-        features = self._slice_features(np.zeros_like(tokens), tokens)
+        sharing = np.full(len(tokens), self.layout.cp if ranks is None else ranks, np.int64)
+        features = self._slice_features(np.zeros_like(tokens), tokens, sharing)
         features[:, 2] = 0.0
-        return features @ (self._stage_seconds["forward"] + self._stage_seconds["backward"]).sum(axis=1)
+        seconds = features @ (self._stage_seconds["forward"] + self._stage_seconds["backward"]).sum(axis=1)
+        if policy is not None:
+            seconds += (policy == RECOMPUTE) * features[:, 0] * self._linear_again[0].sum()
+        return seconds
 
     def forward_work(self, stage: int | None = None) -> WorkCurve:
         """Work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token."""
-        return self._work("forward", stage)
+        return self._work("forward", stage, 0.0)
 
-    def backward_work(self, stage: int | None = None) -> WorkCurve:
-        """As `forward_work`, for backward; by default usually the last stage, which carries the head."""
-        return self._work("backward", stage)
+    def backward_work(self, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
+        """As `forward_work`, for backward; by default usually the last stage, which carries the head.
+
+        Args:
+            recomputed_share: of the tokens, those whose documents are recomputed; a curve knows no documents.
+        """
+        return self._work("backward", stage, recomputed_share)
 
     def p2p_seconds(self, columns: SliceColumns) -> NDArray[np.float64]:
         """One hop of every pack's hidden states (or their gradient) to the next stage; float64[num_packs]."""
         if self.layout.num_stages == 1:
             return np.zeros(columns.num_packs)
         return transfer_seconds(
-            padded_pack_tokens(columns) * (self.model.hidden_size * self.model.bytes_per_element),
+            self._rank_tokens(columns) * (self.model.hidden_size * self.model.bytes_per_element / self.layout.tp),
             self.coefficients.p2p_bandwidth_bytes_per_s,
             self.coefficients.p2p_latency_s,
         )
@@ -80,14 +126,15 @@ class PackCosts:
         parameters = float(parameters_per_rank(self.model, self.layout).max())
         element = self.model.bytes_per_element
         link = (self.coefficients.reduce_bandwidth_bytes_per_s, self.coefficients.reduce_latency_s)
-        return ring_seconds(max(element, 4) * parameters, self.layout.dp, *link) + ring_seconds(
-            element * parameters, self.layout.dp, *link
+        copies = self.layout.dp * self.layout.cp
+        return ring_seconds(max(element, 4) * parameters, copies, *link) + ring_seconds(
+            element * parameters, copies, *link
         )
 
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""
         parameters = float(parameters_per_rank(self.model, self.layout).max())
-        return self.coefficients.optimizer_s_per_parameter * parameters / self.layout.dp
+        return self.coefficients.optimizer_s_per_parameter * parameters / (self.layout.dp * self.layout.cp)
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
@@ -96,26 +143,85 @@ class PackCosts:
         tokens = np.asarray(num_tokens, np.int64)
         features = self._slice_features(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
-        total = features.sum(axis=0) @ (self._stage_seconds["forward"] + self._stage_seconds["backward"]).sum(axis=1)
-        return float(total) / self.layout.world_size
+        whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
+        return float(features.sum(axis=0) @ whole.sum(axis=1)) / self.layout.world_size
 
-    def _stage_matrix(self, direction: Direction) -> NDArray[np.float64]:
-        """Seconds per feature; float64[3 + num_windows, P]."""
+    def _stage_matrix(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
+        """Seconds per feature; float64[3 + 2·num_windows, P]. `tp` 1 gives the whole work, without transfers."""
+        tp = self.layout.tp if tp is None else tp
         layer = self._pass(direction)
         stages = self.layout.stage_layers
         matrix = np.zeros((3 + 2 * len(self.windows), len(stages)))
+        matrix[0], matrix[2] = self._linear_seconds(direction, tp)
         for stage, (first, last) in enumerate(stages):
-            layers = last - first
-            matrix[:3, stage] = layers * layer.linear_s_per_token, layers * layer.slice_s, layers * layer.pack_s
+            matrix[1, stage] = (last - first) * layer.slice_s
             for index, window in enumerate(self.windows):
                 count = self.model.windows[first:last].count(window)
-                matrix[_pairs(index), stage] = count * layer.attention_s_per_pair
-                matrix[_prefix(index), stage] = count * layer.prefix_s_per_token
-        matrix[0, 0] += self.coefficients.embedding_s_per_token
+                matrix[_pairs(index), stage] = count * layer.attention_s_per_pair / tp
+                matrix[_prefix(index), stage] = count * layer.prefix_s_per_token / tp
+        # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
+        matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
         if direction == "backward":
-            matrix[0, -1] += self.coefficients.head_s_per_token
+            matrix[0, -1] += self.coefficients.head_s_per_token / tp
             matrix[2, -1] += self.coefficients.head_pack_s
         return matrix
+
+    def _linear_seconds(self, direction: Direction, tp: int | None = None) -> tuple[NDArray, NDArray]:
+        """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
+        tp = self.layout.tp if tp is None else tp
+        layer, layers = self._pass(direction), self._layers()
+        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
+        return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
+
+    def _layers(self) -> NDArray[np.int64]:
+        """Layers of every virtual stage."""
+        return np.array([last - first for first, last in self.layout.stage_layers], np.int64)
+
+    def _exposed_context_seconds(
+        self, columns: SliceColumns, features: NDArray[np.float64], direction: Direction
+    ) -> NDArray[np.float64]:
+        """Transfers of K and V that do not hide behind attention; float64[num_packs, P]."""
+        ranks = self._pack_ranks(columns)
+        rows, pack = _rows(columns), columns.pack_of_slice()
+        travels = self._is_sharded(rows, ranks[pack])
+        gathered = columns.pack_sums(np.where(travels, rows, 0))
+        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, gathered, direction)
+        columns_of_pairs = [_pairs(index) for index in range(len(self.windows))]
+        attention_s = features[:, columns_of_pairs] @ self._stage_seconds[direction][columns_of_pairs]
+        return np.maximum(0.0, np.outer(layer_s, self._layers()) - self.coefficients.context_hidden_share * attention_s)
+
+    def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
+        link = self.coefficients.host_link
+        if link is None:
+            raise ConfigError(
+                f"cost coefficients of {self.coefficients.device} have no host_link, so offloaded activations cannot "
+                "be costed; set it in the cost file or in the cluster's device, or use policy replay or recompute"
+            )
+        token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
+        copied_bytes = np.outer(tokens, self._layers() * token_bytes)
+        return np.where(copied_bytes > 0, copied_bytes / link.bandwidth_bytes_per_s + link.latency_s, 0.0)
+
+    def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
+        pack = columns.pack_of_slice()
+        tokens = _rows(columns) / self._pack_ranks(columns)[pack]
+        sums = np.bincount(
+            pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
+        )
+        return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
+
+    def _pack_ranks(self, columns: SliceColumns) -> NDArray[np.int64]:
+        """Ranks that share every pack; int64[num_packs]."""
+        return np.full(columns.num_packs, self.layout.cp, np.int64) if columns.cp is None else columns.cp
+
+    def _rank_tokens(self, columns: SliceColumns) -> NDArray[np.int64]:
+        """Tokens of every pack on one of the ranks that share it, the fullest; int64[num_packs]."""
+        return -(-padded_pack_tokens(columns) // self._pack_ranks(columns))
+
+    def _is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Slices that are cut over their ranks; the others stay whole on one of them."""
+        return (ranks > 1) & (rows >= 2 * ranks * self.coefficients.attention_tile)
 
     def _pass(self, direction: Direction) -> PassCoefficients:
         return self.coefficients.forward if direction == "forward" else self.coefficients.backward
@@ -128,11 +234,9 @@ class PackCosts:
                 "cannot be sliced; use a strategy of whole documents (padded, best_fit, balanced)"
             )
         pack = columns.pack_of_slice()
-        stop = columns.stop
-        if columns.pad_to.any():
-            pad_to = columns.pad_to[pack]
-            stop = np.where(pad_to > 0, pad_to, stop)
-        slices = self._slice_features(columns.start, stop)
+        stop = columns.start + _rows(columns)
+        shared = columns.cp is not None or self.layout.cp > 1
+        slices = self._slice_features(columns.start, stop, self._pack_ranks(columns)[pack] if shared else None)
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
         for column in range(slices.shape[1]):
@@ -140,8 +244,16 @@ class PackCosts:
         out[:, 2] = 1.0
         return out
 
-    def _slice_features(self, start: NDArray, stop: NDArray, tile: int | None = None) -> NDArray[np.float64]:
-        """float64[num_slices, 3 + 2·num_windows]; column 2 is left 1 for the pack constant."""
+    def _slice_features(
+        self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
+    ) -> NDArray[np.float64]:
+        """float64[num_slices, 3 + 2·num_windows]; column 2 is left 1 for the pack constant.
+
+        Args:
+            ranks: int64[num_slices] that share each slice; features are those of one rank. None = 1.
+        """
+        if ranks is not None and (ranks > 1).any():
+            return self._shared_features(start, stop, ranks)
         tile = self.coefficients.attention_tile if tile is None else tile
         rows = stop - start
         out = np.ones((len(rows), 3 + 2 * len(self.windows)))
@@ -154,13 +266,35 @@ class PackCosts:
             out[:, _prefix(index)] = np.minimum(start, window) if window else start
         return out
 
-    def _work(self, direction: Direction, stage: int | None) -> WorkCurve:
+    def _shared_features(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """As `_slice_features` of one of the ranks that share each slice, on average over them."""
+        tile = self.coefficients.attention_tile
+        rows = stop - start
+        sharded = self._is_sharded(rows, ranks)
+        share = 1.0 / ranks
+        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
+        out[:, 0] = rows * share
+        out[:, 1] = np.where(sharded, 2.0, share)
+        chunk = -(-rows // (2 * ranks))
+        # Chunks i and 2·ranks - 1 - i of a rank end, on average, here: the rows they lack to tiles see so many keys.
+        chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
+        for index, window in enumerate(self.windows):
+            last_row_keys = np.minimum(stop, window) if window else stop
+            chunk_keys = np.minimum(chunk_end, window) if window else chunk_end
+            missing = np.where(sharded, 2 * (-chunk % tile) * chunk_keys, (-rows % tile) * last_row_keys * share)
+            out[:, _pairs(index)] = slice_pairs(start, stop, window) * share + missing
+            prefix = np.minimum(start, window) if window else start
+            out[:, _prefix(index)] = np.where(sharded, prefix, prefix * share)
+        return out
+
+    def _work(self, direction: Direction, stage: int | None, recomputed_share: float) -> WorkCurve:
         matrix = self._stage_seconds[direction]
-        chosen = int(matrix[0].argmax()) if stage is None else stage
+        linear = matrix[0] + recomputed_share * self._linear_again[0] if recomputed_share else matrix[0]
+        chosen, cp = int(linear.argmax()) if stage is None else stage, self.layout.cp
         return WorkCurve(
-            linear_s=float(matrix[0, chosen]),
+            linear_s=float(linear[chosen]) / cp,
             attention_s=tuple(
-                (float(matrix[_pairs(index), chosen]), window)
+                (float(matrix[_pairs(index), chosen]) / cp, window)
                 for index, window in enumerate(self.windows)
                 if matrix[_pairs(index), chosen]
             ),
@@ -176,6 +310,14 @@ def _pairs(window_index: int) -> int:
 def _prefix(window_index: int) -> int:
     """Feature column of a window's prefix tokens."""
     return 4 + 2 * window_index
+
+
+def _rows(columns: SliceColumns) -> NDArray[np.int64]:
+    """Tokens of every slice as computed, padding included; int64[num_slices]."""
+    if not columns.pad_to.any():
+        return columns.stop - columns.start
+    pad_to = columns.pad_to[columns.pack_of_slice()]
+    return np.where(pad_to > 0, pad_to, columns.stop - columns.start)
 
 
 def padded_pack_tokens(columns: SliceColumns) -> NDArray[np.int64]:

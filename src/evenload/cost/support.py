@@ -1,4 +1,7 @@
-"""Which parallel layouts this version can cost and run; one place, so that every command says the same."""
+"""Which parallel layouts a model allows; one place, so that every command says the same.
+
+What the runtime can train is narrower and refused there (`runtime.mesh`).
+"""
 
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout
@@ -6,17 +9,23 @@ from evenload.types.model import ModelSpec
 
 
 def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuse what would be costed or run wrong.
+    """Refuse what would be costed wrong.
 
     Raises:
-        ConfigError: context or tensor parallelism (planned), or a layout for another number of layers.
+        ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a
+            layout for another number of layers.
     """
-    for field in ("cp", "tp"):
-        if getattr(layout, field) > 1:
-            raise ConfigError(
-                f"layout {layout.describe()}: {field}={getattr(layout, field)} is not available in this version, "
-                f"planned; use dp and pp with {field}=1"
-            )
+    kv_heads = model.num_kv_heads
+    if model.num_heads % layout.tp or (kv_heads % layout.tp and layout.tp % kv_heads):
+        raise ConfigError(
+            f"layout {layout.describe()}: {model.num_heads} query and {kv_heads} key/value heads of {model.name} do "
+            f"not divide over tp={layout.tp}; choose a tp that divides both (or a multiple of {kv_heads})"
+        )
+    if layout.cp > 1 and not model.causal:
+        raise ConfigError(
+            f"layout {layout.describe()}: model {model.name} is bidirectional and context parallelism shards causal "
+            "documents only; use cp=1"
+        )
     if layout.num_layers != model.num_layers:
         raise ConfigError(
             f"layout {layout.describe()} splits {layout.num_layers} layers, "

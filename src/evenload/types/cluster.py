@@ -4,6 +4,13 @@ from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
 
+class LinkSpec(Frozen):
+    """A link between two devices: bytes per second one way, and start-up seconds."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
 class DeviceSpec(Frozen):
     """One accelerator (or CPU process).
 
@@ -17,6 +24,7 @@ class DeviceSpec(Frozen):
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
         attention_tile: query rows of one attention kernel block; fewer rows cost a whole block.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
+        host_link: to host memory, for offloaded activations; None = offloading cannot be planned.
     """
 
     name: str
@@ -28,13 +36,7 @@ class DeviceSpec(Frozen):
     matmul_half_tokens: int = 256
     attention_tile: int = 128
     kernel_s: float = 20e-6
-
-
-class LinkSpec(Frozen):
-    """A link between two devices: bytes per second one way, and start-up seconds."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
+    host_link: LinkSpec | None = None
 
 
 class ClusterSpec(Frozen):

@@ -21,6 +21,7 @@ class SliceColumns:
         start, stop: int64[num_slices], half-open token range.
         pack_offset: int64[num_packs + 1]; pack i holds slices `[pack_offset[i], pack_offset[i+1])`.
         pad_to: int64[num_packs], 0 where slices are not padded.
+        cp: int64[num_packs], ranks that share each pack; None = the context-parallel ranks of the layout.
     """
 
     doc: NDArray[np.int32]
@@ -28,6 +29,7 @@ class SliceColumns:
     stop: NDArray[np.int64]
     pack_offset: NDArray[np.int64]
     pad_to: NDArray[np.int64]
+    cp: NDArray[np.int64] | None = None
 
     @property
     def num_packs(self) -> int:
@@ -53,25 +55,36 @@ class SliceColumns:
         return self.pack_sums(self.stop - self.start).astype(np.int64)
 
     def packs(
-        self, direction: Direction, doc_ids: NDArray[np.int64], cost_s: NDArray[np.float64]
+        self,
+        direction: Direction,
+        doc_ids: NDArray[np.int64],
+        cost_s: NDArray[np.float64],
+        *,
+        layout_cp: int = 1,
+        sharding: str = "",
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
         Args:
             doc_ids: int64[num_documents], the id of each document index.
             cost_s: float64[num_packs].
+            layout_cp: ranks that share a pack where `cp` is None.
+            sharding: how several ranks share a pack.
         """
         ids = doc_ids[self.doc].tolist()
         start, stop = self.start.tolist(), self.stop.tolist()
         offset, pad_to, cost = self.pack_offset.tolist(), self.pad_to.tolist(), cost_s.tolist()
+        cp = [layout_cp] * self.num_packs if self.cp is None else self.cp.tolist()
         return tuple(
             MicroPack(
                 index=i,
                 direction=direction,
                 slices=tuple(
-                    Slice(doc_id=ids[k], start=start[k], stop=stop[k]) for k in range(offset[i], offset[i + 1])
+                    Slice(doc_id=ids[k], start=start[k], stop=stop[k], cp=cp[i])
+                    for k in range(offset[i], offset[i + 1])
                 ),
                 pad_to=pad_to[i],
+                sharding=sharding if cp[i] > 1 else "",
                 cost_s=cost[i],
             )
             for i in range(self.num_packs)

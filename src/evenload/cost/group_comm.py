@@ -1,0 +1,71 @@
+"""Seconds of transfers inside tensor- and context-parallel groups, per layer (DESIGN §4).
+
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
+before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
+for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it (default half) does not hide
+behind matrix products.
+
+Context parallelism: K and V of a pack are all-gathered before attention, again in backward, and dK and dV are
+reduce-scattered. Transfers hide behind `context_hidden_share` (default 0.8) of the pack's attention; the rest is
+exposed. A ring moves the same bytes in as many hops, so it costs alike; only its memory differs.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import kv_bytes_per_token, kv_gradient_bytes_per_token
+from evenload.cost.coefficients import CostCoefficients
+from evenload.types.micropack import Direction
+from evenload.types.model import ModelSpec
+
+TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
+"""All-gathers and reduce-scatters of a layer's hidden states."""
+CONTEXT_RINGS: dict[Direction, int] = {"forward": 1, "backward": 2}
+"""Of keys and values (backward: and of their gradients)."""
+
+
+def tensor_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
+) -> tuple[float, float]:
+    """(seconds a token, seconds a pack) of one layer that are exposed.
+
+    Raises:
+        ConfigError: the coefficients know no link.
+    """
+    if tp == 1:
+        return 0.0, 0.0
+    link = coefficients.group_link(tp)
+    rings = TENSOR_RINGS[direction] * coefficients.tensor_exposed_share
+    token_bytes = model.hidden_size * model.bytes_per_element * (tp - 1) / tp
+    return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
+
+
+def context_seconds(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    tp: int,
+    ranks: NDArray[np.int64],
+    gathered_tokens: NDArray[np.float64],
+    direction: Direction,
+) -> NDArray[np.float64]:
+    """Seconds of one layer's transfers of every pack, hidden or not; float64[num_packs].
+
+    Args:
+        ranks: int64[num_packs], ranks that share the pack.
+        gathered_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel.
+
+    Raises:
+        ConfigError: the coefficients know no link.
+    """
+    token_bytes = kv_bytes_per_token(model, tp)
+    if direction == "backward":
+        token_bytes += kv_gradient_bytes_per_token(model, tp)
+    seconds = np.zeros(len(ranks))
+    for size in np.unique(ranks[gathered_tokens > 0]).tolist():
+        if size == 1:
+            continue
+        link, of_size = coefficients.group_link(size * tp), (ranks == size) & (gathered_tokens > 0)
+        moved = gathered_tokens[of_size] * token_bytes * (size - 1) / size
+        latency_s = CONTEXT_RINGS[direction] * (size - 1) * link.latency_s
+        seconds[of_size] = moved / link.bandwidth_bytes_per_s + latency_s
+    return seconds
