@@ -1,12 +1,14 @@
 // Python bindings. Every function checks its inputs here, then releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <span>
 #include <sstream>
 #include <stdexcept>
@@ -188,10 +190,35 @@ evenload::Tasks checked_tasks(const TaskArrays& arrays) {
     return tasks;
 }
 
+// The fields of SplitBackward in the order of its class.
+using SplitArrays = std::optional<std::tuple<Grid<double>, Grid<double>, Grid<int64_t>, Grid<int64_t>, Grid<int64_t>>>;
+
+void add_split(evenload::Tasks& tasks, const SplitArrays& arrays) {
+    if (!arrays) return;
+    const auto& [input_s, weight_s, input_freed, input_temp, weight_freed] = *arrays;
+    for (const auto* grid : {&input_s, &weight_s}) {
+        require(static_cast<int64_t>(grid->shape(0)) == tasks.num_backward &&
+                    static_cast<int64_t>(grid->shape(1)) == tasks.num_stages,
+                "input_s and weight_s must have one row a backward pack and one column a stage");
+    }
+    require_seconds(input_s.data(), input_s.size(), "input_s");
+    require_seconds(weight_s.data(), weight_s.size(), "weight_s");
+    require_shape(input_freed, tasks.num_backward, tasks.num_stages, "input_freed_bytes");
+    require_shape(input_temp, tasks.num_backward, tasks.num_stages, "input_temp_bytes");
+    require_shape(weight_freed, tasks.num_backward, tasks.num_stages, "weight_freed_bytes");
+    tasks.input_s = input_s.data();
+    tasks.weight_s = weight_s.data();
+    tasks.input_freed_bytes = input_freed.data();
+    tasks.input_temp_bytes = input_temp.data();
+    tasks.weight_freed_bytes = weight_freed.data();
+}
+
 std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule(const TaskArrays& arrays,
                                                                                  In<int64_t> cap_bytes, bool alternate,
-                                                                                 int64_t lookahead) {
-    const evenload::Tasks tasks = checked_tasks(arrays);
+                                                                                 int64_t lookahead,
+                                                                                 const SplitArrays& split) {
+    evenload::Tasks tasks = checked_tasks(arrays);
+    add_split(tasks, split);
     require(static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks, "cap_bytes has ", cap_bytes.size(),
             " entries for ", tasks.num_ranks, " ranks");
     require(lookahead >= 0 && lookahead <= std::numeric_limits<int32_t>::max(), "lookahead = ", lookahead,
@@ -205,7 +232,7 @@ std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule
     evenload::Actions actions;
     {
         nb::gil_scoped_release unlocked;
-        actions = evenload::list_schedule(tasks, {view(cap_bytes), alternate, lookahead});
+        actions = evenload::list_schedule(tasks, {view(cap_bytes), alternate, lookahead, split.has_value()});
     }
     return {to_numpy(std::move(actions.kind)), to_numpy(std::move(actions.stage)), to_numpy(std::move(actions.pack)),
             to_numpy(std::move(actions.rank_offset))};
@@ -213,8 +240,10 @@ std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule
 
 std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const TaskArrays& arrays, In<uint8_t> kind,
                                                                           In<int32_t> stage, In<int32_t> pack,
-                                                                          In<int64_t> rank_offset) {
-    const evenload::Tasks tasks = checked_tasks(arrays);
+                                                                          In<int64_t> rank_offset,
+                                                                          const SplitArrays& split) {
+    evenload::Tasks tasks = checked_tasks(arrays);
+    add_split(tasks, split);
     require(stage.size() == kind.size() && pack.size() == kind.size(), "kind, stage and pack differ in length");
     require(static_cast<int64_t>(rank_offset.size()) == tasks.num_ranks + 1, "rank_offset has ", rank_offset.size(),
             " entries for ", tasks.num_ranks, " ranks");
@@ -246,7 +275,7 @@ NB_MODULE(_native, m) {
           nb::arg("attention_s"), nb::arg("slice_s"), nb::arg("num_packs"), nb::arg("align"),
           nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("last_first"));
     m.def("list_schedule", &list_schedule, nb::arg("tasks"), nb::arg("cap_bytes"), nb::arg("alternate"),
-          nb::arg("lookahead"));
+          nb::arg("lookahead"), nb::arg("split") = nb::none());
     m.def("simulate", &simulate, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),
-          nb::arg("rank_offset"));
+          nb::arg("rank_offset"), nb::arg("split") = nb::none());
 }

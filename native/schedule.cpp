@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 namespace evenload {
 namespace {
@@ -16,6 +17,10 @@ struct Rank {
     int64_t live_bytes = 0;
     int64_t reserve_bytes = 0;  // the largest temporary buffer of any of its backwards
     int64_t filled = 0;         // where its next action is written
+    std::vector<std::pair<int32_t, int64_t>> weights;  // (stage, pack) of I's that ran, in order
+    size_t weights_done = 0;
+
+    bool weight_due() const { return weights_done < weights.size(); }
     bool last_was_backward = false;
 };
 
@@ -51,7 +56,7 @@ public:
                 rank.reserve_bytes = std::max(rank.reserve_bytes, tasks.backward_temp_bytes[j * P + s]);
             }
         }
-        const int64_t per_stage = tasks.num_forward + tasks.num_backward;
+        const int64_t per_stage = tasks.num_forward + tasks.num_backward * (rule.split ? 2 : 1);
         out_.rank_offset.push_back(0);
         for (int64_t r = 0; r < tasks.num_ranks; ++r) {
             ranks_[r].live_bytes = tasks.static_bytes[r];
@@ -65,7 +70,7 @@ public:
     }
 
     Actions run() {
-        int64_t remaining = out_.rank_offset.back();
+        int64_t remaining = tasks_.num_stages * (tasks_.num_forward + tasks_.num_backward);
         while (remaining > 0) {
             int64_t r = 0;  // the earliest decision; ties go to the lowest rank
             for (int64_t q = 1; q < tasks_.num_ranks; ++q) {
@@ -78,9 +83,10 @@ public:
                 ranks_[r].wake_s = next_arrival(ranks_[r]);
             } else {
                 start(r, choice, now_s);
-                --remaining;
+                if (choice.kind != kInput) --remaining;  // its W remains
             }
         }
+        if (rule_.split) close_gaps();
         return std::move(out_);
     }
 
@@ -90,11 +96,15 @@ private:
         const int64_t needed = j < tasks_.num_backward ? needed_max_[j] : tasks_.num_forward;
         if (k < needed) return true;  // escape: without it the next backward would never run
         if (k - needed >= P - 1 - s + rule_.lookahead) return false;
-        const int64_t kept = tasks_.forward_kept_bytes[k * P + s];
+        return forward_fits(rank, s);
+    }
+
+    bool forward_fits(const Rank& rank, int64_t s) const {
+        const int64_t cell = next_forward_[s] * tasks_.num_stages + s;
+        const int64_t kept = tasks_.forward_kept_bytes[cell];
         // A backward must fit afterwards too, so its temporary buffer is reserved.
-        const int64_t temporary = std::max(tasks_.forward_temp_bytes[k * P + s], rank.reserve_bytes);
-        const int64_t r = tasks_.stage_to_rank[s];
-        return rank.live_bytes + kept + temporary <= rule_.cap_bytes[r];
+        const int64_t temporary = std::max(tasks_.forward_temp_bytes[cell], rank.reserve_bytes);
+        return rank.live_bytes + kept + temporary <= rule_.cap_bytes[tasks_.stage_to_rank[s]];
     }
 
     bool backward_unlocked(int64_t s) const {
@@ -117,8 +127,25 @@ private:
             }
         }
         const bool forward_first = rule_.alternate && rank.last_was_backward;
-        if (backward.pack < 0 || (forward_first && forward.pack >= 0)) return forward;
-        return backward;
+        const Choice choice = backward.pack < 0 || (forward_first && forward.pack >= 0) ? forward : backward;
+        return rule_.split ? split_choice(rank, choice) : choice;
+    }
+
+    // The same choice with backwards split where memory allows, and W where the rank would idle or lacks memory.
+    Choice split_choice(const Rank& rank, Choice choice) const {
+        bool fits = false;
+        if (choice.pack >= 0 && choice.kind == kForward) {
+            fits = forward_fits(rank, choice.stage);
+        } else if (choice.pack >= 0) {
+            const int64_t temporary = tasks_.input_temp_bytes[choice.pack * tasks_.num_stages + choice.stage];
+            fits = rank.live_bytes + temporary <= rule_.cap_bytes[tasks_.stage_to_rank[choice.stage]];
+        }
+        if (!fits && rank.weight_due()) {
+            const auto& [stage, pack] = rank.weights[rank.weights_done];
+            return {kWeight, stage, pack};
+        }
+        if (fits && choice.kind == kBackward) choice.kind = kInput;
+        return choice;
     }
 
     // Earliest known arrival of something this rank could start; later than now, or it would have started.
@@ -142,8 +169,12 @@ private:
         out_.stage[rank.filled] = choice.stage;
         out_.pack[rank.filled] = static_cast<int32_t>(choice.pack);
         ++rank.filled;
-        rank.last_was_backward = choice.kind == kBackward;
-        if (choice.kind == kForward) {
+        if (choice.kind != kWeight) rank.last_was_backward = choice.kind != kForward;
+        if (choice.kind == kWeight) {
+            ++rank.weights_done;
+            rank.live_bytes -= tasks_.weight_freed_bytes[cell];
+            rank.free_s = now_s + tasks_.weight_s[cell];
+        } else if (choice.kind == kForward) {
             ++next_forward_[s];
             rank.live_bytes += tasks_.forward_kept_bytes[cell];
             rank.free_s = now_s + tasks_.forward_s[cell];
@@ -152,12 +183,32 @@ private:
             }
         } else {
             ++next_backward_[s];
+            const bool split = choice.kind == kInput;
+            if (split) rank.weights.emplace_back(choice.stage, choice.pack);
             // The rank decides next when this backward has ended, so its bytes are free by then.
-            rank.live_bytes -= tasks_.backward_freed_bytes[cell];
-            rank.free_s = now_s + tasks_.backward_s[cell];
+            rank.live_bytes -= (split ? tasks_.input_freed_bytes : tasks_.backward_freed_bytes)[cell];
+            rank.free_s = now_s + (split ? tasks_.input_s : tasks_.backward_s)[cell];
             if (s > 0) deliver(backward_arrival_s_[cell - 1], rank.free_s + tasks_.p2p_backward_s[choice.pack], s - 1);
         }
         rank.wake_s = rank.free_s;
+    }
+
+    // Backwards that ran whole took one place of the two reserved.
+    void close_gaps() {
+        int64_t to = 0;
+        for (int64_t r = 0; r < tasks_.num_ranks; ++r) {
+            const int64_t begin = out_.rank_offset[r];
+            out_.rank_offset[r] = to;
+            for (int64_t from = begin; from < ranks_[r].filled; ++from, ++to) {
+                out_.kind[to] = out_.kind[from];
+                out_.stage[to] = out_.stage[from];
+                out_.pack[to] = out_.pack[from];
+            }
+        }
+        out_.rank_offset[tasks_.num_ranks] = to;
+        out_.kind.resize(to);
+        out_.stage.resize(to);
+        out_.pack.resize(to);
     }
 
     void deliver(double& arrival_s, double at_s, int64_t stage) {

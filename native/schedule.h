@@ -12,6 +12,7 @@ struct ListRule {
     std::span<const int64_t> cap_bytes;  // per rank, static bytes included
     bool alternate;                      // after a backward prefer a forward
     int64_t lookahead;                   // forwards a stage may run beyond the 1F1B word
+    bool split;                          // run backwards as I and later W; needs tasks with split columns
 };
 
 // The rules are written down in schedule/list_schedule.py. O(actions (ranks + stages per rank)).

@@ -7,6 +7,8 @@
 namespace evenload {
 namespace {
 
+constexpr uint8_t kWeightDue = 1, kWeightDone = 2;
+
 class Simulator {
 public:
     Simulator(const Tasks& tasks, const ActionsView& actions)
@@ -16,6 +18,7 @@ public:
           next_backward_(tasks.num_stages, 0),
           forward_end_s_(tasks.num_forward * tasks.num_stages),
           backward_end_s_(tasks.num_backward * tasks.num_stages),
+          weight_due_(tasks.input_s ? tasks.num_backward * tasks.num_stages : 0, 0),
           free_s_(tasks.num_ranks, 0.0),
           live_(tasks.static_bytes, tasks.static_bytes + tasks.num_ranks) {
         out_.start_s.resize(actions.kind.size());
@@ -33,14 +36,15 @@ public:
             runnable.pop_back();
             while (actions_.rank_offset[r] + out_.done[r] < actions_.rank_offset[r + 1]) {
                 const int64_t i = actions_.rank_offset[r] + out_.done[r];
-                const bool forward = actions_.kind[i] == kForward;
+                const bool forward = actions_.kind[i] == kForward, weight = actions_.kind[i] == kWeight;
                 check(i, r);
-                if (!(forward ? run_forward(i, r) : run_backward(i, r))) break;
+                if (!(forward ? run_forward(i, r) : weight ? run_weight(i, r) : run_backward(i, r))) break;
                 ++out_.done[r];
+                if (weight) continue;  // nobody waits for it
                 const int64_t receiver_stage = actions_.stage[i] + (forward ? 1 : -1);
                 if (receiver_stage < 0 || receiver_stage >= tasks_.num_stages) continue;
                 const int32_t receiver = tasks_.stage_to_rank[receiver_stage];
-                if (receiver != r && waits_for(receiver, actions_.kind[i], receiver_stage, actions_.pack[i])) {
+                if (receiver != r && waits_for(receiver, forward, receiver_stage, actions_.pack[i])) {
                     runnable.push_back(receiver);
                 }
             }
@@ -55,11 +59,17 @@ private:
                                         std::to_string(i - actions_.rank_offset[r]) + ": " + why);
         };
         const int64_t stage = actions_.stage[i], pack = actions_.pack[i];
-        if (actions_.kind[i] != kForward && actions_.kind[i] != kBackward) {
-            fail("kind " + std::to_string(actions_.kind[i]) + " is neither F (0) nor B (1)");
-        }
+        if (actions_.kind[i] > kWeight) fail("kind " + std::to_string(actions_.kind[i]) + " is none of F B I W (0..3)");
+        if (actions_.kind[i] > kBackward && !tasks_.input_s) fail("I or W, but these tasks have no split backward");
         if (stage < 0 || stage >= tasks_.num_stages || tasks_.stage_to_rank[stage] != r) {
             fail("stage " + std::to_string(stage) + " is not on this rank");
+        }
+        if (actions_.kind[i] == kWeight) {
+            if (pack < 0 || pack >= tasks_.num_backward) fail("W of pack " + std::to_string(pack) + " does not exist");
+            if (weight_due_[pack * tasks_.num_stages + stage] == kWeightDone) {
+                fail("W of pack " + std::to_string(pack) + " where its backward was whole or W ran already");
+            }
+            return;
         }
         const bool forward = actions_.kind[i] == kForward;
         const int64_t expected = forward ? next_forward_[stage] : next_backward_[stage];
@@ -69,9 +79,9 @@ private:
         }
     }
 
-    bool waits_for(int32_t r, uint8_t kind, int64_t stage, int32_t pack) const {
+    bool waits_for(int32_t r, bool forward, int64_t stage, int32_t pack) const {
         const int64_t i = actions_.rank_offset[r] + out_.done[r];
-        return i < actions_.rank_offset[r + 1] && actions_.kind[i] == kind && actions_.stage[i] == stage &&
+        return i < actions_.rank_offset[r + 1] && (actions_.kind[i] == kForward) == forward && actions_.stage[i] == stage &&
                actions_.pack[i] == pack;
     }
 
@@ -98,10 +108,23 @@ private:
             start_s = std::max(start_s, backward_end_s_[cell + 1] + tasks_.p2p_backward_s[j]);
         }
         ++next_backward_[s];
-        backward_end_s_[cell] = finish(i, r, start_s, tasks_.backward_s[cell]);
-        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r] + tasks_.backward_temp_bytes[cell]);
-        live_[r] -= tasks_.backward_freed_bytes[cell];
+        const bool split = actions_.kind[i] == kInput;
+        if (!weight_due_.empty()) weight_due_[cell] = split ? kWeightDue : kWeightDone;
+        backward_end_s_[cell] = finish(i, r, start_s, (split ? tasks_.input_s : tasks_.backward_s)[cell]);
+        const int64_t temporary = (split ? tasks_.input_temp_bytes : tasks_.backward_temp_bytes)[cell];
+        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r] + temporary);
+        live_[r] -= (split ? tasks_.input_freed_bytes : tasks_.backward_freed_bytes)[cell];
         out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r]);  // a backward may leave more than it found
+        return true;
+    }
+
+    bool run_weight(int64_t i, int32_t r) {
+        const int64_t cell = actions_.pack[i] * tasks_.num_stages + actions_.stage[i];
+        if (weight_due_[cell] != kWeightDue) return false;  // its I comes later on this rank: never
+        weight_due_[cell] = kWeightDone;
+        finish(i, r, free_s_[r], tasks_.weight_s[cell]);
+        live_[r] -= tasks_.weight_freed_bytes[cell];
+        out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r]);
         return true;
     }
 
@@ -115,6 +138,7 @@ private:
     const ActionsView& actions_;
     std::vector<int64_t> next_forward_, next_backward_;  // per stage: packs done
     std::vector<double> forward_end_s_, backward_end_s_;
+    std::vector<uint8_t> weight_due_;  // per (pack, stage): 0 = I has not run, then due, then done
     std::vector<double> free_s_;
     std::vector<int64_t> live_;
     Simulation out_;

@@ -21,9 +21,15 @@ struct Tasks {
     const int64_t* forward_temp_bytes = nullptr;
     const int64_t* backward_freed_bytes = nullptr;
     const int64_t* backward_temp_bytes = nullptr;
+    // Fields of SplitBackward; all null where backwards cannot be split.
+    const double* input_s = nullptr;
+    const double* weight_s = nullptr;
+    const int64_t* input_freed_bytes = nullptr;
+    const int64_t* input_temp_bytes = nullptr;
+    const int64_t* weight_freed_bytes = nullptr;
 };
 
-enum Kind : uint8_t { kForward = 0, kBackward = 1 };  // codes of types/timeline.py::KINDS
+enum Kind : uint8_t { kForward = 0, kBackward = 1, kInput = 2, kWeight = 3 };  // codes of types/timeline.py::KINDS
 
 // Per-rank action lists: rank r runs [rank_offset[r], rank_offset[r + 1]) in order.
 struct Actions {

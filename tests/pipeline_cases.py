@@ -1,9 +1,11 @@
 """Small and random `PipelineTasks` for the tests of schedules and of the simulator."""
 
+import dataclasses
+
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
+from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward, action_columns
 from evenload.types.schedule import Schedule, parse_action
 
 
@@ -40,6 +42,30 @@ def uniform_tasks(
 def equal_packs(num_packs: int, num_stages: int, **options) -> PipelineTasks:
     """Whole documents, the same packs in both directions: `D[j] = j + 1`."""
     return uniform_tasks(list(range(1, num_packs + 1)), num_packs, num_stages, **options)
+
+
+def with_split(
+    tasks: PipelineTasks, rng: np.random.Generator | None = None, weight_share: float = 0.5
+) -> PipelineTasks:
+    """The same tasks with I and W; bytes divided at random, or W holding nothing."""
+    shape = tasks.backward_s.shape
+    if rng is None:
+        weight_s, held = tasks.backward_s * weight_share, np.zeros(shape, np.int64)
+        temporary = tasks.backward_temp_bytes
+    else:
+        weight_s = tasks.backward_s * rng.choice([0.0, 0.25, 0.5, 0.75], shape)
+        held = rng.integers(0, 40, shape)  # left by I for W, some of it new
+        temporary = tasks.backward_temp_bytes + held
+    return dataclasses.replace(
+        tasks,
+        split=SplitBackward(
+            input_s=tasks.backward_s - weight_s,
+            weight_s=weight_s,
+            input_freed_bytes=tasks.backward_freed_bytes - held,
+            input_temp_bytes=temporary,
+            weight_freed_bytes=held,
+        ),
+    )
 
 
 def random_needed(rng: np.random.Generator) -> tuple[int, list[int]]:

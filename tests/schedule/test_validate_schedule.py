@@ -24,7 +24,7 @@ def test_good_schedule_passes_as_columns_and_as_objects():
         (("0F1 0F0 0B0 0B1", GOOD[1]), "rank 0 action 0 is 0F1 where 0F0 is next"),
         (("0F0 0F1 0B0 0B1 0B2", GOOD[1]), "0B2 where no further one is next"),
         (("0F0 0F1 0B0 1B0 0B1", GOOD[1]), r"rank 0 action 3 is 1B0, but this rank runs stages \[0\]"),
-        (("0F0 0F1 0B0 0W0 0B1", GOOD[1]), "0W0: split backwards"),
+        (("0F0 0F1 0B0 0W0 0B1", GOOD[1]), "0W0, but 0I0 does not stand before it"),
         (("0B0 0F0 0F1 0B1", GOOD[1]), r"0B0, but its documents need forwards 0\.\.0 and only 0"),
         ((GOOD[0],), "the schedule has 1 ranks, stages are on 2"),
     ],

@@ -151,7 +151,7 @@ def test_deadlock_names_the_stuck_actions(backend):
         (("0F1", "1F0"), "rank 0 action 0: pack 1 of stage 0 where 0 is next"),
         (("0F0 0F1 0F2", "1F0"), "rank 0 action 2: pack 2 of stage 0 where 2 is next"),
         (("0F0", "0F1"), "rank 1 action 0: stage 0 is not on this rank"),
-        (("0F0 0W0", "1F0"), "rank 0 action 1: kind 3 is neither F"),
+        (("0F0 0W0", "1F0"), "rank 0 action 1: I or W, but these tasks have no split"),
     ],
 )
 def test_actions_no_rank_could_run_are_refused(backend, rows, message):

@@ -90,7 +90,11 @@ class Executor:
                 start_s = self._clock()
                 channels.send_hidden(self._stage.forward(batch, hidden, store))
             else:
-                assert action.kind == "B", f"the schedule validator lets only F and B through, not {action}"
+                if action.kind != "B":
+                    raise InvalidPlanError(
+                        f"step {plan.step}: action {action} splits a backward into I and W, which can be planned and "
+                        "simulated; the runtime of this version executes F and B only"
+                    )
                 grad = channels.receive_grad(action.pack)
                 start_s = self._clock()
                 grad, share = self._stage.backward(batch, grad, store, plan.num_label_tokens)

@@ -14,7 +14,7 @@ from evenload.errors import ConfigError
 from evenload.schedule.forward_counts import catch_up_counts, keep_counts
 from evenload.schedule.list_schedule import list_schedule
 from evenload.schedule.static_word import static_word
-from evenload.schedule.task_arrays import check_values, task_arrays
+from evenload.schedule.task_arrays import check_values, split_arrays, task_arrays
 from evenload.types.backend import Backend
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
@@ -43,6 +43,7 @@ def packflow_list(
     cap_bytes: NDArray[np.int64],
     alternate: bool = False,
     lookahead: int | None = None,
+    split: bool = False,
     backend: Backend = "native",
 ) -> ActionColumns:
     """Event-driven list schedule under a memory cap; the rules stand in `schedule/list_schedule.py`.
@@ -54,9 +55,11 @@ def packflow_list(
         cap_bytes: int64[R], static bytes included; below the need it is exceeded as little as possible.
         alternate: after a backward prefer a forward (holds less for uniform packs), else always backward.
         lookahead: packs a stage may run ahead of the 1F1B word; None = limited by memory only.
+        split: run backwards as I and later W (zero bubble) wherever memory allows.
 
     Raises:
-        ConfigError, ValueError: columns or values out of range, or a forward pack that no backward needs.
+        ConfigError, ValueError: `split` without split columns, columns or values out of range, or a forward pack
+            that no backward needs.
     """
     arrays = task_arrays(tasks)
     caps = np.ascontiguousarray(cap_bytes, dtype=np.int64)
@@ -65,7 +68,10 @@ def packflow_list(
     ahead = _UNLIMITED if lookahead is None else lookahead
     if not 0 <= ahead <= _UNLIMITED:
         raise ConfigError(f"packflow_list: lookahead is {lookahead}, must be at least 0 (None = no limit)")
+    if split and tasks.split is None:
+        raise ConfigError("packflow_list: split backwards asked for, but the tasks have no split columns")
     if backend == "native":
-        return ActionColumns(*_native.list_schedule(arrays, caps, alternate, ahead))
+        columns = split_arrays(tasks) if split else None
+        return ActionColumns(*_native.list_schedule(arrays, caps, alternate, ahead, columns))
     check_values(tasks)
-    return list_schedule(tasks, caps.tolist(), alternate=alternate, lookahead=ahead)
+    return list_schedule(tasks, caps.tolist(), alternate=alternate, lookahead=ahead, split=split)

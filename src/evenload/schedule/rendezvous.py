@@ -25,8 +25,10 @@ from evenload.errors import ConfigError, ScheduleDeadlockError
 from evenload.schedule.stuck_grid import awaited_input, stuck_grid
 from evenload.types.pipeline import ActionColumns, action_columns
 from evenload.types.schedule import Schedule
+from evenload.types.timeline import KINDS
 
 ChannelMode = Literal["directed", "single"]
+_INPUT, _WEIGHT = KINDS.index("I"), KINDS.index("W")
 _Message = tuple[int, int, int]  # (kind, receiving stage, pack)
 _Post = tuple[bool, _Message]  # (is a send, message)
 
@@ -59,8 +61,10 @@ class _Replay:
         columns = (actions.kind[lo:hi].tolist(), actions.stage[lo:hi].tolist(), actions.pack[lo:hi].tolist())
         own = list(zip(*columns, strict=True))
         incoming: dict[tuple[int, int], deque[_Message]] = {}
+        # On channels I is B: both bring the same gradient on.
+        own = [(1 if kind == _INPUT else kind, stage, pack) for kind, stage, pack in own]
         for kind, stage, pack in own:
-            if self._peer(kind, stage) not in (None, rank):
+            if kind != _WEIGHT and self._peer(kind, stage) not in (None, rank):
                 incoming.setdefault((kind, stage), deque()).append((kind, stage, pack))
         return _Rank(actions=own, incoming=incoming, open_receives=dict.fromkeys(incoming, 0))
 
@@ -80,6 +84,8 @@ class _Replay:
         """Run the rank's next action if its input is there."""
         state = self.ranks[rank]
         message = kind, stage, pack = state.actions[state.done]
+        if kind == _WEIGHT:
+            return (1, stage, pack) in self.ran  # transfers go on without the rank
         for channel in state.incoming:
             while state.incoming[channel] and state.open_receives[channel] < self.prefetch:
                 self._post_receive(rank, channel)

@@ -36,13 +36,15 @@ def stuck_grid(actions: ActionColumns, done: Sequence[int], awaited: Sequence[st
 def awaited_input(
     kind: int, stage: int, pack: int, *, num_stages: int, forwards_done: int, forwards_needed: int
 ) -> str:
-    """What F or B of a stage waits for, as an action name.
+    """What an action of a stage waits for, as an action name; I stands for B of the stage after.
 
     Args:
         forwards_done: forwards that ran on the same stage; forwards_needed: D of the backward pack.
     """
     if KINDS[kind] == "F":
         return f"{stage - 1}F{pack}"
+    if KINDS[kind] == "W":
+        return f"{stage}I{pack}"
     if forwards_done < forwards_needed:
         return f"{stage}F{forwards_needed - 1}"
     return f"{min(stage + 1, num_stages - 1)}B{pack}"

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.types.pipeline import PipelineTasks
+from evenload.types.pipeline import PipelineTasks, SplitBackward
 
 _DTYPES: dict[str, tuple[type[np.generic], int]] = {
     "forward_s": (np.float64, 2),
@@ -22,7 +22,8 @@ _DTYPES: dict[str, tuple[type[np.generic], int]] = {
     "backward_freed_bytes": (np.int64, 2),
     "backward_temp_bytes": (np.int64, 2),
 }
-_NAMES = tuple(field.name for field in fields(PipelineTasks))
+_NAMES = tuple(field.name for field in fields(PipelineTasks) if field.name != "split")
+_SPLIT_NAMES = tuple(field.name for field in fields(SplitBackward))
 
 
 def task_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...]:
@@ -47,6 +48,22 @@ def task_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...]:
     return arrays
 
 
+def split_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...] | None:
+    """As `task_arrays`, for `tasks.split`; None where there is none."""
+    if tasks.split is None:
+        return None
+    arrays = tuple(getattr(tasks.split, name) for name in _SPLIT_NAMES)
+    shape = (tasks.num_backward, tasks.num_stages)
+    for name, array in zip(_SPLIT_NAMES, arrays, strict=True):
+        dtype = np.float64 if name.endswith("_s") else np.int64
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise ConfigError(
+                f"tasks.split.{name} is {array.dtype}{list(array.shape)}, contiguous={array.flags.c_contiguous}; "
+                f"expected contiguous {np.dtype(dtype)}{list(shape)} (packs, stages)"
+            )
+    return arrays
+
+
 def check_values(tasks: PipelineTasks) -> None:
     """What the native core checks about values, for its Python twins. O(packs * stages).
 
@@ -55,6 +72,10 @@ def check_values(tasks: PipelineTasks) -> None:
     """
     for name in ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s"):
         values = getattr(tasks, name)
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ConfigError(f"{name} holds a negative or non-finite duration: {values.min()} .. {values.max()}")
+    for name in ("input_s", "weight_s") if tasks.split else ():
+        values = getattr(tasks.split, name)
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ConfigError(f"{name} holds a negative or non-finite duration: {values.min()} .. {values.max()}")
     for name, limit in (("forwards_needed", tasks.num_forward + 1), ("stage_to_rank", tasks.num_ranks)):

@@ -14,6 +14,8 @@ from evenload.types.pipeline import ActionColumns, action_columns
 from evenload.types.schedule import Schedule
 from evenload.types.timeline import KINDS
 
+_INPUT, _WEIGHT = KINDS.index("I"), KINDS.index("W")
+
 
 def check_schedule(
     schedule: Schedule | ActionColumns,
@@ -22,7 +24,7 @@ def check_schedule(
     forwards_needed: Sequence[int],
     stage_to_rank: Sequence[int],
 ) -> None:
-    """Every F and every B exactly once on every stage, on its own rank, in pack order, executable.
+    """Every F once and every B, or I and later W, once on every stage, on its own rank, in pack order, executable.
 
     Pack order per stage makes every channel first-in-first-out. A backward stands after the forwards it
     needs. At the end the schedule is replayed with the runtime's channels.
@@ -34,7 +36,7 @@ def check_schedule(
         stage_to_rank: pipeline rank of every virtual stage.
 
     Raises:
-        InvalidPlanError: an action missing, twice, out of order, on another rank or of kind I or W.
+        InvalidPlanError: an action missing, twice, out of order or on another rank; W without I before it.
         ScheduleDeadlockError: no rank can go on (a kind of InvalidPlanError).
     """
     actions = action_columns(schedule) if isinstance(schedule, Schedule) else schedule
@@ -47,19 +49,26 @@ def check_schedule(
         raise InvalidPlanError(f"forwards_needed {needed} must lie in 0..{num_forward}, the number of forward packs")
     done = np.zeros((2, num_stages), dtype=np.int64).tolist()  # [F or B][stage]: packs seen
     totals = (num_forward, len(needed))
+    weights_due: set[tuple[int, int]] = set()
     for rank in range(num_ranks):
         lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
         columns = (actions.kind[lo:hi].tolist(), actions.stage[lo:hi].tolist(), actions.pack[lo:hi].tolist())
         for at, (kind, stage, pack) in enumerate(zip(*columns, strict=True)):
             name = f"{stage}{KINDS[kind]}{pack}"
             where = f"rank {rank} action {at} is {name}"
-            if kind > 1:
-                raise InvalidPlanError(f"{where}: split backwards (I, W) are not part of these schedules")
             if not 0 <= stage < num_stages or ranks[stage] != rank:
                 raise InvalidPlanError(f"{where}, but this rank runs stages {_stages_of(ranks, rank)}")
+            if kind == _WEIGHT:
+                if (stage, pack) not in weights_due:
+                    raise InvalidPlanError(f"{where}, but {stage}I{pack} does not stand before it or has had its W")
+                weights_due.remove((stage, pack))
+                continue
+            if kind == _INPUT:
+                weights_due.add((stage, pack))
+                kind = 1
             expected = done[kind][stage]
             if pack != expected or pack >= totals[kind]:
-                following = f"{stage}{KINDS[kind]}{expected}" if expected < totals[kind] else "no further one"
+                following = f"{stage}{KINDS[columns[0][at]]}{expected}" if expected < totals[kind] else "no further one"
                 raise InvalidPlanError(f"{where} where {following} is next; packs run once each, in index order")
             if kind == 1 and done[0][stage] < needed[pack]:
                 raise InvalidPlanError(
@@ -74,6 +83,9 @@ def check_schedule(
                     f"stage {stage} runs {done[kind][stage]} of {totals[kind]} {('forward', 'backward')[kind]} packs; "
                     f"{stage}{KINDS[kind]}{done[kind][stage]} is missing on rank {ranks[stage]}"
                 )
+    if weights_due:
+        stage, pack = min(weights_due)
+        raise InvalidPlanError(f"stage {stage}: {stage}W{pack} is missing after {stage}I{pack} on rank {ranks[stage]}")
     replay_rendezvous(actions, forwards_needed=needed, stage_to_rank=ranks)
 
 

@@ -73,7 +73,8 @@ def _producer_ends(tasks: PipelineTasks, actions: ActionColumns, simulation: Sim
     """float64[n]: when the neighbour stage's action that feeds each action ended; 0 where there is none."""
     most_packs = max(tasks.num_forward, tasks.num_backward)
     # A border of zeros around the stages stands for "no neighbour".
-    ends = np.zeros((2, most_packs, tasks.num_stages + 2))
-    ends[actions.kind, actions.pack, actions.stage + 1] = simulation.end_s
-    source = actions.stage + np.where(actions.kind == 0, 0, 2)
-    return ends[actions.kind, actions.pack, source]
+    ends = np.zeros((3, most_packs, tasks.num_stages + 2))
+    direction = np.array([0, 1, 1, 2])[actions.kind]  # I stands for B; W is fed by its own stage
+    ends[direction, actions.pack, actions.stage + 1] = simulation.end_s
+    source = actions.stage + np.where(direction == 0, 0, 2)
+    return np.where(direction == 2, 0.0, ends[direction, actions.pack, source])

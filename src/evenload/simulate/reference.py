@@ -6,7 +6,9 @@ edges are (from, to, delay):
     schedule   consecutive actions of a rank                               delay 0
     data       F(k, s-1) -> F(k, s) and B(j, s+1) -> B(j, s)               delay one hop
     forward    F(D[j] - 1, s) -> B(j, s)                                   delay 0
+    weight     I(j, s) -> W(j, s)                                          delay 0
 
+Where a backward is split, I stands for B in all edges but the last.
 One forward edge stands for all D[j]: forwards of a stage run in index order. O(V + E), about 3 us a node.
 """
 
@@ -20,6 +22,8 @@ from evenload.errors import ConfigError
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.schedule import Action
 from evenload.types.timeline import KINDS
+
+_BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "BIW")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +49,8 @@ def reference_simulation(tasks: PipelineTasks, actions: ActionColumns) -> Refere
     """Build the graph and solve it.
 
     Raises:
-        ConfigError: an action that is not F or B of an existing pack and stage on its own rank, or packs
-            of a stage that are not in index order.
+        ConfigError: an action that is not of an existing pack and stage on its own rank, packs of a stage that are
+            not in index order, or I and W of tasks without a split.
     """
     num_nodes = len(actions.kind)
     predecessors = _predecessors(tasks, actions)
@@ -58,7 +62,8 @@ def reference_simulation(tasks: PipelineTasks, actions: ActionColumns) -> Refere
             if source >= 0:  # a missing source is never finished: the node waits for ever
                 successors[source].append(node)
     kind, stage, pack = actions.kind.tolist(), actions.stage.tolist(), actions.pack.tolist()
-    durations = (tasks.forward_s.tolist(), tasks.backward_s.tolist())
+    parts = (tasks.split.input_s, tasks.split.weight_s) if tasks.split else ()
+    durations = [seconds.tolist() for seconds in (tasks.forward_s, tasks.backward_s, *parts)]
     start, end = [0.0] * num_nodes, [0.0] * num_nodes
     finished = [False] * num_nodes
     ready = [node for node in range(num_nodes) if waiting[node] == 0]
@@ -95,13 +100,23 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
     rank_of_node = np.repeat(np.arange(actions.num_ranks), np.diff(actions.rank_offset)).tolist()
     for node, (kind, stage, pack) in enumerate(rows):
         where = f"rank {rank_of_node[node]} action {node - offsets[rank_of_node[node]]}"
-        if kind > 1:
-            raise ConfigError(f"{where}: kind {kind} is neither F (0) nor B (1)")
+        if kind > 3:
+            raise ConfigError(f"{where}: kind {kind} is none of F B I W (0..3)")
+        if kind > 1 and tasks.split is None:
+            raise ConfigError(f"{where}: I or W, but these tasks have no split backward")
         if not 0 <= stage < tasks.num_stages or tasks.stage_to_rank[stage] != rank_of_node[node]:
             raise ConfigError(f"{where}: stage {stage} is not on this rank")
-        if pack != seen[kind, stage] or pack >= totals[kind]:
-            raise ConfigError(f"{where}: pack {pack} of stage {stage} where {seen[kind, stage]} is next")
-        seen[kind, stage] += 1
+        if kind == _WEIGHT:
+            if not 0 <= pack < tasks.num_backward:
+                raise ConfigError(f"{where}: W of pack {pack} does not exist")
+            if (_WEIGHT, stage, pack) in node_of or (_BACKWARD, stage, pack) in node_of:
+                raise ConfigError(f"{where}: W of pack {pack} where its backward was whole or W ran already")
+            node_of[_WEIGHT, stage, pack] = node
+            continue
+        direction = min(kind, 1)
+        if pack != seen[direction, stage] or pack >= totals[direction]:
+            raise ConfigError(f"{where}: pack {pack} of stage {stage} where {seen[direction, stage]} is next")
+        seen[direction, stage] += 1
         node_of[kind, stage, pack] = node
     hops = (tasks.p2p_forward_s.tolist(), tasks.p2p_backward_s.tolist())
     needed = tasks.forwards_needed.tolist()
@@ -109,10 +124,18 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
     result = []
     for node, (kind, stage, pack) in enumerate(rows):
         edges = [] if node in first_nodes else [(node - 1, 0.0)]
+        if kind == _WEIGHT:
+            edges.append((node_of.get((_INPUT, stage, pack), -1), 0.0))
+            result.append(edges)
+            continue
+        direction = min(kind, 1)
         source_stage = stage - 1 if kind == 0 else stage + 1
         if 0 <= source_stage < tasks.num_stages:
-            edges.append((node_of.get((kind, source_stage, pack), -1), hops[kind][pack]))
-        if kind == 1 and needed[pack] > 0:
+            source = node_of.get((direction, source_stage, pack), -1)
+            if direction == 1 and source < 0:
+                source = node_of.get((_INPUT, source_stage, pack), -1)
+            edges.append((source, hops[direction][pack]))
+        if direction == 1 and needed[pack] > 0:
             edges.append((node_of.get((0, stage, needed[pack] - 1), -1), 0.0))
         result.append(edges)
     return result
@@ -142,7 +165,18 @@ def _peak(tasks: PipelineTasks, actions: ActionColumns, rank: int, done: int) ->
             live += int(tasks.forward_kept_bytes[pack, stage])
             peak = max(peak, live + int(tasks.forward_temp_bytes[pack, stage]))
         else:
-            peak = max(peak, live + int(tasks.backward_temp_bytes[pack, stage]))
-            live -= int(tasks.backward_freed_bytes[pack, stage])
+            temporary, freed = _backward_bytes(tasks, int(actions.kind[i]))
+            peak = max(peak, live + (0 if temporary is None else int(temporary[pack, stage])))
+            live -= int(freed[pack, stage])
             peak = max(peak, live)
     return peak
+
+
+def _backward_bytes(tasks: PipelineTasks, kind: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
+    """(temporary bytes, bytes given back) of B, I or W."""
+    if kind == _BACKWARD:
+        return tasks.backward_temp_bytes, tasks.backward_freed_bytes
+    assert tasks.split is not None  # checked with the kinds
+    if kind == _INPUT:
+        return tasks.split.input_temp_bytes, tasks.split.input_freed_bytes
+    return None, tasks.split.weight_freed_bytes

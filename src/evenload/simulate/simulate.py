@@ -1,5 +1,7 @@
 """When every action of a schedule runs and what every rank holds (SlimPack §4.3). O(actions).
 
+A backward runs whole (B) or as I, for which the neighbours wait, and later W (`PipelineTasks.split`).
+
 An action starts when the previous action of its rank has ended and its inputs are there:
 
     start = max(end of the previous action on the rank, end of the neighbour stage's action + hop)
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.errors import ConfigError, ScheduleDeadlockError
 from evenload.schedule.stuck_grid import awaited_input, stuck_grid
-from evenload.schedule.task_arrays import check_values, task_arrays
+from evenload.schedule.task_arrays import check_values, split_arrays, task_arrays
 from evenload.simulate.reference import reference_simulation
 from evenload.types.backend import Backend
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -52,11 +54,11 @@ def simulate(tasks: PipelineTasks, actions: ActionColumns, *, backend: Backend =
         ConfigError, ValueError: columns or values out of range, or packs of a stage not in index order.
         ScheduleDeadlockError: actions that wait for each other in a circle, or for one that never runs.
     """
-    arrays = task_arrays(tasks)
+    arrays, split = task_arrays(tasks), split_arrays(tasks)
     _check_actions(tasks, actions)
     if backend == "native":
         start_s, end_s, peak_bytes, done = _native.simulate(
-            arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset
+            arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset, split
         )
     else:
         check_values(tasks)
@@ -100,7 +102,7 @@ def _stuck(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]
                 pack,
                 num_stages=tasks.num_stages,
                 forwards_done=int(forwards_done[stage]),
-                forwards_needed=int(tasks.forwards_needed[pack]) if kind == 1 else 0,
+                forwards_needed=int(tasks.forwards_needed[pack]) if kind in (1, 2) else 0,
             )
         )
     return stuck_grid(actions, done.tolist(), awaited)

@@ -18,14 +18,21 @@ def to_timeline(
         step_time_s: of the whole step (slowest replica, reduction, optimizer).
     """
     rank = np.repeat(np.arange(actions.num_ranks, dtype=np.int32), np.diff(actions.rank_offset))
-    is_forward = actions.kind == 0
-    forward, backward = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
+    forward, backward = np.flatnonzero(actions.kind == 0), np.flatnonzero(actions.kind == 1)
     kept, freed, temporary = (np.zeros(len(actions.kind), dtype=np.int64) for _ in range(3))
     at_forward = (actions.pack[forward], actions.stage[forward])
     at_backward = (actions.pack[backward], actions.stage[backward])
     kept[forward], temporary[forward] = tasks.forward_kept_bytes[at_forward], tasks.forward_temp_bytes[at_forward]
     freed[backward] = tasks.backward_freed_bytes[at_backward]
     temporary[backward] = tasks.backward_temp_bytes[at_backward]
+    if tasks.split is not None:
+        inputs, weights = np.flatnonzero(actions.kind == 2), np.flatnonzero(actions.kind == 3)
+        at_input = (actions.pack[inputs], actions.stage[inputs])
+        freed[inputs], temporary[inputs] = (
+            tasks.split.input_freed_bytes[at_input],
+            tasks.split.input_temp_bytes[at_input],
+        )
+        freed[weights] = tasks.split.weight_freed_bytes[actions.pack[weights], actions.stage[weights]]
     times, samples, sample_ranks = [], [], []
     for r in range(actions.num_ranks):
         own = slice(int(actions.rank_offset[r]), int(actions.rank_offset[r + 1]))

@@ -14,6 +14,27 @@ from evenload.types.timeline import KINDS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class SplitBackward:
+    """Backward packs as two actions (zero bubble): I on the critical path, W any time later on the same stage.
+
+    I gives the gradient of the pack's input, which the stage before waits for; W adds the gradients of the weights
+    and needs nothing but what I left: inputs and output gradients of the matrix products.
+
+    Args:
+        input_s, weight_s: float64[m_b, P] seconds of I and W; their sum is `PipelineTasks.backward_s` to rounding.
+        input_freed_bytes: int64[m_b, P], given back when I ends; negative where I leaves more than it found.
+        input_temp_bytes: int64[m_b, P], held while I runs, what it leaves for W included.
+        weight_freed_bytes: int64[m_b, P], given back when W ends; with `input_freed_bytes` the whole backward's.
+    """
+
+    input_s: NDArray[np.float64]
+    weight_s: NDArray[np.float64]
+    input_freed_bytes: NDArray[np.int64]
+    input_temp_bytes: NDArray[np.int64]
+    weight_freed_bytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineTasks:
     """One replica's packs as durations, dependencies and bytes. P = virtual stages, R = pipeline ranks.
 
@@ -30,6 +51,7 @@ class PipelineTasks:
         forward_temp_bytes: int64[m_f, P], held only while it runs.
         backward_freed_bytes: int64[m_b, P], given back when that backward ends.
         backward_temp_bytes: int64[m_b, P], held only while it runs.
+        split: how backwards divide into I and W; None = they run whole.
     """
 
     forward_s: NDArray[np.float64]
@@ -43,6 +65,7 @@ class PipelineTasks:
     forward_temp_bytes: NDArray[np.int64]
     backward_freed_bytes: NDArray[np.int64]
     backward_temp_bytes: NDArray[np.int64]
+    split: SplitBackward | None = None
 
     @property
     def num_forward(self) -> int:

@@ -1,0 +1,161 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
+from evenload.schedule.packflow import packflow_list
+from evenload.schedule.validate import check_schedule
+from evenload.simulate.bubble import split_bubble
+from evenload.simulate.simulate import simulate
+from evenload.simulate.timeline import to_timeline
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks, with_split
+
+BACKENDS = pytest.mark.parametrize("backend", ["native", "python"])
+UNLIMITED = 2**60
+
+
+def caps(tasks: PipelineTasks, cap: int) -> np.ndarray:
+    return np.full(tasks.num_ranks, cap, dtype=np.int64)
+
+
+def check(tasks: PipelineTasks, actions: ActionColumns) -> None:
+    check_schedule(
+        actions,
+        num_forward=tasks.num_forward,
+        forwards_needed=tasks.forwards_needed.tolist(),
+        stage_to_rank=tasks.stage_to_rank.tolist(),
+    )
+
+
+@BACKENDS
+def test_weights_fill_idle_time(backend):
+    """tF = tI = tW = 1, two stages, two packs.
+
+    time      0   1   2   3   4   5   6   7
+    stage 0  |F0 |F1 | . |I0 |W0 |I1 |W1 |         whole backwards would end at 9: F0 F1 . . B0 . B1 without splitting
+    stage 1  | . |F0 |I0 |F1 |I1 |W0 |W1 |
+    """
+    tasks = with_split(equal_packs(2, 2))
+    actions = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), split=True, backend=backend)
+    assert names_of(actions) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    result = simulate(tasks, actions, backend=backend)
+    assert result.end_s.tolist() == [1, 2, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7]
+    whole = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), backend=backend)
+    assert simulate(tasks, whole, backend=backend).makespan_s == 9
+    assert split_bubble(tasks, actions, result).busy_s == 12
+
+
+@BACKENDS
+def test_memory_of_inputs_and_weights(backend):
+    """I gives back 4 of 10 and W the other 6; I needs 5 besides: peak 100 + 10 + 5, then 106, then 100."""
+    tasks = with_split(equal_packs(1, 1))
+    split = dataclasses.replace(
+        tasks.split,  # type: ignore[arg-type]
+        input_freed_bytes=np.array([[4]]),
+        input_temp_bytes=np.array([[5]]),
+        weight_freed_bytes=np.array([[6]]),
+    )
+    tasks = dataclasses.replace(tasks, split=split)
+    actions = columns_of("0F0 0I0 0W0")
+    result = simulate(tasks, actions, backend=backend)
+    assert result.peak_bytes.tolist() == [115]
+    timeline = to_timeline(tasks, actions, result, 0, result.makespan_s)
+    assert timeline.memory_bytes.tolist() == [100, 111, 110, 115, 106, 106, 100]
+
+
+@BACKENDS
+def test_too_little_memory_runs_weights_first_or_backwards_whole(backend):
+    """112 bytes hold one pack of 10 and a whole backward's 2: I, whose buffer is larger, never fits."""
+    tasks = with_split(equal_packs(3, 2))
+    split = dataclasses.replace(
+        tasks.split,  # type: ignore[arg-type]
+        input_temp_bytes=np.full((3, 2), 5),
+        input_freed_bytes=np.full((3, 2), 4),
+        weight_freed_bytes=np.full((3, 2), 6),
+    )
+    tasks = dataclasses.replace(tasks, split=split)
+    whole = packflow_list(tasks, cap_bytes=caps(tasks, 112), split=True, backend=backend)
+    assert names_of(whole) == ["0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    one = packflow_list(tasks, cap_bytes=caps(tasks, 115), split=True, backend=backend)
+    assert names_of(one) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"]
+    assert simulate(tasks, one).peak_bytes.max() <= 115
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+def test_zero_bubble_bound_on_equal_packs(num_stages):
+    """With tF = tI = tW nothing ends before (P - 1) tF + m (tF + tI + tW): the last stage starts no earlier.
+
+    ZB-H1 (Qi et al. 2023) reaches it; so must the list schedule. 1F1B needs (P - 1) 2 tF more.
+    """
+    num_packs = 4 * num_stages
+    tasks = with_split(equal_packs(num_packs, num_stages))
+    actions = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), split=True)
+    assert simulate(tasks, actions).makespan_s == num_stages - 1 + 3 * num_packs
+
+
+def test_random_splits_never_deadlock_keep_the_cap_and_equal_their_twin():
+    rng = np.random.default_rng(0)
+    split_backwards = whole_backwards = 0
+    for trial in range(900):
+        tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.4 else None, whole_seconds=trial % 2 == 0)
+        tasks = with_split(tasks, rng)
+        cap = int(rng.choice([0, rng.integers(1, 400), UNLIMITED]))
+        rule = {"alternate": bool(rng.integers(2)), "lookahead": None if rng.random() < 0.5 else int(rng.integers(4))}
+        actions = packflow_list(tasks, cap_bytes=caps(tasks, cap), split=True, **rule)
+        check(tasks, actions)
+        split_backwards += int((actions.kind == 2).sum())
+        whole_backwards += int((actions.kind == 1).sum())
+        simulation = simulate(tasks, actions)
+        if trial % 3 == 0:
+            twin = packflow_list(tasks, cap_bytes=caps(tasks, cap), split=True, backend="python", **rule)
+            for name in ("kind", "stage", "pack", "rank_offset"):
+                assert np.array_equal(getattr(actions, name), getattr(twin, name)), name
+            again = simulate(tasks, actions, backend="python")
+            assert simulation.start_s.tolist() == again.start_s.tolist()
+            assert simulation.end_s.tolist() == again.end_s.tolist()
+            assert simulation.peak_bytes.tolist() == again.peak_bytes.tolist()
+        if tasks.num_ranks == tasks.num_stages:
+            # What whole backwards hold at least where the cap is 0: I and W add nothing to it.
+            least = simulate(tasks, packflow_list(tasks, cap_bytes=caps(tasks, 0), lookahead=0)).peak_bytes
+            assert (simulation.peak_bytes <= np.maximum(cap, least)).all()
+    assert split_backwards > 1000
+    assert whole_backwards > 1000
+
+
+def test_mixed_whole_and_split_backwards_of_one_pack_hand_on_the_gradient():
+    """Stage 1 runs I, stage 0 waits for it with B (times from the definition: hop 0.5)."""
+    tasks = with_split(uniform_tasks([1], 1, 2, hop_s=0.5))
+    actions = columns_of("0F0 0B0", "1F0 1I0 1W0")
+    check(tasks, actions)
+    for backend in ("native", "python"):
+        result = simulate(tasks, actions, backend=backend)  # type: ignore[arg-type]
+        assert result.end_s.tolist() == [1, 6, 2.5, 3.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0F0 0I0", "0W0 is missing after 0I0"),
+        ("0F0 0W0 0I0", "0I0 does not stand before it"),
+        ("0F0 0B0 0W0", "0I0 does not stand before it"),
+        ("0F0 0I0 0W0 0W0", "has had its W"),
+        ("0F0 0I0 0B0 0W0", "0B0 where no further one is next"),
+    ],
+)
+def test_broken_splits_are_named(row, message):
+    tasks = with_split(equal_packs(1, 1))
+    with pytest.raises(InvalidPlanError, match=message):
+        check(tasks, columns_of(row))
+
+
+@BACKENDS
+def test_simulator_refuses_and_finds_stuck_weights(backend):
+    tasks = with_split(equal_packs(1, 1))
+    with pytest.raises(ScheduleDeadlockError, match="0W0 <-- waits for 0I0"):
+        simulate(tasks, columns_of("0F0 0W0 0I0"), backend=backend)
+    with pytest.raises(ValueError, match="W of pack 0 where its backward was whole or W ran already"):
+        simulate(tasks, columns_of("0F0 0B0 0W0"), backend=backend)
+    with pytest.raises(ConfigError, match="no split columns"):
+        packflow_list(equal_packs(1, 1), cap_bytes=caps(tasks, 0), split=True, backend=backend)
