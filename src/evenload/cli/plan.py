@@ -60,6 +60,13 @@ def plan_command(
         Literal["error", "split", "truncate", "drop"], typer.Option(help="What happens to longer documents.")
     ] = "error",
     strategy: Annotated[str, typer.Option(help="'all', or names with commas: " + ", ".join(STRATEGIES) + ".")] = "all",
+    policy: Annotated[
+        Literal["choose", "replay", "recompute", "offload"],
+        typer.Option(
+            help="What documents keep between forward and backward. 'choose': all of it where that fits memory, else "
+            "some are recomputed or offloaded. 'evenload train' runs 'replay' in this version."
+        ),
+    ] = "choose",
     steps: Annotated[int, typer.Option(help="Global batches to plan.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the batches drawn from the lengths.")] = 0,
     cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None,
@@ -98,7 +105,7 @@ def plan_command(
         overlong=overlong,
     )
     cap_bytes = usable_bytes(machines)
-    planner = StepPlanner(spec, coefficients, chosen, cap_bytes, PlanOptions(max_pack_tokens=context))
+    planner = StepPlanner(spec, coefficients, chosen, cap_bytes, PlanOptions(max_pack_tokens=context, policy=policy))
     inputs: dict[str, Any] = {
         "lengths": lengths,
         "model": model,
@@ -109,6 +116,7 @@ def plan_command(
         "tokens": tokens,
         "context": context,
         "overlong": overlong,
+        "policy": policy,
         "steps": steps,
         "seed": seed,
         "cost": str(cost) if cost else "analytic",

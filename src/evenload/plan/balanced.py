@@ -32,6 +32,7 @@ def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     options, pp = problem.options, problem.layout.pp
+    policy = problem.policy_of(documents)
     num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
     found: list[Candidate] = []
     for count in pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens):
@@ -40,7 +41,9 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
         groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens, options.backend)
         columns = whole_document_columns(groups, num_tokens)
         label = f"{len(groups)} packs, 1F1B"
-        found.append(one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options))
+        found.append(
+            one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options, policy)
+        )
     return min(found, key=Candidate.score)
 
 

@@ -34,6 +34,7 @@ class Candidate:
     Args:
         label: how it was made, for reports: cuts, pack count, schedule.
         excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
+        policy: int8[k] of the replica's documents, indices into `cost.activation.POLICIES`; None = all replay.
     """
 
     label: str
@@ -43,6 +44,7 @@ class Candidate:
     actions: ActionColumns
     simulation: Simulation
     excess_bytes: int
+    policy: NDArray[np.int8] | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -55,17 +57,22 @@ class Candidate:
 
 
 def pipeline_tasks(
-    costs: PackCosts, forward: SliceColumns, backward: SliceColumns, num_tokens: NDArray[np.int64]
+    costs: PackCosts,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
 ) -> PipelineTasks:
     """Price packs.
 
     Args:
         num_tokens: int64[k] of the replica's documents, indexed by `SliceColumns.doc`.
+        policy: int8[k], indices into `cost.activation.POLICIES`; None = all replay.
     """
-    held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens)
+    held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens, policy)
     return PipelineTasks(
-        forward_s=costs.pack_seconds(forward, "forward"),
-        backward_s=costs.pack_seconds(backward, "backward"),
+        forward_s=costs.pack_seconds(forward, "forward", policy),
+        backward_s=costs.pack_seconds(backward, "backward", policy),
         p2p_forward_s=costs.p2p_seconds(forward),
         p2p_backward_s=costs.p2p_seconds(backward),
         forwards_needed=forwards_needed(forward, backward, num_tokens),
@@ -97,11 +104,12 @@ def candidate(
     actions: ActionColumns,
     cap_bytes: NDArray[np.int64] | None,
     options: PlanOptions,
+    policy: NDArray[np.int8] | None = None,
 ) -> Candidate:
     """Simulate one schedule of priced packs."""
     simulation = simulate(tasks, actions, backend=options.backend)
     excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
-    return Candidate(label, forward, backward, tasks, actions, simulation, excess)
+    return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy)
 
 
 def one_f_one_b_candidate(
@@ -111,11 +119,12 @@ def one_f_one_b_candidate(
     costs: PackCosts,
     cap_bytes: NDArray[np.int64] | None,
     options: PlanOptions,
+    policy: NDArray[np.int8] | None = None,
 ) -> Candidate:
     """Whole documents, backward packs equal to forward packs, 1F1B: the form of the baselines."""
-    tasks = pipeline_tasks(costs, forward, forward, num_tokens)
+    tasks = pipeline_tasks(costs, forward, forward, num_tokens, policy)
     actions = one_f_one_b(tasks) if forward.num_packs else _no_actions(tasks.num_ranks)
-    return candidate(label, forward, forward, tasks, actions, cap_bytes, options)
+    return candidate(label, forward, forward, tasks, actions, cap_bytes, options, policy)
 
 
 def packflow_candidate(
@@ -126,6 +135,7 @@ def packflow_candidate(
     order: str,
     cap_bytes: NDArray[np.int64] | None,
     options: PlanOptions,
+    policy: NDArray[np.int8] | None = None,
 ) -> Candidate:
     """Priced packs under one of `PACKFLOW_ORDERS`."""
     if not forward.num_packs:
@@ -137,7 +147,7 @@ def packflow_candidate(
         actions = packflow_list(
             tasks, cap_bytes=cap, alternate=order == "list alternate", lookahead=None, backend=options.backend
         )
-    return candidate(label, forward, backward, tasks, actions, cap_bytes, options)
+    return candidate(label, forward, backward, tasks, actions, cap_bytes, options, policy)
 
 
 def _no_actions(num_ranks: int) -> ActionColumns:

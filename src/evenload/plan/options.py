@@ -6,6 +6,8 @@ from evenload.errors import ConfigError
 from evenload.types.backend import Backend
 from evenload.types.base import Frozen
 
+PolicyOption = Literal["replay", "recompute", "offload", "choose"]
+
 
 class PlanOptions(Frozen):
     """Limits and search space of planning.
@@ -20,6 +22,16 @@ class PlanOptions(Frozen):
         schedule: `slimpack` runs the static PackFlow word, the memory-capped list schedule, or the faster.
         max_imbalance: `slimpack` prefers cuts whose max/mean pack time is within this, forward and backward;
             cuts beyond it are used only where no other fits memory.
+        policy: what documents keep between forward and backward: everything ("replay"), little and compute it again
+            ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
+            fastest mixture that does ("choose"). `evenload train` of this version runs "replay" only.
+        window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
+        max_delay_steps: strategies that move documents between steps train each within so many steps.
+        outlier_queues: most queues of `wlb`.
+        outlier_lengths: `wlb`'s thresholds, ascending; None = tuned on the lengths of the first batches.
+        micro_batches: of a replica and step under `wlb`; None = the least multiple of pp that holds a batch, or more
+            where that is faster.
+        solver_time_limit_s: of `fixed_exact`, for one step.
         backend: "native", or "python" for the readable twins.
 
     Raises:
@@ -32,10 +44,21 @@ class PlanOptions(Frozen):
     cuts: Literal["asymmetric", "symmetric", "choose"] = "choose"
     schedule: Literal["word", "list", "choose"] = "choose"
     max_imbalance: float = 1.05
+    policy: PolicyOption = "replay"
+    window: int = 1
+    max_delay_steps: int = 8
+    outlier_queues: int = 2
+    outlier_lengths: tuple[int, ...] | None = None
+    micro_batches: int | None = None
+    solver_time_limit_s: float = 10.0
     backend: Backend = "native"
 
     def __post_init__(self) -> None:
-        for field in ("max_pack_tokens", "min_slice_tokens", "candidates"):
+        positive = (
+            *("max_pack_tokens", "min_slice_tokens", "candidates"),
+            *("window", "max_delay_steps", "outlier_queues", "micro_batches"),
+        )
+        for field in positive:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ConfigError(f"plan options: {field} is {value}, must be at least 1")
@@ -44,5 +67,10 @@ class PlanOptions(Frozen):
                 f"plan options: min_slice_tokens {self.min_slice_tokens} is above "
                 f"max_pack_tokens {self.max_pack_tokens}"
             )
+        if not self.solver_time_limit_s > 0:
+            raise ConfigError(f"plan options: solver_time_limit_s is {self.solver_time_limit_s}, must be above 0")
+        lengths = self.outlier_lengths or ()
+        if any(length < 1 for length in lengths) or sorted(set(lengths)) != list(lengths):
+            raise ConfigError(f"plan options: outlier_lengths {list(lengths)} must ascend and be at least 1")
         if not self.max_imbalance >= 1:
             raise ConfigError(f"plan options: max_imbalance is {self.max_imbalance}, must be at least 1")

@@ -53,7 +53,15 @@ def deal_packs(problem: StepProblem, packs: list[list[int]], *, padded: bool) ->
         choices.append(
             ReplicaChoice(
                 documents,
-                one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, problem.options),
+                one_f_one_b_candidate(
+                    label,
+                    columns,
+                    num_tokens,
+                    problem.costs,
+                    problem.cap_bytes,
+                    problem.options,
+                    problem.policy_of(documents),
+                ),
             )
         )
     return tuple(choices)

@@ -20,6 +20,7 @@ class StepProblem:
         doc_ids, num_tokens: int64[n], in arrival order.
         costs: seconds; also carries the model and the layout.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
+        policy: int8[n], activation policy of every document (`cost.activation.POLICIES`); None = all replay.
     """
 
     doc_ids: NDArray[np.int64]
@@ -27,15 +28,20 @@ class StepProblem:
     costs: PackCosts
     cap_bytes: NDArray[np.int64] | None
     options: PlanOptions
+    policy: NDArray[np.int8] | None = None
     document_s: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens))
+        object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens, self.policy))
 
     @property
     def layout(self) -> ParallelLayout:
         """Of the run."""
         return self.costs.layout
+
+    def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
+        """The policies of some documents, as candidates want them."""
+        return None if self.policy is None else self.policy[documents]
 
     def window_tokens(self, strategy: str) -> int:
         """The pack limit that strategies with fixed windows need.
@@ -74,7 +80,9 @@ class ReplicaChoice:
 
     Args:
         documents: int64[k], indices into the problem's arrays; `SliceColumns.doc` of the candidate counts these.
+        note: what a reader of the result must know about how it was found; "" = nothing.
     """
 
     documents: NDArray[np.int64]
     candidate: Candidate
+    note: str = ""

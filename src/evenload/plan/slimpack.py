@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.activation import RECOMPUTE
 from evenload.errors import ConfigError
 from evenload.plan.candidate import PACKFLOW_ORDERS, Candidate, imbalance, packflow_candidate, pipeline_tasks
 from evenload.plan.chain_free import chain_free_columns, work_below
@@ -38,6 +39,9 @@ ALIGN_FROM_TILES = 16
 """Cut at whole attention tiles where the shortest slices hold at least this many: a cut then moves by at most
 half a tile, 1/32 of the slice, which is what the incomplete tile would have cost."""
 
+EVENNESS_WORTH = 1.1
+"""Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
+room, a few of their packs in flight can take three times as long."""
 REFINED_REPLICAS = 3
 """How often the slowest replica is searched further."""
 REFINED_TRIALS = 6
@@ -68,7 +72,7 @@ def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     if probe.best().excess_bytes:
         # Nothing fits one replica, so the step does not fit: its numbers are shown, more search is in vain.
         for search in searches:
-            search.try_trial_or_all(ranking[0])
+            search.try_trial_or_all(ranking[0][0])
         return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
     for search in searches:
         if search is not probe:
@@ -78,7 +82,7 @@ def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         slowest = max(searches, key=lambda search: search.best().score())
         if slowest in refined:
             break
-        for trial in ranking[:REFINED_TRIALS]:
+        for trial, _ in ranking[:REFINED_TRIALS]:
             slowest.try_trial(trial)
         refined.append(slowest)
     return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
@@ -102,14 +106,15 @@ class _ReplicaSearch:
         self.documents = documents
         self.num_tokens = problem.num_tokens[documents]
         self.forward_work = problem.costs.forward_work()
-        self.backward_work = problem.costs.backward_work()
+        self.policy = problem.policy_of(documents)
+        self.backward_work = problem.costs.backward_work(recomputed_share=self._recomputed_share())
         forward_s = work_below((self.forward_work,), self.num_tokens)
         self.order = np.argsort(-forward_s, kind="stable").astype(np.int32)
         self.priced: dict[Setting, _Priced | None] = {}
         self.found: dict[Trial, Candidate] = {}
 
     def try_all(self) -> None:
-        """Every setting and order that the options allow; unevenly cut ones only where nothing else fits."""
+        """Every setting and order that the options allow; unevenly cut ones only where memory binds the others."""
         settings = self._settings()
         for even in (True, False):
             for setting in settings:
@@ -117,7 +122,7 @@ class _ReplicaSearch:
                 if priced and self._is_even(priced) == even:
                     for order in self._orders():
                         self.try_trial((setting, order))
-            if self.found and not self.best().excess_bytes:
+            if self.found and not any(found.excess_bytes for found in self.found.values()):
                 return
         while not self.found:
             # Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every
@@ -127,11 +132,12 @@ class _ReplicaSearch:
                 for order in self._orders():
                     self.try_trial((setting, order))
 
-    def try_until_acceptable(self, trials: list[Trial]) -> None:
-        """The first trial that is evenly cut and fits memory; all settings where none is."""
-        for trial in trials:
+    def try_until_acceptable(self, trials: list[tuple[Trial, float]]) -> None:
+        """The first trial that fits memory and is cut evenly, or as evenly as where it was ranked; all settings
+        where none is."""
+        for trial, imbalance_there in trials:
             priced = self._price(trial[0])
-            if priced and self._is_even(priced):
+            if priced and (self._is_even(priced) or priced.imbalance <= imbalance_there):
                 self.try_trial(trial)
                 if trial in self.found and not self.found[trial].excess_bytes:
                     return
@@ -158,24 +164,34 @@ class _ReplicaSearch:
                 order,
                 self.problem.cap_bytes,
                 self.problem.options,
+                self.policy,
             )
 
     def best(self) -> Candidate:
-        """Within memory, then evenly cut, then the fastest."""
+        """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
         return self.found[min(self.found, key=self._score)]
 
-    def ranking(self) -> list[Trial]:
-        """Trials, best first."""
-        return sorted(self.found, key=self._score)
+    def ranking(self) -> list[tuple[Trial, float]]:
+        """Trials with their max/mean pack time, best first."""
+        return [(trial, self._priced_of(trial).imbalance) for trial in sorted(self.found, key=self._score)]
 
-    def _score(self, trial: Trial) -> tuple[int, float, float]:
+    def _score(self, trial: Trial) -> tuple[int, float]:
         excess, makespan_s = self.found[trial].score()
+        return excess, makespan_s * (1.0 if self._is_even(self._priced_of(trial)) else EVENNESS_WORTH)
+
+    def _priced_of(self, trial: Trial) -> _Priced:
         priced = self.priced[trial[0]]
-        assert priced is not None
-        return excess, 0.0 if self._is_even(priced) else priced.imbalance, makespan_s
+        assert priced is not None, "only priced settings are simulated"
+        return priced
 
     def _is_even(self, priced: _Priced) -> bool:
         return priced.imbalance <= self.problem.options.max_imbalance
+
+    def _recomputed_share(self) -> float:
+        """Of the replica's tokens; backward cuts are balanced as if all recomputed alike."""
+        if self.policy is None or not len(self.num_tokens):
+            return 0.0
+        return float(self.num_tokens[self.policy == RECOMPUTE].sum() / self.num_tokens.sum())
 
     def _settings(self) -> list[Setting]:
         options = self.problem.options
@@ -196,7 +212,7 @@ class _ReplicaSearch:
             if packs is None:
                 self.priced[setting] = None
             else:
-                tasks = pipeline_tasks(self.problem.costs, *packs, self.num_tokens)
+                tasks = pipeline_tasks(self.problem.costs, *packs, self.num_tokens, self.policy)
                 uneven = max(imbalance(tasks.forward_s), imbalance(tasks.backward_s))
                 self.priced[setting] = _Priced(*packs, tasks, uneven)
         return self.priced[setting]
