@@ -57,6 +57,20 @@ def test_plan_file_can_be_re_simulated_without_our_simulator() -> None:
             assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == pytest.approx(predicted_s)
 
 
+def test_split_backwards_are_in_the_file_and_add_up() -> None:
+    options = PlanOptions(max_pack_tokens=300, executable=False)
+    planner = StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=2, pp=3), None, options)
+    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 4))
+    (plan,) = json.loads(encode_plan_file([planner.plan(0, step, "auto")]))["plans"]
+    assert any("W" in action for replica in plan["replicas"] for row in replica["schedule"] for action in row)
+    for replica, predicted_s in zip(plan["replicas"], plan["predicted"]["per_replica_s"], strict=True):
+        assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == pytest.approx(predicted_s)
+        for whole, *parts in zip(
+            *(replica[f"durations_{name}_s"] for name in ("backward", "input", "weight")), strict=True
+        ):
+            assert whole == pytest.approx([sum(pair) for pair in zip(*parts, strict=True)])
+
+
 def re_simulate(replica: dict, stage_to_rank: list[int]) -> float:
     last = {piece["doc_id"]: k for k, pack in enumerate(replica["forward"]) for piece in pack}
     needed = [1 + max(last[piece["doc_id"]] for piece in pack) for pack in replica["backward"]]
@@ -66,20 +80,23 @@ def re_simulate(replica: dict, stage_to_rank: list[int]) -> float:
         progressed = False
         for rank, row in enumerate(rows):
             while row:
-                kind = "F" if "F" in row[0] else "B"
+                kind = next(letter for letter in "FBIW" if letter in row[0])
                 stage, pack = map(int, row[0].split(kind))
                 if kind == "F":
                     inputs = [("F", stage - 1, pack, replica["p2p_forward_s"][pack])] if stage else []
                     duration = replica["durations_forward_s"][pack][stage]
+                elif kind == "W":
+                    inputs, duration = [("B", stage, pack, 0.0)], replica["durations_weight_s"][pack][stage]
                 else:
                     inputs = [("F", stage, k, 0.0) for k in range(needed[pack])]
                     if stage < stages - 1:
                         inputs.append(("B", stage + 1, pack, replica["p2p_backward_s"][pack]))
-                    duration = replica["durations_backward_s"][pack][stage]
+                    duration = replica["durations_input_s" if kind == "I" else "durations_backward_s"][pack][stage]
                 if any(key[:3] not in end for key in inputs):
                     break
                 start = max([clock[rank], *(end[key[:3]] + key[3] for key in inputs)])
-                end[kind, stage, pack] = clock[rank] = start + duration
+                # The gradient that I hands on is that of B.
+                end["B" if kind == "I" else kind, stage, pack] = clock[rank] = start + duration
                 row.pop(0)
                 progressed = True
         assert progressed, "deadlock"

@@ -1,0 +1,96 @@
+"""A backward pack as I and W (zero bubble; Qi et al. 2023): seconds and bytes of both.
+
+W is one of the two equal products of every linear layer's backward (dW; the other is dX) and half of the constants
+that come with them. Attention has no weights: all of it, of the norms and of the embedding stays in I. So does the
+head: its logits live for a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost
+vocab·(e + 4) bytes a token.
+
+From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs:
+
+    inputs      e·(2·hidden + q + 2·ffn)           layer input, o_proj output, attention output, gate and up
+    gradients   e·(2·hidden + q + 2·kv + 2·ffn)    of q k v, o_proj, gate and up, down
+
+That is more than the backward gives back, so delaying W costs memory. Counted for the tokens of the backward pack;
+where a forward chunk outlives it (chunks are one tensor) its inputs are counted twice: never too little.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import local_kv_heads
+from evenload.cost.memory import sharing_ranks
+from evenload.cost.pack_cost import PackCosts
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PipelineTasks, SplitBackward
+
+WEIGHT_SHARE = 0.5
+"""Of the backward of a linear layer: dW and dX are products of the same size."""
+
+
+def split_backward(costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns) -> SplitBackward:
+    """How the backward packs of `tasks` divide. O(slices + packs·stages).
+
+    Args:
+        tasks: priced packs, whole backwards.
+        backward: the same packs.
+    """
+    layout, per_layer = costs.layout, costs.coefficients.backward
+    weight_s = WEIGHT_SHARE * np.outer(
+        _pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
+        _layers(layout).astype(np.float64),
+    )
+    # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
+    weight_s = np.minimum(weight_s, WEIGHT_SHARE * tasks.backward_s)
+    return divide_backward(costs.model, layout, tasks, backward, tasks.backward_s - weight_s, weight_s)
+
+
+def divide_backward(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    tasks: PipelineTasks,
+    backward: SliceColumns,
+    input_s: NDArray[np.float64],
+    weight_s: NDArray[np.float64],
+) -> SplitBackward:
+    """The bytes of I and W beside known seconds.
+
+    Args:
+        input_s, weight_s: float64[m_b, P].
+    """
+    pack_tokens, layers = _pack_tokens(backward, layout).astype(np.int64), _layers(layout)
+    inputs, gradients = weight_elements_per_token(model, layout.tp)
+    element = model.bytes_per_element
+    held = np.outer(pack_tokens, layers * (element * (inputs + gradients)))
+    new = np.outer(pack_tokens, layers * (element * gradients))
+    return SplitBackward(
+        input_s=input_s,
+        weight_s=weight_s,
+        input_freed_bytes=tasks.backward_freed_bytes - held,
+        # What I leaves is there before it ends, also where the backward gives nothing back.
+        input_temp_bytes=np.maximum(tasks.backward_temp_bytes + new, held - tasks.backward_freed_bytes),
+        weight_freed_bytes=held,
+    )
+
+
+def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> tuple[int, int]:
+    """Elements one token leaves on ONE layer of one device from I to W: (inputs, gradients of outputs)."""
+    hidden = -(-model.hidden_size // tp)
+    query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
+    ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
+    shard = -(-ffn // tp)
+    return 2 * hidden + query + shard, 2 * hidden + query + 2 * key_value + shard
+
+
+def _layers(layout: ParallelLayout) -> NDArray[np.int64]:
+    return np.array([last - first for first, last in layout.stage_layers], np.int64)
+
+
+def _pack_tokens(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.float64]:
+    """Tokens of every pack on one device, padding included."""
+    pack = columns.pack_of_slice()
+    pad_to = columns.pad_to[pack]
+    tokens = np.where(pad_to > 0, pad_to, columns.stop - columns.start)
+    shared = -(-tokens // sharing_ranks(columns, layout))
+    return np.bincount(pack, weights=shared, minlength=columns.num_packs)

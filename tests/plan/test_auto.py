@@ -1,0 +1,134 @@
+"""`auto`: never worse than any strategy, always valid, deterministic; and the moves it is made of."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.analytic import analytic_coefficients
+from evenload.errors import EvenloadError
+from evenload.plan.default_layout import usable_bytes
+from evenload.plan.options import PlanOptions
+from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.plan.strategies import SOLVER_STRATEGIES, STRATEGIES
+from evenload.plan.validate import validate_plan
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+
+LENGTH_TABLES = sorted((Path(__file__).parents[2] / "examples" / "lengths").glob("*.npy.gz"))
+OTHERS = [name for name in STRATEGIES if name not in ("auto", *SOLVER_STRATEGIES)]
+
+
+def documents(lengths) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
+
+
+def tiny_planner(dp: int, pp: int, *, virtual: int = 1, cap: int | None = None, **options) -> StepPlanner:
+    fields = {"max_pack_tokens": 256, "candidates": 3, "max_candidates": 40, **options}
+    return StepPlanner(
+        sample_model(num_layers=6),
+        sample_coefficients(),
+        even_layout(6, dp=dp, pp=pp, virtual=virtual),
+        cap,
+        PlanOptions(**fields),
+    )
+
+
+def beats_all(planner: StepPlanner, lengths) -> Proposal:
+    """Check `auto` against every other strategy; its proposal."""
+    step = documents(lengths)
+    found = planner.propose(0, step, "auto")
+    validate_plan(found.plan, max_pack_tokens=planner.options.max_pack_tokens)
+    for name in OTHERS:
+        try:
+            other = planner.propose(0, step, name)
+        except EvenloadError:
+            continue  # the strategy does not apply to this step
+        if other.feasible:
+            assert found.feasible, name
+            assert found.plan.predicted.step_time_s <= other.plan.predicted.step_time_s, name
+    return found
+
+
+@pytest.mark.parametrize("table", LENGTH_TABLES, ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize(("dp", "pp", "model"), [(2, 4, "llama-7b"), (8, 1, "qwen2.5-0.5b")])
+def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model) -> None:
+    with gzip.open(table) as file:
+        lengths = np.minimum(np.load(file).astype(np.int64), 16_384)
+    lengths = np.random.default_rng(0).choice(lengths, 128)
+    spec, cluster = model_from(model), cluster_from("h100x8")
+    layout = even_layout(spec.num_layers, dp=dp, pp=pp)
+    for executable in (True, False):
+        planner = StepPlanner(
+            spec,
+            analytic_coefficients(spec, cluster, layout),
+            layout,
+            usable_bytes(cluster),
+            PlanOptions(max_pack_tokens=16_384, executable=executable),
+        )
+        found = beats_all(planner, lengths)
+        kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}
+        assert not executable or kinds <= {"F", "B"}, "the runtime could not run it"
+
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(1, 256), max_size=24),
+    st.lists(st.sampled_from([1, 255, 256]), max_size=12),
+    st.lists(st.integers(1, 4), max_size=30).map(lambda short: [256, *short]),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(LENGTHS, st.integers(1, 4), st.sampled_from([(1, 1), (3, 1), (3, 2)]), st.booleans(), st.sampled_from([None, 0]))
+def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages, executable, spare) -> None:
+    """Also virtual stages, and a memory limit that nothing meets (`spare` 0 above the static bytes)."""
+    pp, virtual = stages
+    cap = None
+    if spare is not None:
+        cap = (
+            int(tiny_planner(dp, pp, virtual=virtual).propose(0, (), "padded").plan.predicted.peak_memory_bytes) + spare
+        )
+    planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, executable=executable)
+    found = beats_all(planner, lengths)
+    (again,) = decode_plan_file(encode_plan_file([found.plan]))
+    assert msgspec.structs.replace(again) == found.plan
+    timeline = predicted_timeline(found.plan, planner.costs.model)
+    assert timeline.peak_bytes() == found.plan.predicted.peak_memory_bytes
+    assert timeline.end_s.max(initial=0.0) == max(found.plan.predicted.per_replica_s)
+
+
+def long_tailed(count: int) -> np.ndarray:
+    return np.minimum(np.random.default_rng(1).lognormal(3, 1.4, count).astype(np.int64) + 1, 256)
+
+
+def test_split_backwards_are_used_and_pay() -> None:
+    lengths = long_tailed(80)
+    whole = beats_all(tiny_planner(2, 3), lengths)
+    split = beats_all(tiny_planner(2, 3, executable=False), lengths)
+    kinds = {action.kind for schedule in split.plan.schedules for row in schedule.ranks for action in row}
+    assert {"I", "W"} <= kinds
+    assert split.plan.predicted.step_time_s < whole.plan.predicted.step_time_s
+    assert split.plan.times[0].input_s
+
+
+def test_more_candidates_are_never_worse_and_plans_do_not_depend_on_the_clock() -> None:
+    lengths = long_tailed(60)
+    few, many = (tiny_planner(3, 3, max_candidates=count) for count in (4, 120))
+    times = [planner.propose(0, documents(lengths), "auto").plan.predicted.step_time_s for planner in (few, many)]
+    assert times[1] <= times[0]
+    plans = [many.propose(0, documents(lengths), "auto").plan for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_time_budget_ends_the_search() -> None:
+    """Out of time it still has a valid plan, not worse than any strategy."""
+    beats_all(tiny_planner(3, 3, time_budget_s=1e-9), long_tailed(60))
