@@ -194,7 +194,7 @@ def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hi
 def test_packs_shared_by_replicas_cost_like_context_parallelism_of_the_layout() -> None:
     """DP-Merge and static cp are one thing to the cost model; only where the group comes from differs."""
     packs = sample_columns([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]])
-    shared = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, packs.pad_to, np.array([4, 4]))
+    shared = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, packs.pad_to, np.array([4, 4, 4]))
     coefficients = sample_coefficients(**LINKS)
     static = PackCosts(sample_model(), coefficients, even_layout(3, cp=4, pp=3))
     merged = PackCosts(sample_model(), coefficients, even_layout(3, dp=4, pp=3))

@@ -186,10 +186,8 @@ def pipeline_bytes(
 
 
 def sharing_ranks(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Ranks that share each slice's pack; int64[num_slices]."""
-    if columns.cp is None:
-        return np.full(columns.num_slices, layout.cp, np.int64)
-    return columns.cp[columns.pack_of_slice()]
+    """Ranks that share each slice; int64[num_slices]."""
+    return np.full(columns.num_slices, layout.cp, np.int64) if columns.cp is None else columns.cp
 
 
 def _kv_tokens(

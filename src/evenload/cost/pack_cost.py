@@ -25,7 +25,7 @@ from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.comm import ring_seconds, transfer_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
-from evenload.cost.memory import parameters_per_rank
+from evenload.cost.memory import parameters_per_rank, sharing_ranks
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns
@@ -70,7 +70,8 @@ class PackCosts:
         features = self._features(columns)
         seconds = features @ matrix
         if columns.cp is not None or self.layout.cp > 1:
-            seconds += self._exposed_context_seconds(columns, features, direction)
+            hidden_s = self.coefficients.context_hidden_share * self._attention_seconds(features, direction)
+            seconds += np.maximum(0.0, self.context_seconds(columns, direction) - hidden_s)
         if policy is not None and policy.any():
             tokens = self._policy_tokens(columns, policy)
             if direction == "backward":
@@ -79,6 +80,19 @@ class PackCosts:
             if tokens[:, OFFLOAD].any():
                 seconds = np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD]))
         return seconds
+
+    def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
+        """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
+        return self._features(columns) @ self._stage_seconds[direction]
+
+    def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
+        """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
+        ranks, rows = sharing_ranks(columns, self.layout), _rows(columns)
+        gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), rows, 0))
+        pack_ranks = np.ones(columns.num_packs, np.int64)
+        np.maximum.at(pack_ranks, columns.pack_of_slice(), ranks)
+        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, pack_ranks, gathered, direction)
+        return np.outer(layer_s, self._layers())
 
     def document_seconds(
         self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
@@ -177,18 +191,10 @@ class PackCosts:
         """Layers of every virtual stage."""
         return np.array([last - first for first, last in self.layout.stage_layers], np.int64)
 
-    def _exposed_context_seconds(
-        self, columns: SliceColumns, features: NDArray[np.float64], direction: Direction
-    ) -> NDArray[np.float64]:
-        """Transfers of K and V that do not hide behind attention; float64[num_packs, P]."""
-        ranks = self._pack_ranks(columns)
-        rows, pack = _rows(columns), columns.pack_of_slice()
-        travels = self._is_sharded(rows, ranks[pack])
-        gathered = columns.pack_sums(np.where(travels, rows, 0))
-        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, gathered, direction)
-        columns_of_pairs = [_pairs(index) for index in range(len(self.windows))]
-        attention_s = features[:, columns_of_pairs] @ self._stage_seconds[direction][columns_of_pairs]
-        return np.maximum(0.0, np.outer(layer_s, self._layers()) - self.coefficients.context_hidden_share * attention_s)
+    def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
+        """Of packs with these features; float64[num_packs, P]."""
+        of_pairs = [_pairs(index) for index in range(len(self.windows))]
+        return features[:, of_pairs] @ self._stage_seconds[direction][of_pairs]
 
     def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
@@ -205,19 +211,16 @@ class PackCosts:
     def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
         pack = columns.pack_of_slice()
-        tokens = _rows(columns) / self._pack_ranks(columns)[pack]
+        tokens = _rows(columns) / sharing_ranks(columns, self.layout)
         sums = np.bincount(
             pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
         )
         return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
 
-    def _pack_ranks(self, columns: SliceColumns) -> NDArray[np.int64]:
-        """Ranks that share every pack; int64[num_packs]."""
-        return np.full(columns.num_packs, self.layout.cp, np.int64) if columns.cp is None else columns.cp
-
     def _rank_tokens(self, columns: SliceColumns) -> NDArray[np.int64]:
-        """Tokens of every pack on one of the ranks that share it, the fullest; int64[num_packs]."""
-        return -(-padded_pack_tokens(columns) // self._pack_ranks(columns))
+        """Tokens of every pack on one of the ranks that share it; int64[num_packs]."""
+        ranks = sharing_ranks(columns, self.layout)
+        return columns.pack_sums(-(-_rows(columns) // ranks)).astype(np.int64)
 
     def _is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Slices that are cut over their ranks; the others stay whole on one of them."""
@@ -236,7 +239,7 @@ class PackCosts:
         pack = columns.pack_of_slice()
         stop = columns.start + _rows(columns)
         shared = columns.cp is not None or self.layout.cp > 1
-        slices = self._slice_features(columns.start, stop, self._pack_ranks(columns)[pack] if shared else None)
+        slices = self._slice_features(columns.start, stop, sharing_ranks(columns, self.layout) if shared else None)
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
         for column in range(slices.shape[1]):

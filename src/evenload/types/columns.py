@@ -3,6 +3,7 @@
 Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ class SliceColumns:
         start, stop: int64[num_slices], half-open token range.
         pack_offset: int64[num_packs + 1]; pack i holds slices `[pack_offset[i], pack_offset[i+1])`.
         pad_to: int64[num_packs], 0 where slices are not padded.
-        cp: int64[num_packs], ranks that share each pack; None = the context-parallel ranks of the layout.
+        cp: int64[num_slices], ranks that share each slice; None = the context-parallel ranks of the layout.
     """
 
     doc: NDArray[np.int32]
@@ -45,6 +46,11 @@ class SliceColumns:
         """int64[num_slices]: the pack each slice lies in."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offset))
 
+    def is_shared(self, layout_cp: int) -> NDArray[np.bool_]:
+        """bool[num_packs]: several ranks share some slice of the pack."""
+        cp = np.full(self.num_slices, layout_cp) if self.cp is None else self.cp
+        return self.pack_sums(cp > 1) > 0
+
     def pack_sums(self, values: NDArray) -> NDArray[np.float64]:
         """Sum a per-slice column over each pack; float64[num_packs]."""
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
@@ -61,7 +67,7 @@ class SliceColumns:
         cost_s: NDArray[np.float64],
         *,
         layout_cp: int = 1,
-        sharding: str = "",
+        sharding: str | Sequence[str] = "",
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -69,22 +75,26 @@ class SliceColumns:
             doc_ids: int64[num_documents], the id of each document index.
             cost_s: float64[num_packs].
             layout_cp: ranks that share a pack where `cp` is None.
-            sharding: how several ranks share a pack.
+            sharding: how several ranks share a pack; one for all shared packs, or one for every pack.
         """
         ids = doc_ids[self.doc].tolist()
         start, stop = self.start.tolist(), self.stop.tolist()
         offset, pad_to, cost = self.pack_offset.tolist(), self.pad_to.tolist(), cost_s.tolist()
-        cp = [layout_cp] * self.num_packs if self.cp is None else self.cp.tolist()
+        if isinstance(sharding, str):
+            shardings = [sharding if shared else "" for shared in self.is_shared(layout_cp).tolist()]
+        else:
+            shardings = list(sharding)
+        cp = [layout_cp] * self.num_slices if self.cp is None else self.cp.tolist()
         return tuple(
             MicroPack(
                 index=i,
                 direction=direction,
                 slices=tuple(
-                    Slice(doc_id=ids[k], start=start[k], stop=stop[k], cp=cp[i])
+                    Slice(doc_id=ids[k], start=start[k], stop=stop[k], cp=cp[k])
                     for k in range(offset[i], offset[i + 1])
                 ),
                 pad_to=pad_to[i],
-                sharding=sharding if cp[i] > 1 else "",
+                sharding=shardings[i],
                 cost_s=cost[i],
             )
             for i in range(self.num_packs)
