@@ -30,21 +30,31 @@ class GlooPool:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
+            theirs.close()  # so that a worker's death ends the connection instead of leaving us waiting
             self._workers.append((process, ours))
         self._cases += 1
         store = str(Path(self._directory.name) / f"store-{self._cases}")
         for rank in range(world_size):
             self._workers[rank][1].send((rank, world_size, store, function, arguments))
-        answers = [self._workers[rank][1].recv() for rank in range(world_size)]
+        answers = [self._answer(rank) for rank in range(world_size)]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             raise RuntimeError("\n".join(failures))
         return [result for _, result in answers]
 
+    def _answer(self, rank: int) -> tuple[bool, object]:
+        process, connection = self._workers[rank]
+        try:
+            return connection.recv()
+        except EOFError:
+            process.join(10)
+            return False, f"the process died with exit code {process.exitcode}"
+
     def close(self) -> None:
         """Stop all processes."""
         for process, connection in self._workers:
-            connection.send(None)
+            if process.is_alive():
+                connection.send(None)
             process.join(10)
             process.kill()
         self._directory.cleanup()

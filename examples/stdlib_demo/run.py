@@ -5,6 +5,7 @@ The same steps are trained with SlimPack's slices and with best-fit packing; bot
 both predictions are printed, whatever they are, and runs/demo/report.html shows them side by side.
 """
 
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def main() -> None:
     # Wide enough for the table also where the output is not a terminal.
     console = Console(highlight=False, width=max(Console().width, 120))
     sources = library_sources()
+    # Every demo starts anew; only its own output is removed.
+    shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     tokenizer = OUTPUT / "tokenizer.json"
     console.rule("1/3  a tokeniser for Python source")

@@ -156,6 +156,7 @@ def test_a_broken_jsonl_line_is_named(project):
         (["data.sources=corpus"], "data.sources"),
         (["model.path=nowhere"], "no config.json there"),
         (["parallel.tp=2"], "tp"),
+        (["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
         (["train.device=cuda"], "this version trains on 'cpu' only"),
     ],
 )
@@ -165,6 +166,25 @@ def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsy
         main(["train", "config.toml", *arguments])
     assert exit.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(project):
+    code, output = run(project, "plan.memory_bytes=300000")
+    assert code == 3, output
+    assert "the device offers" in output
+    assert "Traceback" not in output
+
+
+def test_resume_off_refuses_to_mix_with_an_earlier_run(project, tmp_path):
+    code, output = run(project, "train.steps=1")
+    assert code == 0, output
+    cost_file = project / "run" / "cost.json"
+    code, output = run(project, "train.steps=2", "train.resume=false", f"train.cost_file={cost_file}")
+    assert code == 2
+    assert "train.resume is off, but run/checkpoints/step-00000001" in output
+    code, output = run(project, "train.steps=2", "train.output_dir=other", f"train.cost_file={cost_file}")
+    assert code == 0, output
+    assert (project / "other" / "cost.json").read_bytes() == cost_file.read_bytes()
 
 
 def test_torchrun_starts_the_same_run(project):

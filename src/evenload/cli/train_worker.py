@@ -50,7 +50,7 @@ def _train(config: TrainConfig, mesh: Mesh, cache: Path, threads: int, local_wor
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
     trainer = Trainer(config, mesh)
     directory = Path(config.train.output_dir)
-    resumed = trainer.resume() if config.train.resume else None
+    resumed = trainer.resume()
     costs = _coefficients(trainer, directory, cache, threads, resumed is not None, console)
     memory_cap_bytes = config.plan.memory_bytes or _share_of_memory(local_world)
     _show_start(console, trainer, costs, memory_cap_bytes, threads, resumed)
@@ -92,15 +92,19 @@ def _run_steps(
 def _coefficients(
     trainer: Trainer, directory: Path, cache: Path, threads: int, resumed: bool, console: Console
 ) -> CostCoefficients:
-    """The run's own cost file after a resume (so that plans stay the same), else cached, else measured."""
-    mesh = trainer.mesh
+    """The run's own cost file after a resume (so that plans stay the same), else the configured one, else cached,
+    else measured."""
+    mesh, configured = trainer.mesh, trainer.config.train.cost_file
     name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
     backend = trainer.config.train.attention
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:
         own = directory / "cost.json"
-        found[0] = read_coefficients(own) if resumed and own.is_file() else read_cached(path)
+        if resumed and own.is_file():
+            found[0] = read_coefficients(own)
+        else:
+            found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
     dist.broadcast_object_list(found, src=0, group=mesh.control)
     if found[0] is not None:
         return found[0]
@@ -137,7 +141,12 @@ def _show_start(
 
 
 def _share_of_memory(local_world: int) -> int:
+    """Bytes for one process: of the machine, or of the container where one is limited (cgroup v2, v1)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        text = limit.read_text().strip() if limit.is_file() else "max"
+        if text.isdigit():
+            total = min(total, int(text))
     return int(total * (1 - _FREE_SHARE) / local_world)
 
 

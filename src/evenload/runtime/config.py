@@ -67,9 +67,11 @@ class RunConfig(Frozen):
         device: "cpu" in this version.
         attention: backend of range attention, "auto" = the fastest for the device.
         threads_per_process: None = the machine's cores divided by the processes on it.
-        calibrate: measure the device at start (seconds, cached) so that predictions are in its seconds.
+        cost_file: cost coefficients (`cost.json` of another run); None = measure this device at start, which takes
+            seconds and is cached, so that predictions are in its seconds.
         checkpoint_every_steps: 0 = only at the end.
-        resume: go on from the latest checkpoint in `output_dir` if there is one.
+        resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
+            holds one, so that two runs never mix.
         export_hf: write the trained model as a Hugging Face directory at the end.
         timeout_s: how long a rank waits for another before it gives up.
     """
@@ -80,7 +82,7 @@ class RunConfig(Frozen):
     device: str = "cpu"
     attention: str = "auto"
     threads_per_process: int | None = None
-    calibrate: bool = True
+    cost_file: str | None = None
     checkpoint_every_steps: int = 0
     resume: bool = True
     export_hf: bool = True
@@ -110,6 +112,10 @@ class TrainConfig(Frozen):
     def __post_init__(self) -> None:
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
+        if self.train.steps is None and self.optimizer.decay != "constant":
+            raise ConfigError(
+                f"optimizer.decay is '{self.optimizer.decay}', which ends at train.steps, but train.steps is not set"
+            )
 
     @property
     def max_pack_tokens(self) -> int:

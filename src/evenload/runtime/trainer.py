@@ -18,6 +18,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state
 from evenload.errors import ConfigError
+from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from evenload.runtime.config import TrainConfig
@@ -103,15 +104,26 @@ class Trainer:
             )
         self.steps_done = 0
         self._loader_state = b""
+        self._planner_state = DelayState()
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory, if there is one. Collective."""
+        """Load the latest checkpoint of the output directory, if there is one. Collective.
+
+        Raises:
+            ConfigError: there is one, but `train.resume` is off.
+        """
         found = latest_checkpoint(self._checkpoints)
         if found is not None:
+            if not self.config.train.resume:
+                raise ConfigError(
+                    f"train.resume is off, but {found} is a checkpoint of an earlier run; go on with "
+                    "train.resume=true, choose another train.output_dir, or remove the old checkpoints"
+                )
             progress = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
             self._loader.load_state(decode_state(progress.loader.encode()))
             self.steps_done = progress.steps_done
             self._loader_state = progress.loader.encode()
+            self._planner_state = progress.planner
         return found
 
     def train(
@@ -135,6 +147,7 @@ class Trainer:
             first_step=self.steps_done,
             last_step=min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None),
             max_pack_tokens=self.config.max_pack_tokens,
+            planner_state=self._planner_state,
         )
         while True:
             wait_from_s = time.perf_counter()
@@ -145,6 +158,7 @@ class Trainer:
             report = self._step(prepared, coefficients, data_wait_s)
             self.steps_done += 1
             self._loader_state = prepared.loader_state
+            self._planner_state = prepared.planner_state
             every = self.config.train.checkpoint_every_steps
             if every and self.steps_done % every == 0:
                 self.save()
@@ -152,7 +166,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the steps done. Collective."""
-        progress = Progress(steps_done=self.steps_done, loader=self._loader_state.decode())
+        progress = Progress(steps_done=self.steps_done, loader=self._loader_state.decode(), planner=self._planner_state)
         return save_checkpoint(self._checkpoints, progress, self._buffers, self._optimizer, self.mesh)
 
     def export(self) -> Path:
