@@ -1,0 +1,131 @@
+import gzip
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.errors import ConfigError
+from evenload.plan.cp_sharding import Sharding, ShardingCost, shard_pack
+from evenload.types.work import WorkCurve
+
+LENGTH_TABLES = Path(__file__).parents[2] / "examples" / "lengths"
+WORK = WorkCurve(linear_s=1.0, attention_s=((1e-3, 0),), slice_s=0.5)
+COST = ShardingCost(WORK, tile=8, gather_s_per_token=0.05)
+PIECES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 400)), min_size=1, max_size=12)
+RANKS = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def columns(pieces) -> tuple[np.ndarray, np.ndarray]:
+    start = np.array([a for a, _ in pieces], np.int64)
+    return start, start + np.array([n for _, n in pieces], np.int64)
+
+
+def assert_covers_once(found: Sharding, start, stop) -> None:
+    for piece, (lo, hi) in enumerate(zip(start, stop, strict=True)):
+        mine = found.piece == piece
+        ranges = sorted(zip(found.start[mine].tolist(), found.stop[mine].tolist(), strict=True))
+        assert [a for a, _ in ranges] == [lo, *(b for _, b in ranges[:-1])]
+        assert ranges[-1][1] == hi
+    assert (found.stop > found.start).all()
+
+
+@settings(max_examples=150)
+@given(PIECES, RANKS, st.sampled_from(["per_sequence", "per_document", "adaptive", "mixed"]))
+def test_every_token_is_computed_by_one_rank(pieces, cp, rule) -> None:
+    start, stop = columns(pieces)
+    found = shard_pack(rule, start, stop, cp, COST)
+    assert_covers_once(found, start, stop)
+    if rule != "mixed":
+        tokens = found.rank_tokens()
+        assert tokens.max() - tokens.min() <= 1
+    assert 0 <= found.rank.min() <= found.rank.max() < cp
+
+
+@settings(max_examples=100)
+@given(PIECES, RANKS, st.data())
+def test_dacp_keeps_owned_documents_whole(pieces, cp, data) -> None:
+    start, stop = columns(pieces)
+    owner = np.array(data.draw(st.lists(st.integers(-1, cp - 1), min_size=len(pieces), max_size=len(pieces))))
+    found = shard_pack("dacp", start, stop, cp, COST, owner)
+    assert_covers_once(found, start, stop)
+    for piece in np.flatnonzero(owner >= 0):
+        assert found.rank[found.piece == piece].tolist() == [owner[piece]]
+
+
+@settings(max_examples=150)
+@given(PIECES, RANKS)
+def test_mixed_is_never_worse_than_adaptive_and_adaptive_is_the_better_of_two(pieces, cp) -> None:
+    start, stop = columns(pieces)
+    seconds = {
+        rule: shard_pack(rule, start, stop, cp, COST).seconds
+        for rule in ("per_sequence", "per_document", "adaptive", "mixed")
+    }
+    assert seconds["adaptive"] == min(seconds["per_sequence"], seconds["per_document"])
+    assert seconds["mixed"] <= seconds["adaptive"]
+
+
+def test_ranges_and_seconds_by_hand() -> None:
+    """10 tokens on 2 ranks: chunks of 3, 3, 2, 2; the two odd tokens go to one rank each."""
+    cost = ShardingCost(WorkCurve(linear_s=1.0, attention_s=((0.1, 0),), slice_s=0.5), tile=1)
+    found = shard_pack("per_document", np.array([0]), np.array([10]), 2, cost)
+    ranges = sorted(zip(found.rank.tolist(), found.start.tolist(), found.stop.tolist(), strict=True))
+    assert ranges == [(0, 0, 3), (0, 8, 10), (1, 3, 6), (1, 6, 8)]
+    pairs = [3 * 4 / 2 + (10 * 11 - 8 * 9) / 2, (8 * 9 - 3 * 4) / 2]
+    assert found.rank_s == pytest.approx([5 + 0.1 * pairs[0] + 1.0, 5 + 0.1 * pairs[1] + 1.0])
+    # Two documents of 4 as one sequence: the second chunk pair lies in the middle, across both.
+    sequence = shard_pack("per_sequence", np.array([0, 0]), np.array([4, 4]), 2, cost)
+    assert sorted(zip(sequence.rank.tolist(), sequence.piece.tolist(), sequence.start.tolist(), strict=True)) == [
+        (0, 0, 0),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 0),
+    ]
+
+
+def test_incomplete_tiles_make_short_documents_stay_whole() -> None:
+    start, stop = columns([(0, 16)] * 32)
+    cost = ShardingCost(WorkCurve(linear_s=0.01, attention_s=((1.0, 0),)), tile=16)
+    assert (
+        shard_pack("mixed", start, stop, 4, cost).seconds
+        < 0.5 * shard_pack("per_document", start, stop, 4, cost).seconds
+    )
+
+
+def test_dacp_overlaps_transfers_with_local_documents() -> None:
+    """Skrull eq. 2: max(transfers, local) + distributed."""
+    cost = ShardingCost(WorkCurve(linear_s=1.0), tile=1, gather_s_per_token=2.0)
+    found = shard_pack("dacp", np.array([0, 0]), np.array([8, 20]), 2, cost, np.array([-1, 0]))
+    assert found.rank_s.tolist() == [max(16.0, 20.0) + 4, max(16.0, 0.0) + 4]
+
+
+@pytest.mark.parametrize("table", ["github_dirs", "docs", "stdlib", "books"])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_per_document_rows_are_even_on_real_lengths(table, cp) -> None:
+    """DESIGN §12: max/mean <= 1.001; one pack of about 256K tokens with tiles and constants, below 1 ms."""
+    with gzip.open(LENGTH_TABLES / f"{table}.npy.gz") as file:
+        lengths = np.minimum(np.load(file), 131_072)[:3000].astype(np.int64)
+    stop = lengths[: np.searchsorted(np.cumsum(lengths), 262_144)]
+    # Of llama-7b on H100, microseconds.
+    cost = ShardingCost(WorkCurve(linear_s=0.63, attention_s=((3e-5, 0),), slice_s=1.0), tile=128)
+    for tile in (1, 128):
+        found = shard_pack("per_document", np.zeros_like(stop), stop, cp, ShardingCost(cost.work, tile))
+        assert found.rank_s.max() / found.rank_s.mean() <= 1.001
+    fastest_s = 1.0
+    for _ in range(5):
+        started = time.perf_counter()
+        shard_pack("mixed", np.zeros_like(stop), stop, cp, cost)
+        fastest_s = min(fastest_s, time.perf_counter() - started)
+    assert fastest_s < 0.005  # five times what an idle core needs
+
+
+def test_misuse_is_named() -> None:
+    start, stop = columns([(0, 8)])
+    with pytest.raises(ConfigError, match="unknown cp sharding 'zigzag'"):
+        shard_pack("zigzag", start, stop, 2, COST)
+    with pytest.raises(ConfigError, match="owner"):
+        shard_pack("dacp", start, stop, 2, COST)
+    with pytest.raises(ConfigError, match="cp is 0"):
+        shard_pack("mixed", start, stop, 0, COST)
