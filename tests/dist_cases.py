@@ -39,7 +39,7 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
         for buffer, shard in zip(buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
             if layout.dp > 1:
-                dist.all_gather_into_tensor(flat, shard, group=mesh.data)
+                dist.all_gather_single(flat, shard, group=mesh.data)
             else:
                 flat.copy_(shard)
             start = 0

@@ -23,7 +23,7 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
         shard = buffer.shard(buffer.grads, mesh.dp_rank, mesh.layout.dp)
         if mesh.layout.dp > 1:
             shard = torch.empty_like(shard)
-            dist.reduce_scatter_tensor(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
+            dist.reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
         shards.append(shard)
     for buffer, shard in zip(buffers, shards, strict=True):
         if buffer.tied:

@@ -107,7 +107,7 @@ class ShardedAdamW:
             if shard.dtype != master.dtype:
                 shard.copy_(master)
             if self._mesh.layout.dp > 1:
-                dist.all_gather_into_tensor(buffer.values, shard.clone(), group=self._mesh.data)
+                dist.all_gather_single(buffer.values, shard.clone(), group=self._mesh.data)
 
     def zero_gradients(self) -> None:
         """Before every step."""
