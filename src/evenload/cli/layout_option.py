@@ -3,7 +3,7 @@
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout, even_layout
 
-_AXES = ("dp", "cp", "pp", "tp")
+_AXES = ("dp", "cp", "pp", "tp", "virtual")
 
 
 def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout:
@@ -17,7 +17,7 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
         axis, separator, value = (piece.strip() for piece in part.partition("="))
         if not separator or axis not in _AXES or not value.isdecimal() or int(value) < 1:
             raise ConfigError(
-                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp with a size, as in dp=8,pp=4"
+                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as in dp=8,pp=4"
             )
         if axis in sizes:
             raise ConfigError(f"layout '{text}': {axis} is given twice")

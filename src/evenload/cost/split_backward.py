@@ -93,4 +93,5 @@ def _pack_tokens(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.fl
     pad_to = columns.pad_to[pack]
     tokens = np.where(pad_to > 0, pad_to, columns.stop - columns.start)
     shared = -(-tokens // sharing_ranks(columns, layout))
-    return np.bincount(pack, weights=shared, minlength=columns.num_packs)
+    sums = np.bincount(pack, weights=shared, minlength=columns.num_packs)
+    return sums.astype(np.float64, copy=False)  # integers where there are no packs

@@ -1,0 +1,176 @@
+"""Which dp × cp × pp × tp × virtual stages trains a run fastest: every layout of the devices, simulated.
+
+Layout decides more than any packer: up to 2-3x (oracle §1), and no pipeline at all (pp = 1) is often best below
+13B. So every layout that uses all devices is planned on a sampled batch with little search, and the best few again
+on all batches with the whole search. Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
+
+    tp        powers of two inside a node that divide the heads      cp        powers of two
+    pp        divisors of the devices up to the number of layers     virtual   1, or 2 where pp > 1
+    dp        the rest
+
+A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
+and the GiB by which the best plan misses.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import static_bytes
+from evenload.cost.support import require_supported_layout
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.default_layout import usable_bytes
+from evenload.plan.global_batch import GlobalBatch
+from evenload.plan.options import PlanOptions
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.types.base import Frozen
+from evenload.types.cluster import ClusterSpec
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model import ModelSpec
+
+QUICK_CANDIDATES = 24
+"""Schedules of the first pass; enough to tell layouts apart by a few percent."""
+FINALISTS = 6
+"""Layouts planned on all batches."""
+VIRTUAL_STAGES = (1, 2)
+
+
+class LayoutResult(Frozen):
+    """One layout's figures; times are None where it cannot be planned or does not fit.
+
+    Args:
+        layout: sizes of the dimensions, and "virtual" stages a rank.
+        why: why it is out; "" when it fits.
+        mean_step_time_s, fraction_of_bound: over the batches it was planned on.
+        num_batches: all, or 1 where the first batch showed that others are faster.
+        label: how the slowest replica of the first batch is cut and scheduled.
+    """
+
+    layout: dict[str, int]
+    feasible: bool
+    why: str
+    mean_step_time_s: float | None = None
+    fraction_of_bound: float | None = None
+    peak_memory_bytes: int | None = None
+    num_batches: int = 0
+    label: str = ""
+
+
+def search_layouts(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batches: Sequence[GlobalBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    *,
+    strategy: str = "auto",
+    options: PlanOptions,
+) -> tuple[LayoutResult, ...]:
+    """All layouts of the cluster, the fastest that fit first, then those that are out.
+
+    Args:
+        batches: at least one, of the run's lengths.
+        coefficients_of: costs of a layout, for example `analytic_coefficients`.
+        options: of planning; memory is the device's.
+
+    Raises:
+        ConfigError: no batches, or an unknown strategy.
+    """
+    if not batches:
+        raise ConfigError("layout search: give at least one batch")
+    quick = msgspec.structs.replace(options, max_candidates=min(options.max_candidates, QUICK_CANDIDATES))
+    found: list[tuple[ParallelLayout, LayoutResult]] = []
+    for layout in layouts_of(model, cluster):
+        found.append((layout, _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)))
+    found.sort(key=lambda pair: _order(pair[1]))
+    final = [
+        _planned(model, cluster, layout, batches, coefficients_of, strategy, options)
+        if place < FINALISTS and result.feasible
+        else result
+        for place, (layout, result) in enumerate(found)
+    ]
+    # Those planned on all batches stay in front: a time on one batch is no match for a mean.
+    return tuple(sorted(final[:FINALISTS], key=_order) + final[FINALISTS:])
+
+
+def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, ...]:
+    """Every layout over all devices that the model allows."""
+    devices = cluster.num_devices
+    powers = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
+    depths = [pp for pp in range(1, min(devices, model.num_layers) + 1) if devices % pp == 0]
+    layouts = []
+    for tp, cp, pp, virtual in itertools.product(powers, powers, depths, VIRTUAL_STAGES):
+        too_many = devices % (tp * cp * pp) or tp > cluster.devices_per_node or pp * virtual > model.num_layers
+        if too_many or (virtual > 1 and pp == 1):
+            continue
+        layout = even_layout(model.num_layers, dp=devices // (tp * cp * pp), cp=cp, pp=pp, tp=tp, virtual=virtual)
+        try:
+            require_supported_layout(model, layout)
+        except ConfigError:
+            continue  # heads that tp does not divide: no layout of this model
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def _planned(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    batches: Sequence[GlobalBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    strategy: str,
+    options: PlanOptions,
+) -> LayoutResult:
+    sizes = layout_sizes(layout)
+    room = usable_bytes(cluster)
+    held = static_bytes(model, layout)
+    if held.max() > room:
+        why = f"weights and optimizer alone: {_over(held, room)}"
+        return LayoutResult(layout=sizes, feasible=False, why=why, peak_memory_bytes=int(held.max()))
+    proposals: list[Proposal] = []
+    bounds_s: list[float] = []
+    try:
+        planner = StepPlanner(model, coefficients_of(layout), layout, room, options)
+        for step, batch in enumerate(batches):
+            proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
+            tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
+            bounds_s.append(planner.costs.lower_bound_seconds(tokens))
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        return LayoutResult(layout=sizes, feasible=False, why=str(error))
+    peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
+    peak = np.max(peaks, axis=0)
+    step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
+    fits = all(proposal.feasible for proposal in proposals)
+    return LayoutResult(
+        layout=sizes,
+        feasible=fits,
+        why="" if fits else _over(peak, room),
+        mean_step_time_s=float(np.mean(step_s)),
+        fraction_of_bound=sum(bounds_s) / sum(step_s),
+        peak_memory_bytes=int(peak.max()),
+        num_batches=len(batches),
+        label=slowest.candidate.label,
+    )
+
+
+def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
+    """Sizes of the dimensions by name."""
+    sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    return {**sizes, "virtual": layout.num_stages // layout.pp}
+
+
+def _over(held_bytes: np.ndarray, room_bytes: int) -> str:
+    rank = int(held_bytes.argmax())
+    return (
+        f"pipeline rank {rank} needs {held_bytes[rank] / 2**30:.1f} GiB, "
+        f"{(held_bytes[rank] - room_bytes) / 2**30:.1f} GiB over"
+    )
+
+
+def _order(result: LayoutResult) -> tuple[bool, float, float]:
+    """Fitting ones by time, then the others by how much they need."""
+    time_s = result.mean_step_time_s if result.feasible else None
+    return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)
