@@ -24,6 +24,7 @@ bench: .venv/dev  ## measure; appends rows to benchmarks/results
 docs: .venv/dev  ## pictures from the last demo run, generated pages, the file tree of the README
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_file_tree.py
 
 clean:

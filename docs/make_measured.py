@@ -1,0 +1,87 @@
+"""The README's table of measurements, from the newest rows of benchmarks/results/results.csv.
+
+python docs/make_measured.py        part of `make docs`; a test fails when README and rows differ
+"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
+BEGIN, END = "<!-- measured: make docs -->\n", "<!-- end of measured -->\n"
+
+
+def measured_table() -> str:
+    """Markdown lines; every figure names its benchmark, and the line below the table its machine and commit."""
+    rows = newest_rows()
+
+    def value(benchmark: str, case: str, metric: str) -> float:
+        return float(rows[benchmark, case, metric]["value"])
+
+    def spread(benchmark: str, metric: str) -> str:
+        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        return f"{min(values):.2f}-{max(values):.2f}×"
+
+    tasks = "4,096 tasks, 8 stages, 256 packs each way"
+    demo = next(case for b, case, _ in rows if b == "demo" and case.startswith("slimpack"))
+    figures = [
+        (
+            "replay: time of loss and gradients, against plain transformers and autograd",
+            spread("replay", "time"),
+            "replay",
+        ),
+        ("replay: peak memory, against the same", spread("replay", "peak memory"), "replay"),
+        (
+            "simulator: tasks a second, and against its Python twin",
+            f"{value('simulator', f'simulate: {tasks}', 'tasks per second') / 1e6:.0f} M, "
+            f"{value('simulator', f'simulate: {tasks}', 'speed-up'):.0f}×",
+            "simulator",
+        ),
+        (
+            "planning `slimpack`: 512 and 2,048 documents, DP 8 × PP 4, against `best_fit`",
+            ", ".join(
+                f"{value('planning', f'slimpack, {n} documents, dp=8 pp=4', 'plan and choose'):.0f} ms "
+                f"({value('planning', f'slimpack, {n} documents, dp=8 pp=4', 'time'):.1f}×)"
+                for n in ("512", "2,048")
+            ),
+            "planning",
+        ),
+        (
+            "slices: attention of 8 slices, against one causal call",
+            f"{value('attention', '8 slices of one document of 8,192 tokens', 'time'):.2f}×",
+            "attention",
+        ),
+        (
+            "demo: step time of `best_fit` over `slimpack`, measured (predicted)",
+            f"{value('demo', demo, 'speed-up, measured'):.2f}× ({value('demo', demo, 'speed-up, predicted'):.2f}×)",
+            "demo",
+        ),
+        (
+            "demo: step time of `slimpack` over its prediction",
+            f"{value('demo', demo, 'step time'):.2f}×",
+            "demo",
+        ),
+    ]
+    machines = sorted(
+        {f"{r['cpu']}, {r['cores']} cores, torch {r['torch']}, commit {r['commit']}" for r in rows.values()}
+    )
+    lines = ["| what | figure | command |", "|---|---|---|"]
+    lines += [f"| {what} | {figure} | [benchmarks/{name}.py](benchmarks/{name}.py) |" for what, figure, name in figures]
+    return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
+
+
+def newest_rows() -> dict[tuple[str, str, str], dict[str, str]]:
+    """The last row of every benchmark, case and metric."""
+    with RESULTS.open(newline="") as file:
+        return {(row["benchmark"], row["case"], row["metric"]): row for row in csv.DictReader(file)}
+
+
+def readme_with_table() -> str:
+    """The README as it should be."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + measured_table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(readme_with_table(), encoding="utf-8")

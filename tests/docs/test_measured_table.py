@@ -1,0 +1,12 @@
+"""The README's figures."""
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_figures_of_the_readme_are_the_newest_rows():
+    """A figure that no row backs; run docs/make_measured.py."""
+    script = runpy.run_path(str(ROOT / "docs" / "make_measured.py"))
+    assert script["README"].read_text(encoding="utf-8") == script["readme_with_table"]()
