@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
+from evenload.schedule.packflow import packflow_list
 from evenload.schedule.validate import check_schedule
-from pipeline_cases import columns_of
+from pipeline_cases import columns_of, names_of, random_ranks, random_tasks, with_split
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 
@@ -42,3 +44,45 @@ def test_complete_schedule_in_a_circle_is_a_deadlock():
 def test_counts_out_of_range_are_refused():
     with pytest.raises(InvalidPlanError, match=r"must lie in 0\.\.2"):
         check(*GOOD, needed=(1, 3))
+
+
+def test_native_verdict_is_that_of_the_specification():
+    """Good schedules and ones with actions swapped, dropped, doubled or renamed, with and without split backwards."""
+    rng = np.random.default_rng(0)
+    verdicts = [0, 0]
+    for _ in range(600):
+        tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.4 else None)
+        split = bool(rng.integers(2))
+        tasks = with_split(tasks, rng) if split else tasks
+        actions = packflow_list(tasks, cap_bytes=np.full(tasks.num_ranks, 2**60), split=split)
+        rows = [row.split() for row in names_of(actions)]
+        row = rows[int(rng.integers(len(rows)))]
+        change = rng.integers(5)
+        if change and row:
+            i, j = (int(rng.integers(len(row))) for _ in range(2))
+            if change == 1:
+                row[i], row[j] = row[j], row[i]
+            elif change == 2:
+                row.pop(i)
+            elif change == 3:
+                row.insert(j, row[i])
+            else:
+                row[i] = row[i].translate(str.maketrans("FBIW", "".join(rng.permutation(list("FBIW")))))
+        changed = columns_of(*(" ".join(row) for row in rows))
+
+        def verdict(backend: str, tasks=tasks, changed=changed) -> str:
+            try:
+                check_schedule(
+                    changed,
+                    num_forward=tasks.num_forward,
+                    forwards_needed=tasks.forwards_needed.tolist(),
+                    stage_to_rank=tasks.stage_to_rank.tolist(),
+                    backend=backend,  # type: ignore[arg-type]
+                )
+            except InvalidPlanError as error:
+                return str(error)
+            return ""
+
+        assert verdict("native") == verdict("python")
+        verdicts[bool(verdict("native"))] += 1
+    assert min(verdicts) > 100
