@@ -1,0 +1,185 @@
+"""One neutral judge for every planner: the same cost model, pipeline simulator and checks.
+
+A peer's packs are whole documents and run in 1F1B, as the frameworks they come from run them; Evenload's strategies
+bring their own packs and schedules. All times are predictions of Evenload's analytic cost model, simulated.
+
+Twice: once as if memory did not matter, which shows the plan alone, and once within a device's memory, where every
+plan may store, recompute or offload activations by the same ladder (`plan.policies`) and takes the first storing
+level that fits, or else the fastest of the others that does.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import POLICIES
+from evenload.cost.pack_cost import PackCosts, padded_pack_tokens
+from evenload.plan.candidate import imbalance, one_f_one_b_candidate
+from evenload.plan.options import PlanOptions
+from evenload.plan.policies import policy_levels
+from evenload.plan.problem import ReplicaChoice
+from evenload.types.columns import SliceColumns, whole_document_columns
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a plan is worth.
+
+    Args:
+        packs: forward packs of all replicas.
+        fill: tokens over `packs · capacity`.
+        dropped: documents that no pack holds.
+        over_cap: packs, forward and backward, above the capacity.
+        pack_forward, pack_backward: max/mean time over the packs of a replica, each on its slowest stage; the worst
+            replica. Packs of different replicas need not be alike: they never wait for each other.
+        dp: max/mean forward + backward time over replicas.
+        step_s: simulated, slowest replica plus gradient reduction and optimizer.
+        fraction: lower bound / `step_s`.
+        peak_gib: fullest pipeline rank when everything is stored.
+        within_s, within_fraction: the same within a device's memory; None = it does not fit by any policy.
+        within_policy: what documents keep then, the longest first.
+    """
+
+    packs: int
+    fill: float
+    dropped: int
+    over_cap: int
+    pack_forward: float
+    pack_backward: float
+    dp: float
+    step_s: float
+    fraction: float
+    peak_gib: float
+    within_s: float | None
+    within_fraction: float | None
+    within_policy: str
+
+
+def whole_document_choices(
+    replicas: list[list[list[int]]],
+    lengths: NDArray[np.int64],
+    costs: PackCosts,
+    cap_bytes: int | None = None,
+    policy: NDArray[np.int8] | None = None,
+) -> tuple[ReplicaChoice, ...]:
+    """Price and simulate packs of whole documents in 1F1B, in the given order.
+
+    Args:
+        policy: int8[n] of all documents; None = all replay.
+    """
+    cap = None if cap_bytes is None else np.full(costs.layout.pp, cap_bytes, dtype=np.int64)
+    choices = []
+    for packs in replicas:
+        packs = [pack for pack in packs if pack]
+        documents = np.array([index for pack in packs for index in pack], dtype=np.int64)
+        edges = np.cumsum([0, *map(len, packs)]).tolist()
+        groups = [list(range(lo, hi)) for lo, hi in itertools.pairwise(edges)]
+        num_tokens = lengths[documents]
+        columns = whole_document_columns(groups, num_tokens)
+        found = one_f_one_b_candidate(
+            f"{len(packs)} packs, 1F1B",
+            columns,
+            num_tokens,
+            costs,
+            cap,
+            PlanOptions(),
+            None if policy is None else policy[documents],
+        )
+        choices.append(ReplicaChoice(documents, found))
+    return tuple(choices)
+
+
+def whole_documents_within(
+    replicas: list[list[list[int]]], lengths: NDArray[np.int64], costs: PackCosts, cap_bytes: int
+) -> tuple[ReplicaChoice, ...] | None:
+    """The same packs under the fastest policy that fits memory; None where none does."""
+    can_offload = costs.coefficients.host_link is not None
+    fitting: list[tuple[ReplicaChoice, ...]] = []
+    for policy in policy_levels(lengths, "choose", can_offload=can_offload):
+        choices = whole_document_choices(replicas, lengths, costs, cap_bytes, policy)
+        if not any(choice.candidate.excess_bytes for choice in choices):
+            fitting.append(choices)
+            if policy is None:
+                break  # every other policy costs time
+    return min(fitting, key=lambda choices: max(c.candidate.makespan_s for c in choices)) if fitting else None
+
+
+def score_choices(
+    choices: tuple[ReplicaChoice, ...],
+    within: tuple[ReplicaChoice, ...] | None,
+    lengths: NDArray[np.int64],
+    costs: PackCosts,
+    capacity: int,
+) -> Score:
+    """Check and judge a plan.
+
+    Args:
+        choices: of every replica, memory ignored; `documents` index `lengths`.
+        within: the same within memory; None = it does not fit.
+
+    Raises:
+        AssertionError: a document that is placed twice, or in part.
+    """
+    found = [choice.candidate for choice in choices]
+    placed = _placed_once(choices, lengths)
+    pack_tokens = [padded_pack_tokens(columns) for one in found for columns in (one.forward, one.backward)]
+    packs = sum(one.forward.num_packs for one in found)
+    busy_s = np.array([one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in found])
+    step_s = _step_seconds(choices, costs)
+    bound_s = costs.lower_bound_seconds(lengths[placed])
+    within_s = None
+    if within is not None:
+        assert (_placed_once(within, lengths) == placed).all(), "fewer documents are trained within memory"
+        within_s = _step_seconds(within, costs)
+    peak_bytes = max(int(one.simulation.peak_bytes.max()) for one in found)
+    return Score(
+        packs=packs,
+        fill=float(lengths[placed].sum()) / (packs * capacity),
+        dropped=int((~placed).sum()),
+        over_cap=int(sum((tokens > capacity).sum() for tokens in pack_tokens)),
+        pack_forward=max(imbalance(one.tasks.forward_s) for one in found),
+        pack_backward=max(imbalance(one.tasks.backward_s) for one in found),
+        dp=float(busy_s.max() / busy_s.mean()),
+        step_s=step_s,
+        fraction=bound_s / step_s,
+        peak_gib=peak_bytes / 2**30,
+        within_s=within_s,
+        within_fraction=None if within_s is None else bound_s / within_s,
+        within_policy="" if within is None else _policy_name(within, lengths),
+    )
+
+
+def _step_seconds(choices: tuple[ReplicaChoice, ...], costs: PackCosts) -> float:
+    slowest_s = max(choice.candidate.makespan_s for choice in choices)
+    return slowest_s + costs.reduction_seconds() + costs.optimizer_seconds()
+
+
+def _policy_name(choices: tuple[ReplicaChoice, ...], lengths: NDArray[np.int64]) -> str:
+    """Policies from the longest document to the shortest, each once."""
+    codes = np.zeros(len(lengths), dtype=np.int64)
+    for choice in choices:
+        if choice.candidate.policy is not None:
+            codes[choice.documents] = choice.candidate.policy
+    by_length = codes[np.argsort(-lengths, kind="stable")].tolist()
+    return " + ".join(POLICIES[code] for code in dict.fromkeys(by_length))
+
+
+def _placed_once(choices: tuple[ReplicaChoice, ...], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """bool[n]: documents that are trained; every token of them once each way."""
+    ids = np.concatenate([choice.documents for choice in choices])
+    assert len(np.unique(ids)) == len(ids), "a document lies on two replicas or in two packs"
+    for choice in choices:
+        for columns in (choice.candidate.forward, choice.candidate.backward):
+            tokens = _tokens_of(columns, len(choice.documents))
+            assert (tokens == lengths[choice.documents]).all(), "a document is trained in part, or twice"
+    placed = np.zeros(len(lengths), dtype=bool)
+    placed[ids] = True
+    return placed
+
+
+def _tokens_of(columns: SliceColumns, num_documents: int) -> NDArray[np.int64]:
+    tokens = np.zeros(num_documents, dtype=np.int64)
+    np.add.at(tokens, columns.doc, columns.stop - columns.start)
+    return tokens
