@@ -48,7 +48,8 @@ def test_readme_file_tree_names_exactly_the_files_there_are():
 def test_code_in_docs_names_files_that_exist():
     """Paths in backquotes, such as `plan/validate.py`, below the root or the package."""
     missing = []
-    for page in pages():
+    # docs/design holds notes older than the code; its README says that they name files from elsewhere.
+    for page in (page for page in pages() if page.parent.name != "design"):
         for path in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|toml|json))`", page.read_text(encoding="utf-8")):
             written_by_runs = path.startswith("runs/")
             if not written_by_runs and not any((base / path).exists() for base in (ROOT, ROOT / "src" / "evenload")):
