@@ -7,8 +7,11 @@ import pytest
 
 from evenload.cli.main import main
 from evenload.plan.plan_file import decode_plan_file
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.strategies import SOLVER_STRATEGIES, STRATEGIES
 from evenload.plan.validate import validate_plan
+
+SHOWN = [name for name in STRATEGIES if name not in SOLVER_STRATEGIES]
+"""What 'all' means."""
 
 
 @pytest.fixture
@@ -39,12 +42,12 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
         assert text in first_line
     found = json.loads(files["json"].read_text())
     assert set(found) >= {"version", "inputs", "strategies", "best"}
-    assert [row["name"] for row in found["strategies"]] == list(STRATEGIES)
+    assert [row["name"] for row in found["strategies"]] == SHOWN
     assert all(len(row["step_time_s"]) == 2 for row in found["strategies"])
-    assert found["best"] == "slimpack"
+    assert found["best"] == "auto"
     assert "slimpack" in shown
     plans = decode_plan_file(files["emit-plan"].read_bytes())
-    assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in STRATEGIES for step in (0, 1)]
+    assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in SHOWN for step in (0, 1)]
     for plan in plans:
         validate_plan(plan, max_pack_tokens=131_072)
     assert "<html" in files["html"].read_text()[:200].lower()
@@ -69,12 +72,33 @@ def test_default_layout_uses_all_devices(table, tmp_path) -> None:
     assert layout["dp"] * layout["pp"] == 8
 
 
+def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x2", "--json", str(path), "--documents", "16"]
+    assert run(table, *arguments, "--strategy", "balanced,auto", "--search-layout") == 0
+    content = json.loads(path.read_text())
+    assert content["layouts"][0]["layout"] == content["inputs"]["layout"]
+    auto = next(row for row in content["strategies"] if row["name"] == "auto")
+    assert auto["mean_step_time_s"] == pytest.approx(content["layouts"][0]["mean_step_time_s"])
+    assert "layouts, fastest first" in capsys.readouterr().out
+
+
+def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ["--model", "llama-7b", "--cluster", "h100x4", "--layout", "pp=4,virtual=2", "--documents", "16"]
+    assert run(table, *arguments, "--strategy", "auto", "--emit-plan", str(path)) == 0
+    (plan,) = json.loads(path.read_text())["plans"]
+    assert plan["layout"]["stage_to_rank"] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert len(plan["replicas"][0]["durations_backward_s"][0]) == 8
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--search-layout"], "--search-layout is not available in this version, planned"),
+        (["--search-layout"], "--search-layout looks for the layout, --layout"),
         (["--tokens", "5"], "exclude each other"),
-        (["--strategy", "wlb"], "not available in this version, planned"),
+        (["--strategy", "flexpipe"], "not available in this version, planned"),
+        (["--window", "0"], "window is 0"),
         (["--strategy", "slimpak"], "did you mean 'slimpack'"),
         (["--strategy", ","], "names no strategy"),
         (["--layout", "dp=1,pp=1,tp=5"], "do not divide over tp=5"),

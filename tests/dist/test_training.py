@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
 from evenload.data.loader import GlobalBatchLoader
+from evenload.data.state import decode_state
+from evenload.runtime.checkpoint import Progress
 from evenload.runtime.config import TrainConfig, load_train_config
 from reference_training import tiny_config
 
@@ -112,6 +115,43 @@ def test_resume_at_every_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_pa
         here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
         resumed += gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]
     assert resumed == whole
+
+
+DELAYING = {
+    "wlb": ["plan.strategy=wlb", "plan.options.outlier_lengths=[120]", "plan.options.max_delay_steps=3"],
+    "fixed_greedy": ["plan.strategy=fixed_greedy", "plan.options.window=3"],
+}
+
+
+def progress_after(directory: Path, steps: int) -> Progress:
+    """What a checkpoint knows besides tensors."""
+    found = directory / "checkpoints" / f"step-{steps:08d}" / "progress.json"
+    return msgspec.json.decode(found.read_bytes(), type=Progress)
+
+
+@pytest.mark.parametrize("strategy", list(DELAYING))
+def test_resume_while_documents_wait_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, strategy):
+    """Which documents wait, and since when, must travel with the step that is saved, not with those prepared ahead."""
+    fixed = ["parallel.dp=2", *DELAYING[strategy]]
+    whole = gloo_pool.run(2, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
+    resumed, waiting = [], []
+    for stop in range(1, STEPS + 1):
+        here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
+        resumed += gloo_pool.run(2, train_steps, str(config_file), here, stop)[0]
+        waiting.append(len(progress_after(tmp_path / "resumed", stop).planner.waiting))
+    assert resumed == whole
+    assert sum(count > 0 for count in waiting) >= 3, f"documents were put off: {waiting}"
+
+
+@pytest.mark.parametrize("strategy", list(DELAYING))
+def test_documents_put_off_are_trained_before_the_data_ends(gloo_pool, config_file, tmp_path, strategy):
+    """Queues are flushed: what was read is trained, whatever waited."""
+    overrides = [*DELAYING[strategy], "data.epochs=1", "train.steps=50", f"train.output_dir={tmp_path}/out"]
+    losses = gloo_pool.run(2, train_steps, str(config_file), ["parallel.dp=2", *overrides], 50)[0]
+    progress = progress_after(tmp_path / "out", len(losses))
+    ledger = decode_state(progress.loader.encode()).ledger
+    assert ledger.trained == ledger.read
+    assert progress.planner.waiting == ()
 
 
 def test_a_checkpoint_continues_under_another_layout(gloo_pool, config_file, tmp_path):

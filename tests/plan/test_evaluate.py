@@ -16,6 +16,7 @@ FIXED_KEYS = [
     *("imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens", "cap_violations"),
     *("peak_memory_bytes", "num_packs_forward", "num_packs_backward", "plan_time_s", "deferred_tokens"),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
+    "note",
 ]
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from evenload.cli.layout_option import parse_layout
+from evenload.cli.layout_table import layout_table
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.data.lengths import read_lengths
@@ -18,23 +19,28 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.default_layout import default_layout, usable_bytes
 from evenload.plan.evaluate import Evaluation, evaluate_strategies
 from evenload.plan.global_batch import sample_global_batches
+from evenload.plan.layout_search import LayoutResult, layout_sizes, search_layouts
 from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import encode_plan_file
 from evenload.plan.planner import StepPlanner
 from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.strategies import SOLVER_STRATEGIES, STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.table import comparison_table
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.layout import ParallelLayout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
 
 DEFAULT_DOCUMENTS = 512
 """Documents of a global batch when neither --documents nor --tokens is given."""
+STRATEGY_HELP = (
+    "'all', or names with commas: " + ", ".join(STRATEGIES) + ". 'all' leaves out "
+    f"{', '.join(SOLVER_STRATEGIES)}, which takes its solver's time limit."
+)
 PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
 
@@ -47,7 +53,7 @@ def plan_command(
     model: Annotated[str, typer.Option(help="Built-in name (llama-7b, qwen2.5-0.5b, ...) or an HF config.json.")],
     cluster: Annotated[str, typer.Option(help="Built-in name (h100x32, a100x8, ...) or a TOML file.")],
     layout: Annotated[
-        str | None, typer.Option(help="For example dp=4,pp=8. Default: the shallowest that fits.")
+        str | None, typer.Option(help="For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits.")
     ] = None,
     documents: Annotated[
         int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
@@ -59,7 +65,7 @@ def plan_command(
     overlong: Annotated[
         Literal["error", "split", "truncate", "drop"], typer.Option(help="What happens to longer documents.")
     ] = "error",
-    strategy: Annotated[str, typer.Option(help="'all', or names with commas: " + ", ".join(STRATEGIES) + ".")] = "all",
+    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "all",
     policy: Annotated[
         Literal["choose", "replay", "recompute", "offload"],
         typer.Option(
@@ -67,10 +73,20 @@ def plan_command(
             "some are recomputed or offloaded. 'evenload train' runs 'replay' in this version."
         ),
     ] = "choose",
-    steps: Annotated[int, typer.Option(help="Global batches to plan.")] = 1,
+    window: Annotated[int, typer.Option(help="Global batches over which fixed_greedy and fixed_exact pack.")] = 1,
+    max_delay_steps: Annotated[
+        int, typer.Option(help="Most steps by which wlb and fixed_* with --window put a document off.")
+    ] = 8,
+    steps: Annotated[int, typer.Option(help="Global batches to plan; wlb needs many to put documents off.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the batches drawn from the lengths.")] = 0,
     cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None,
-    search_layout: Annotated[bool, typer.Option("--search-layout", help="Planned; not in this version.")] = False,
+    search_layout: Annotated[
+        bool,
+        typer.Option(
+            "--search-layout",
+            help="Rank all dp x cp x pp x tp x virtual layouts of the cluster (seconds to minutes); use the best.",
+        ),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with table and timelines.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None,
@@ -86,14 +102,12 @@ def plan_command(
 
     Exit code: 0 ok, 2 wrong input, 3 no strategy fits.
     """
-    if search_layout:
-        raise ConfigError("--search-layout is not available in this version, planned; give --layout")
+    if search_layout and layout:
+        raise ConfigError(f"--search-layout looks for the layout, --layout {layout} gives it; leave one out")
     if documents is not None and tokens is not None:
         raise ConfigError(f"--documents {documents} and --tokens {tokens} exclude each other; give one")
     spec, machines = model_from(model), cluster_from(cluster)
-    chosen = parse_layout(layout, spec.num_layers, machines.num_devices) if layout else default_layout(spec, machines)
-    analytic = analytic_coefficients(spec, machines, chosen)  # also checks that the layout fits the cluster
-    coefficients = read_coefficients(cost) if cost else analytic
+    measured = read_coefficients(cost) if cost else None
     table = read_lengths(lengths)
     batches = sample_global_batches(
         table,
@@ -105,30 +119,60 @@ def plan_command(
         overlong=overlong,
     )
     cap_bytes = usable_bytes(machines)
-    planner = StepPlanner(spec, coefficients, chosen, cap_bytes, PlanOptions(max_pack_tokens=context, policy=policy))
+    options = PlanOptions(
+        max_pack_tokens=context, policy=policy, window=window, max_delay_steps=max_delay_steps, executable=False
+    )
+    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    layouts: tuple[LayoutResult, ...] = ()
+    if search_layout:
+        layouts = search_layouts(
+            spec,
+            machines,
+            batches,
+            lambda one: measured or analytic_coefficients(spec, machines, one),
+            strategy="auto" if strategy == "all" or "," in strategy else strategy,
+            options=options,
+        )
+        console.print(layout_table(layouts))
+        if not layouts[0].feasible:
+            raise InfeasiblePlanError(f"no layout of {cluster} fits; the closest: {layouts[0].why}")
+        chosen = even_layout(spec.num_layers, **layouts[0].layout)
+    else:
+        chosen = (
+            parse_layout(layout, spec.num_layers, machines.num_devices) if layout else default_layout(spec, machines)
+        )
+    analytic = analytic_coefficients(spec, machines, chosen)  # also checks that the layout fits the cluster
+    coefficients = measured or analytic
+    planner = StepPlanner(spec, coefficients, chosen, cap_bytes, options)
     inputs: dict[str, Any] = {
         "lengths": lengths,
         "model": model,
         "cluster": cluster,
-        "layout": {axis: getattr(chosen, axis) for axis in ("dp", "cp", "pp", "tp")},
+        "layout": layout_sizes(chosen),
         "devices": machines.num_devices,
         "documents": documents if tokens is not None else documents or DEFAULT_DOCUMENTS,
         "tokens": tokens,
         "context": context,
         "overlong": overlong,
         "policy": policy,
+        "window": window,
+        "max_delay_steps": max_delay_steps,
         "steps": steps,
         "seed": seed,
         "cost": str(cost) if cost else "analytic",
         "memory_cap_bytes": cap_bytes,
     }
-    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
     evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy))
     rows = [msgspec.to_builtins(result) for result in evaluation.results]
     console.print(comparison_table(rows, evaluation.best or ""))
+    for result in evaluation.results:
+        if result.note:
+            console.print(f"{result.name}: {result.note}", markup=False, highlight=False)
     if json_file:
         content = {"version": version("evenload"), "inputs": inputs, "strategies": rows, "best": evaluation.best}
+        if search_layout:
+            content["layouts"] = [msgspec.to_builtins(result) for result in layouts]
         _write(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     if emit_plan:
         plans = [proposal.plan for name in evaluation.proposals for proposal in evaluation.proposals[name]]
@@ -145,7 +189,7 @@ def plan_command(
 
 def _strategy_names(text: str) -> tuple[str, ...]:
     if text == "all":
-        return tuple(STRATEGIES)
+        return tuple(name for name in STRATEGIES if name not in SOLVER_STRATEGIES)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ConfigError(f"--strategy '{text}' names no strategy; use 'all' or some of {', '.join(STRATEGIES)}")

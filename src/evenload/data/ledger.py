@@ -11,10 +11,7 @@ import msgspec
 
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.base import Frozen
-from evenload.types.plan import StepPlan
-
-DEFERRED = "deferred"
-"""Reason in `LeftOut` of a document that comes in a later step."""
+from evenload.types.plan import DEFERRED, StepPlan
 
 
 class Tally(Frozen, array_like=True):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
-from evenload.data.ledger import DEFERRED, Ledger, Tally
+from evenload.data.ledger import Ledger, Tally
 from evenload.data.sources import DocumentSource
 from evenload.data.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
 from evenload.data.stream import DocumentPosition, DocumentStream, LoadedDocument
@@ -29,7 +29,7 @@ from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.window import ShuffleWindow
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.document import Document
-from evenload.types.plan import StepPlan
+from evenload.types.plan import DEFERRED, StepPlan
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

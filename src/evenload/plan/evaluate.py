@@ -1,8 +1,10 @@
 """One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
 
 `StrategyResult` has exactly the fixed keys of DESIGN §11. Figures are means over the steps unless they say
-otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` and
-`dropped_tokens` sums. Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps
+otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` (tokens that came
+later than their batch, each once) and `dropped_tokens` sums. A strategy that puts documents off trains the last ones
+with the last batch, so that all strategies train the same tokens in these steps. Imbalances are those of the worst
+replica of a step. A strategy that exceeds memory keeps
 its figures (what it would cost, were there memory) with `feasible` false; one that cannot be planned at all has none.
 """
 
@@ -14,10 +16,13 @@ import msgspec
 import numpy as np
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.delay import DelayState
 from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.strategies import strategy_named
 from evenload.types.base import Frozen
+from evenload.types.document import Document
+from evenload.types.plan import DEFERRED
 
 
 class StrategyResult(Frozen):
@@ -46,6 +51,7 @@ class StrategyResult(Frozen):
     dropped_tokens: int
     mean_token_delay_steps: float
     layout: dict[str, int]
+    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +104,19 @@ def _evaluate(
     dropped = sum(batch.dropped_tokens for batch in batches)
     proposals: list[Proposal] = []
     plan_time_s: list[float] = []
+    state, carried, deferred_tokens = DelayState(), (), 0
     try:
         for step, batch in enumerate(batches):
+            documents: tuple[Document, ...] = (*carried, *batch.documents)
+            is_last = step == len(batches) - 1
             started = time.perf_counter()
-            proposals.append(planner.propose(step, batch.documents, name, batch.left_out))
+            proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
             plan_time_s.append(time.perf_counter() - started)
+            proposals.append(proposal)
+            state = proposal.state or DelayState()
+            put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+            deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
+            carried = tuple(document for document in documents if document.doc_id in put_off)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
         # not hide the others; its row says why.
@@ -129,10 +143,11 @@ def _evaluate(
         num_packs_forward=_mean_packs(proposals, "forward"),
         num_packs_backward=_mean_packs(proposals, "backward"),
         plan_time_s=float(np.mean(plan_time_s)),
-        deferred_tokens=0,
+        deferred_tokens=deferred_tokens,
         dropped_tokens=dropped,
-        mean_token_delay_steps=0.0,
+        mean_token_delay_steps=_mean_token_delay_steps(proposals),
         layout=layout,
+        note=next((proposal.note for proposal in proposals if proposal.note), ""),
     ), tuple(proposals)
 
 
@@ -166,6 +181,13 @@ def _failed(name: str, why: str, lower_bound_s: float, dropped: int, layout: dic
 
 def _mean(proposals: Sequence[Proposal], field: str) -> float:
     return float(np.mean([getattr(proposal, field) for proposal in proposals]))
+
+
+def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:
+    """Over all tokens of all steps."""
+    tokens = [sum(document.num_tokens for document in proposal.plan.documents) for proposal in proposals]
+    late = sum(n * proposal.plan.mean_token_delay_steps for n, proposal in zip(tokens, proposals, strict=True))
+    return late / sum(tokens) if sum(tokens) else 0.0
 
 
 def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:

@@ -2,8 +2,8 @@
 
 The shape is fixed (DESIGN §11). Beyond it we write a few optional keys so that a file reads back to the very
 same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `sharding`
-of a context-parallel slice, `left_out`, `digest`. Readers must ignore keys they do not know; so do we.
-`cost_s` of a pack is not stored: it is the largest of its durations.
+of a context-parallel slice, `left_out`, `mean_token_delay_steps`, `digest`. Readers must ignore keys they do not
+know; so do we. `cost_s` of a pack is not stored: it is the largest of its durations.
 """
 
 import json
@@ -56,6 +56,8 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
     }
     if plan.left_out:
         out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
+    if plan.mean_token_delay_steps:
+        out["mean_token_delay_steps"] = plan.mean_token_delay_steps
     return out
 
 
@@ -70,6 +72,8 @@ def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> d
         "p2p_forward_s": times.p2p_forward_s,
         "p2p_backward_s": times.p2p_backward_s,
     }
+    if times.input_s:
+        out["durations_input_s"], out["durations_weight_s"] = times.input_s, times.weight_s
     if packs.policies:
         out["policies"] = {str(doc_id): policy for doc_id, policy in packs.policies.items()}
     return out
@@ -112,11 +116,14 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
                 backward_s=_rows(replica["durations_backward_s"]),
                 p2p_forward_s=tuple(replica["p2p_forward_s"]),
                 p2p_backward_s=tuple(replica["p2p_backward_s"]),
+                input_s=_rows(replica.get("durations_input_s", [])),
+                weight_s=_rows(replica.get("durations_weight_s", [])),
             )
             for replica in replicas
         ),
         predicted=msgspec.convert(data["predicted"], Prediction),
         left_out=msgspec.convert(data.get("left_out", []), tuple[LeftOut, ...]),
+        mean_token_delay_steps=data.get("mean_token_delay_steps", 0.0),
         digest=data.get("digest", ""),
     )
     if plan.digest and plan.digest != plan_digest(plan):

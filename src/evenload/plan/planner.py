@@ -10,18 +10,29 @@ from typing import cast
 
 import numpy as np
 
+from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts, padded_pack_tokens
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.candidate import imbalance
+from evenload.plan.delay import (
+    Arrivals,
+    DelayedChoice,
+    DelayState,
+    arrivals_of,
+    mean_token_delay_steps,
+    state_after,
+    trained_documents,
+)
 from evenload.plan.options import PlanOptions
+from evenload.plan.policies import policy_levels
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies import strategy_named
+from evenload.plan.strategies import DELAYING_STRATEGIES, strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import PackPlan
+from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
-from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, seal
+from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +48,7 @@ class Proposal:
         imbalance_dp: max/mean makespan over replicas.
         max_pack_tokens: of the largest pack, padding included.
         cap_violations: packs above the token limit of the options.
+        state: for the next step; None where the step was planned without one.
     """
 
     plan: StepPlan
@@ -48,11 +60,27 @@ class Proposal:
     imbalance_dp: float
     max_pack_tokens: int
     cap_violations: int
+    state: DelayState | None = None
 
     @property
     def feasible(self) -> bool:
         """It fits memory."""
         return not self.why
+
+    @property
+    def note(self) -> str:
+        """What a reader must know about how the plan was found; "" = nothing."""
+        return next((choice.note for choice in self.choices if choice.note), "")
+
+    def require_feasible(self) -> StepPlan:
+        """The plan.
+
+        Raises:
+            InfeasiblePlanError: it does not fit memory.
+        """
+        if not self.feasible:
+            raise InfeasiblePlanError(f"step {self.plan.step}: {self.why}")
+        return self.plan
 
 
 class StepPlanner:
@@ -97,22 +125,56 @@ class StepPlanner:
             DataError: a repeated document id, or a document that the strategy cannot fit into a pack.
             InfeasiblePlanError: every candidate exceeds memory or the token limit.
         """
-        proposal = self.propose(step, documents, strategy, left_out)
-        if not proposal.feasible:
-            raise InfeasiblePlanError(f"step {step}: {proposal.why}")
-        return proposal.plan
+        return self.propose(step, documents, strategy, left_out).require_feasible()
 
     def propose(
-        self, step: int, documents: tuple[Document, ...], strategy: str, left_out: tuple[LeftOut, ...] = ()
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        strategy: str,
+        left_out: tuple[LeftOut, ...] = (),
+        *,
+        state: DelayState | None = None,
+        is_last: bool = False,
     ) -> Proposal:
-        """As `plan`, with figures, and without refusing a plan that exceeds memory."""
-        planner = strategy_named(strategy)
-        problem = self._problem(step, documents)
-        choices = planner(problem)
-        plan = self._step_plan(step, documents, strategy, left_out, problem, choices)
-        return self._proposal(plan, choices)
+        """As `plan`, with figures, and without refusing a plan that exceeds memory.
 
-    def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
+        Args:
+            state: what the step before handed out (`Proposal.state`; `DelayState()` at first): then `documents` are
+                the new ones and all that wait, and a delaying strategy may put some off, as `LeftOut` with reason
+                "deferred". None = the step stands alone and trains all documents.
+            is_last: the data has ended: nothing may be put off.
+
+        Raises:
+            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents.
+        """
+        planner = strategy_named(strategy)
+        delaying = DELAYING_STRATEGIES.get(strategy)
+        arrivals: Arrivals | None = None
+        if state is not None:
+            doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
+            arrivals = arrivals_of(step, doc_ids, state, is_last)
+        num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
+        can_offload = self.costs.coefficients.host_link is not None
+        best: tuple[StepProblem, DelayedChoice] | None = None
+        for policy in policy_levels(num_tokens, self.options.policy, can_offload=can_offload):
+            problem = self._problem(step, documents, policy)
+            if arrivals is None or delaying is None:
+                answer = DelayedChoice(planner(problem))
+            else:
+                answer = delaying(problem, arrivals)
+            if best is None or _score(answer.choices) < _score(best[1].choices):
+                best = problem, answer
+            if policy is None and not _score(answer.choices)[0]:
+                break  # every other policy costs time to save memory
+        assert best is not None, "there is at least one level"
+        problem, answer = best
+        age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
+        plan = self._step_plan(step, documents, strategy, left_out, problem, answer.choices, age_steps)
+        after = None if arrivals is None else state_after(arrivals, problem.doc_ids, answer)
+        return self._proposal(plan, answer.choices, after)
+
+    def _problem(self, step: int, documents: tuple[Document, ...], policy: np.ndarray | None = None) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         if len(np.unique(doc_ids)) != len(doc_ids):
@@ -130,7 +192,7 @@ class StepPlanner:
         cap = None
         if self.memory_cap_bytes is not None:
             cap = np.full(self.layout.pp, self.memory_cap_bytes, dtype=np.int64)
-        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options)
+        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, policy)
 
     def _step_plan(
         self,
@@ -140,7 +202,9 @@ class StepPlanner:
         left_out: tuple[LeftOut, ...],
         problem: StepProblem,
         choices: tuple[ReplicaChoice, ...],
+        age_steps: np.ndarray,
     ) -> StepPlan:
+        layout_cp = self.layout.cp
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
             found = choice.candidate
@@ -148,8 +212,21 @@ class StepPlanner:
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=found.forward.packs("forward", doc_ids, _slowest_stage(found.tasks.forward_s)),
-                    backward=found.backward.packs("backward", doc_ids, _slowest_stage(found.tasks.backward_s)),
+                    forward=found.forward.packs(
+                        "forward",
+                        doc_ids,
+                        _slowest_stage(found.tasks.forward_s),
+                        layout_cp=layout_cp,
+                        sharding="mixed",
+                    ),
+                    backward=found.backward.packs(
+                        "backward",
+                        doc_ids,
+                        _slowest_stage(found.tasks.backward_s),
+                        layout_cp=layout_cp,
+                        sharding="mixed",
+                    ),
+                    policies=_policies(doc_ids, found.policy),
                 )
             )
             schedules.append(found.actions.to_schedule())
@@ -159,9 +236,20 @@ class StepPlanner:
                     backward_s=_rows(found.tasks.backward_s),
                     p2p_forward_s=tuple(found.tasks.p2p_forward_s.tolist()),
                     p2p_backward_s=tuple(found.tasks.p2p_backward_s.tolist()),
+                    input_s=_rows(found.tasks.split.input_s) if found.tasks.split else (),
+                    weight_s=_rows(found.tasks.split.weight_s) if found.tasks.split else (),
                 )
             )
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
+        trained = trained_documents(choices)
+        if len(trained) < len(documents):
+            chosen = set(trained.tolist())
+            left_out += tuple(
+                LeftOut(doc_id=document.doc_id, num_tokens=document.num_tokens, reason=DEFERRED)
+                for index, document in enumerate(documents)
+                if index not in chosen
+            )
+            documents = tuple(documents[index] for index in trained.tolist())
         return seal(
             StepPlan(
                 step=step,
@@ -178,10 +266,11 @@ class StepPlanner:
                     peak_memory_bytes=max(int(c.candidate.simulation.peak_bytes.max()) for c in choices),
                 ),
                 left_out=left_out,
+                mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
             )
         )
 
-    def _proposal(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...]) -> Proposal:
+    def _proposal(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None) -> Proposal:
         found = [choice.candidate for choice in choices]
         used = [one for one in found if one.forward.num_packs]
         busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in found)
@@ -200,6 +289,7 @@ class StepPlanner:
             imbalance_dp=float(makespan_s.max() / makespan_s.mean()) if makespan_s.any() else 1.0,
             max_pack_tokens=int(tokens.max(initial=0)),
             cap_violations=0 if limit is None else int((tokens > limit).sum()),
+            state=state,
         )
 
     def _memory_reason(self, strategy: str, choices: tuple[ReplicaChoice, ...]) -> str:
@@ -217,6 +307,20 @@ class StepPlanner:
     @staticmethod
     def _longest(choices: tuple[ReplicaChoice, ...]) -> int:
         return max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)
+
+
+def _score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Memory first, then time, of the worst replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
+
+
+def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:
+    """Of documents that are not replayed, by id."""
+    if policy is None:
+        return {}
+    return {
+        doc_id: POLICIES[code] for doc_id, code in zip(doc_ids.tolist(), policy.tolist(), strict=True) if code != REPLAY
+    }
 
 
 def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:

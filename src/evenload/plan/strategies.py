@@ -4,22 +4,47 @@ import difflib
 from collections.abc import Callable
 
 from evenload.errors import ConfigError
+from evenload.plan.auto import plan_auto
 from evenload.plan.balanced import plan_balanced
 from evenload.plan.best_fit import plan_best_fit
+from evenload.plan.delay import Arrivals, DelayedChoice
+from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixed_exact, plan_fixed_greedy
 from evenload.plan.padded import plan_padded
 from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.plan.sequential import plan_sequential
 from evenload.plan.slimpack import plan_slimpack
+from evenload.plan.wlb import delay_wlb, plan_wlb
 
 STRATEGIES: dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]] = {
     "padded": plan_padded,
+    "sequential": plan_sequential,
     "best_fit": plan_best_fit,
+    "fixed_greedy": plan_fixed_greedy,
+    "fixed_exact": plan_fixed_exact,
     "balanced": plan_balanced,
+    "wlb": plan_wlb,
     "slimpack": plan_slimpack,
+    "auto": lambda problem: plan_auto(problem, _within_auto()),
 }
-"""Available strategies, naive first."""
+"""Available strategies, naive first. Each plans one global batch whole."""
 
-PLANNED_STRATEGIES = ("sequential", "fixed_greedy", "fixed_exact", "wlb", "skrull", "flexpipe", "auto", "exact")
+DELAYING_STRATEGIES: dict[str, Callable[[StepProblem, Arrivals], DelayedChoice]] = {
+    "fixed_greedy": delay_fixed_greedy,
+    "fixed_exact": delay_fixed_exact,
+    "wlb": delay_wlb,
+}
+"""Those that may put documents off to later steps, where a state is carried from step to step."""
+
+SOLVER_STRATEGIES = ("fixed_exact",)
+"""Need `evenload[exact]` and up to `solver_time_limit_s` a step, so they run only where they are named."""
+
+PLANNED_STRATEGIES = ("skrull", "flexpipe")
 """Names that a later version fills; known, so that they are refused with the right reason."""
+
+
+def _within_auto() -> dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]]:
+    """What `auto` chooses from: everything but itself and what needs a solver."""
+    return {name: plan for name, plan in STRATEGIES.items() if name not in ("auto", *SOLVER_STRATEGIES)}
 
 
 def strategy_named(name: str) -> Callable[[StepProblem], tuple[ReplicaChoice, ...]]:

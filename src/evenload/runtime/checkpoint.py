@@ -4,7 +4,7 @@ A checkpoint is a directory `step-<n>` with
 
     model and optimizer tensors   parameters by Hugging Face name; AdamW state by unit ("layer.3.decay") as
                                   DTensors over the data-parallel ranks, so any dp and pp can load it
-    progress.json                 steps done and the loader's state
+    progress.json                 steps done, states of loader and planner
 
 It is written under another name and renamed when complete, so an interrupted save is never mistaken for
 a checkpoint. Resuming at the same layout is exact to the bit; at another, up to summation order.
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from evenload.errors import ConfigError
+from evenload.plan.delay import DelayState
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import FlatBuffer
@@ -38,10 +39,12 @@ class Progress(Frozen):
     Args:
         steps_done: optimizer steps taken.
         loader: encoded loader state after those steps.
+        planner: documents that wait for a later step, and what the planner learnt about lengths.
     """
 
     steps_done: int
     loader: str
+    planner: DelayState = DelayState()
 
 
 def save_checkpoint(

@@ -9,7 +9,7 @@ import numpy as np
 from evenload.cost.flops import training_flops
 from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
-from evenload.types.plan import StepPlan
+from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.timeline import Timeline
 
 
@@ -37,7 +37,7 @@ def step_row(
     tokens = int(lengths.sum())
     padding = sum(pack.num_padding_tokens for packs in plan.pack_plans for pack in packs.forward)
     flops = float(training_flops(model, lengths).sum())
-    deferred = [left for left in plan.left_out if left.reason == "deferred"]
+    deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
         "loss": loss,
@@ -61,6 +61,6 @@ def step_row(
         "peak_memory_bytes": peak_memory_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
         "deferred_documents": len(deferred),
-        "mean_token_delay_steps": 0.0,
+        "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),
     }

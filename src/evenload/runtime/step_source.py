@@ -1,7 +1,7 @@
 """`StepSource`: batches and plans of coming steps, prepared while the current one trains.
 
 A thread on every rank reads the next global batch; rank 0 plans it and broadcasts the plan's bytes; every
-rank checks the digest. The loader's state after a step travels with that step, so a checkpoint holds what
+rank checks the digest. The states of loader and planner after a step travel with that step, so a checkpoint holds what
 was trained, not what was prepared ahead. An error on rank 0 reaches all ranks as the same error.
 """
 
@@ -9,15 +9,19 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from evenload import errors
 from evenload.data.exchange import documents_for_replica
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatch, GlobalBatchLoader
 from evenload.data.state import encode_state
 from evenload.errors import EvenloadError
+from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.plan.validate import validate_plan
 from evenload.runtime.mesh import Mesh
@@ -33,6 +37,7 @@ class PreparedStep:
     Args:
         tokens: int32[num_tokens] by doc_id, of this rank's replica.
         loader_state: encoded; to go on after this step.
+        planner_state: which documents wait since when; to go on after this step.
         ledger_lines: the account after this step.
         plan_time_s: seconds rank 0 spent planning (the same number on all ranks).
     """
@@ -40,6 +45,7 @@ class PreparedStep:
     plan: StepPlan
     tokens: dict[int, NDArray[np.int32]]
     loader_state: bytes
+    planner_state: DelayState
     ledger_lines: tuple[str, ...]
     plan_time_s: float
 
@@ -51,6 +57,7 @@ class StepSource:
         first_step: number of the first step (after a resume not 0).
         last_step: stop before this step; None = when the data ends.
         strategy: planner's name.
+        planner_state: after the step before the first.
     """
 
     def __init__(
@@ -63,10 +70,12 @@ class StepSource:
         first_step: int,
         last_step: int | None,
         max_pack_tokens: int,
+        planner_state: DelayState,
     ) -> None:
         self._loader, self._planner, self._strategy, self._mesh = loader, planner, strategy, mesh
         self._first, self._last = first_step, last_step
         self._max_pack_tokens = max_pack_tokens
+        self._planner_state = planner_state
         self._ready: queue.Queue[PreparedStep | BaseException | None] = queue.Queue(_PREPARED_AHEAD)
         # A daemon: when the main thread fails, the process must end even if this thread waits for a dead peer.
         self._thread = threading.Thread(target=self._prepare_all, name="evenload-prepare", daemon=True)
@@ -98,20 +107,7 @@ class StepSource:
         batch = self._loader.next_batch()
         if batch is None:
             return None
-        message: list[tuple[bytes, float] | str | None] = [None]
-        if self._mesh.rank == 0:
-            start_s = time.perf_counter()
-            try:
-                plan = self._planner.plan(step, batch.documents + batch.carried, self._strategy)
-                message = [(encode_plan(plan), time.perf_counter() - start_s)]
-            except EvenloadError as error:
-                dist.broadcast_object_list([f"{error}"], src=0, group=self._mesh.planning)
-                raise
-        dist.broadcast_object_list(message, src=0, group=self._mesh.planning)
-        answer = message[0]
-        if not isinstance(answer, tuple):
-            raise EvenloadError(f"planning failed on rank 0: {answer}")
-        plan = decode_plan(answer[0])
+        plan, plan_time_s = self._shared_plan(step, batch)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         self._loader.note_step(batch, plan)
         self._loader.check_ledger()
@@ -119,6 +115,47 @@ class StepSource:
             plan=plan,
             tokens=documents_for_replica(plan, self._mesh.dp_rank, batch.tokens),
             loader_state=encode_state(self._loader.state()),
+            planner_state=self._planner_state,
             ledger_lines=tuple(self._loader.summary()),
-            plan_time_s=answer[1],
+            plan_time_s=plan_time_s,
         )
+
+    def _shared_plan(self, step: int, batch: GlobalBatch) -> tuple[StepPlan, float]:
+        """Rank 0's plan and the seconds it took, or rank 0's error, on every rank."""
+        outcome: list[_Planned | _Refused | None] = [None]
+        if self._mesh.rank == 0:
+            start_s = time.perf_counter()
+            try:
+                proposal = self._planner.propose(
+                    step,
+                    batch.carried + batch.documents,
+                    self._strategy,
+                    state=self._planner_state,
+                    is_last=batch.is_last,
+                )
+                plan, state = encode_plan(proposal.require_feasible()), msgspec.msgpack.encode(proposal.state)
+                outcome[0] = _Planned(plan, state, time.perf_counter() - start_s)
+            except EvenloadError as error:
+                outcome[0] = _Refused(type(error).__name__, str(error))
+        dist.broadcast_object_list(outcome, src=0, group=self._mesh.planning)
+        answer = outcome[0]
+        if isinstance(answer, _Refused):
+            raise getattr(errors, answer.error)(answer.text)
+        assert answer is not None
+        self._planner_state = msgspec.msgpack.decode(answer.state, type=DelayState)
+        return decode_plan(answer.plan), answer.plan_time_s
+
+
+class _Planned(NamedTuple):
+    """Encoded plan and planner state."""
+
+    plan: bytes
+    state: bytes
+    plan_time_s: float
+
+
+class _Refused(NamedTuple):
+    """An error of `evenload.errors` by name."""
+
+    error: str
+    text: str

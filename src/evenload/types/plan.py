@@ -11,6 +11,9 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import PackPlan
 from evenload.types.schedule import Schedule
 
+DEFERRED = "deferred"
+"""Reason in `LeftOut` of a document that comes in a later step."""
+
 
 class PackTimes(Frozen):
     """Predicted seconds of one replica's packs, enough to re-simulate its schedule.
@@ -18,12 +21,16 @@ class PackTimes(Frozen):
     Args:
         forward_s, backward_s: per pack, per virtual stage.
         p2p_forward_s, p2p_backward_s: per pack, one hop between neighbouring stages.
+        input_s, weight_s: per backward pack, per virtual stage, where the schedule splits backwards into I and W
+            (their sum is `backward_s` to rounding); else empty.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
     backward_s: tuple[tuple[float, ...], ...]
     p2p_forward_s: tuple[float, ...]
     p2p_backward_s: tuple[float, ...]
+    input_s: tuple[tuple[float, ...], ...] = ()
+    weight_s: tuple[tuple[float, ...], ...] = ()
 
 
 class Prediction(Frozen):
@@ -44,7 +51,7 @@ class LeftOut(Frozen):
     """A document of the global batch that this step does not train.
 
     Args:
-        reason: "deferred" (comes in a later step) or why it was dropped.
+        reason: `DEFERRED` (comes in a later step) or why it was dropped.
     """
 
     doc_id: int
@@ -59,6 +66,7 @@ class StepPlan(Frozen):
         documents: all documents trained in this step.
         num_label_tokens: of the whole global batch: the denominator of the loss on every rank.
         pack_plans, schedules, times: one entry per data-parallel rank.
+        mean_token_delay_steps: by how many steps a trained token is later than its global batch, on average.
         digest: of everything that decides execution; see `plan_digest`.
     """
 
@@ -72,6 +80,7 @@ class StepPlan(Frozen):
     times: tuple[PackTimes, ...]
     predicted: Prediction
     left_out: tuple[LeftOut, ...] = ()
+    mean_token_delay_steps: float = 0.0
     digest: str = ""
 
 

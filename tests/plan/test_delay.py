@@ -1,0 +1,153 @@
+"""Strategies that move documents between steps: nothing is lost, starved, repeated or over the limit."""
+
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.analytic import analytic_coefficients
+from evenload.errors import DataError
+from evenload.plan.delay import DelayState, Waiting
+from evenload.plan.options import PlanOptions
+from evenload.plan.planner import StepPlanner
+from evenload.plan.validate import validate_plan
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+from plan_stream import plan_stream
+
+STEPS = 300
+WINDOW_128K = 131_072
+
+
+def small_planner(dp: int = 2, pp: int = 1, **options) -> StepPlanner:
+    fields = {"max_pack_tokens": 256, "candidates": 2, "solver_time_limit_s": 0.05, **options}
+    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), None, PlanOptions(**fields))
+
+
+def adversarial_batches(seed: int, steps: int) -> list[list[int]]:
+    """Bursts of outliers, batches of outliers only, of one document, of single tokens, exactly the window."""
+    generator = np.random.default_rng(seed)
+    kinds = [
+        lambda: generator.integers(1, 40, 12),
+        lambda: np.minimum(generator.lognormal(3, 1.5, 16).astype(int) + 1, 256),
+        lambda: np.full(generator.integers(1, 7), 256),
+        lambda: np.array([1]),
+        lambda: np.ones(9, int),
+        lambda: np.array([255, 256, 1, 129, 130]),
+    ]
+    return [kinds[generator.integers(len(kinds))]().tolist() for _ in range(steps)]
+
+
+CASES = {
+    "wlb, tuned": ("wlb", {"max_delay_steps": 5}),
+    "wlb, three queues": ("wlb", {"outlier_lengths": (60, 120, 250), "max_delay_steps": 3}),
+    "wlb, everything an outlier": ("wlb", {"outlier_lengths": (1,), "max_delay_steps": 4}),
+    "wlb, few micro-batches": ("wlb", {"outlier_lengths": (100,), "micro_batches": 1, "max_delay_steps": 2}),
+    "fixed_greedy": ("fixed_greedy", {"window": 4, "max_delay_steps": 6}),
+    "fixed_exact": ("fixed_exact", {"window": 2, "max_delay_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_document_is_trained_once_in_time_and_within_the_limit(case) -> None:
+    """Printed Algorithm 1 starves a full-length document for ever and lets queues grow (oracle §5)."""
+    strategy, options = CASES[case]
+    planner = small_planner(**options)
+    steps = 60 if strategy == "fixed_exact" else STEPS
+    batches = adversarial_batches(len(case), steps)
+    since: dict[int, int] = {}
+    trained: dict[int, int] = {}
+    num_put_off = 0
+    for step, (documents, proposal) in enumerate(plan_stream(planner, strategy, batches)):
+        validate_plan(proposal.plan, max_pack_tokens=256)
+        assert proposal.cap_violations == 0
+        assert proposal.plan.documents, "a step trains something"
+        for document in documents:
+            since.setdefault(document.doc_id, step)
+        tokens = late = 0
+        for document in proposal.plan.documents:
+            assert document.doc_id not in trained
+            trained[document.doc_id] = step
+            assert step - since[document.doc_id] <= planner.options.max_delay_steps
+            tokens += document.num_tokens
+            late += document.num_tokens * (step - since[document.doc_id])
+        assert proposal.plan.mean_token_delay_steps == pytest.approx(late / tokens)
+        num_put_off += len(proposal.plan.left_out)
+    assert len(trained) == sum(map(len, batches))
+    assert num_put_off > 0, "the case puts documents off"
+
+
+@pytest.mark.parametrize("strategy", ["wlb", "fixed_greedy"])
+def test_same_stream_gives_the_same_plans(strategy) -> None:
+    planner = small_planner(window=3, outlier_queues=2)
+    batches = adversarial_batches(3, 20)
+    digests = [[p.plan.digest for _, p in plan_stream(planner, strategy, batches)] for _ in range(2)]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("strategy", ["wlb", "fixed_greedy", "balanced"])
+def test_alone_or_last_trains_everything(strategy) -> None:
+    planner = small_planner(window=3, outlier_lengths=(10,))
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([200, 5, 90, 1]))
+    alone = planner.propose(0, documents, strategy)
+    assert (len(alone.plan.documents), alone.plan.left_out, alone.state) == (4, (), None)
+    state = DelayState(waiting=(Waiting(doc_id=0, since_step=3), Waiting(doc_id=2, since_step=6)))
+    last = planner.propose(7, documents, strategy, state=state, is_last=True)
+    assert len(last.plan.documents) == 4
+    assert last.state is not None
+    assert last.state.waiting == ()
+    assert last.plan.mean_token_delay_steps == pytest.approx((200 * 4 + 90 * 1) / 296)
+
+
+def test_waiting_document_that_does_not_come_back_is_an_error() -> None:
+    state = DelayState(waiting=(Waiting(doc_id=9, since_step=0),))
+    document = Document(doc_id=1, num_tokens=4, num_label_tokens=3)
+    with pytest.raises(DataError, match=r"documents \[9\] were put off"):
+        small_planner().propose(1, (document,), "wlb", state=state)
+
+
+def wlb_like_lengths(n: int) -> np.ndarray:
+    """WLB Fig. 3: most documents short, longest = the window, documents below 64K hold 77 % of the tokens."""
+    lengths = np.random.default_rng(0).lognormal(np.log(1200), 1.756, n)
+    return np.clip(lengths.astype(np.int64), 16, WINDOW_128K)
+
+
+@pytest.mark.parametrize(("dp", "pp"), [(1, 4), (2, 4), (8, 4)])
+def test_two_queues_balance_a_128k_table_with_little_delay(dp, pp) -> None:
+    """WLB Table 2: imbalance degree `max · N / total` 1.05 with two queues, at half a step of delay (§7.4).
+
+    As there, a global batch has N windows of 128K tokens and S_max is beyond the window.
+    """
+    model, layout = model_from("wlb-7b"), even_layout(32, dp=dp, pp=pp)
+    costs = analytic_coefficients(model, cluster_from("h100x32"), layout)
+    options = PlanOptions(max_pack_tokens=4 * WINDOW_128K, micro_batches=pp, outlier_queues=2)
+    planner = StepPlanner(model, costs, layout, None, options)
+    documents = dp * pp * WINDOW_128K // 5125  # mean length of the table
+    batches = wlb_like_lengths(40 * documents).reshape(40, documents).tolist()
+    degrees, tokens, late = [], 0, 0.0
+    for _, proposal in plan_stream(planner, "wlb", batches, flush=False):
+        plan = proposal.plan
+        work = [
+            planner.costs.document_seconds([piece.stop for piece in pack.slices]).sum()
+            for packs in plan.pack_plans
+            for pack in packs.forward
+        ]
+        degrees.append(max(work) * dp * pp / sum(work))
+        trained = sum(document.num_tokens for document in plan.documents)
+        tokens, late = tokens + trained, late + trained * plan.mean_token_delay_steps
+    assert np.mean(degrees) <= 1.05
+    assert late / tokens <= 0.5
+    assert len(plan.left_out) <= 3 * dp * pp, "queues do not grow"
+
+
+def test_a_larger_window_balances_fixed_windows_better() -> None:
+    """WLB Fig. 6: more global batches, less imbalance, more delay."""
+    lengths = np.minimum(np.random.default_rng(1).lognormal(3, 1.4, (60, 24)).astype(int) + 1, 256).tolist()
+    imbalances, delays = [], []
+    for window in (1, 4):
+        found = [p for _, p in plan_stream(small_planner(window=window, max_delay_steps=20), "fixed_greedy", lengths)]
+        imbalances.append(np.mean([p.imbalance_forward for p in found[8:-1]]))
+        delays.append(np.mean([p.plan.mean_token_delay_steps for p in found[8:-1]]))
+    assert imbalances[1] < imbalances[0]
+    assert delays[0] == 0 < delays[1]
