@@ -47,12 +47,11 @@ def draw_planners(rows: list[dict[str, Any]], path: Path) -> None:
             col=column,
         )
     figure.update_xaxes(range=[0, 145], tickvals=[0, 25, 50, 75, 100], ticksuffix="%", gridcolor=GRID, zeroline=False)
-    figure.add_vline(x=100, line={"color": LIMIT, "width": 1, "dash": "dot"})
     figure.update_yaxes(categoryorder="array", categoryarray=names)
     figure.update_annotations(font_size=13)
     figure.update_layout(
         title={
-            "text": "Simulated share of the lower bound of a step, and time to plan it"
+            "text": "Simulated share of the lower bound of a step (of 100%), and time to plan it"
             "<br><sup>llama-7b on 32 H100, DP 8 x PP 4. Blue: Evenload, grey: peers. "
             "Within 80 GB by storing, recomputing or offloading; hollow: does not fit, shown as if it did.</sup>",
             "x": 0.01,
@@ -60,7 +59,7 @@ def draw_planners(rows: list[dict[str, Any]], path: Path) -> None:
         margin={"l": LABELS_PX, "r": 20, "t": 100, "b": 40},
         bargap=0.25,
     )
-    write_png(figure, path, width=LABELS_PX + PANEL_PX * len(panels), height=MARGIN_PX + ROW_PX * len(names))
+    write_png(figure, path, width=max(1000, LABELS_PX + PANEL_PX * len(panels)), height=MARGIN_PX + ROW_PX * len(names))
 
 
 def _beyond_memory(row: dict[str, Any]) -> bool:
