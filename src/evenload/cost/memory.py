@@ -159,11 +159,9 @@ def pipeline_bytes(
 
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     forward_temp = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
-    backward_temp = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
-    logits_per_row = is_last * -(-model.vocab_size // tp) * (element + 8)
     backward_counts = _policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy)
     forward_each = np.zeros((len(POLICIES), len(layers)), np.int64) + forward_temp
-    backward_each = np.zeros((len(POLICIES), len(layers)), np.int64) + backward_temp
+    backward_each = np.zeros((len(POLICIES), len(layers)), np.int64)
     backward_each[RECOMPUTE] += element * recomputed_width(model, tp)
     buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
     forward_each[OFFLOAD] += buffered
@@ -178,10 +176,27 @@ def pipeline_bytes(
         backward_freed_bytes=freed_chunks @ chunk_per_token
         + np.outer(freed_kv, kv_per_token)
         + np.outer(closed - opened, kv_gradient_per_token),
-        backward_temp_bytes=backward_counts @ backward_each
-        + np.outer(np.minimum(backward_counts.sum(axis=1), HEAD_ROWS), logits_per_row)
+        backward_temp_bytes=backward_temp_estimate(model, layout, backward_counts.sum(axis=1))
+        + backward_counts @ backward_each
         + np.outer(opened, kv_gradient_per_token)
         + (gathered_backward * (kv + kv_gradient))[:, None],
+    )
+
+
+def backward_temp_estimate(
+    model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Temporaries of backward packs, the estimated part common to all policies; int64[num_packs, P].
+
+    Args:
+        pack_tokens: int64[num_packs] tokens as one rank computes them, padding included.
+    """
+    element, tp, stages = model.bytes_per_element, layout.tp, layout.num_stages
+    per_token = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
+    is_last = np.arange(stages) == stages - 1
+    logits_per_row = is_last * -(-model.vocab_size // tp) * (element + 8)
+    return np.outer(pack_tokens, np.full(stages, per_token, np.int64)) + np.outer(
+        np.minimum(pack_tokens, HEAD_ROWS), logits_per_row
     )
 
 
