@@ -1,6 +1,12 @@
 """Fixtures shared by all tests."""
 
+import os
+
 import pytest
+
+# One thread per process, set before torch is imported: the tests run many processes on few cores, and idle OpenMP
+# threads spin instead of sleeping.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,27 @@ def test_sliding_window_equals_plain_training(window):
     assert_equals_plain(config, torch.float64, tokens, forward, backward, 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16_training(kind):
+    """Cuts, replayed outputs and fp32 accumulation must not cost more precision than bf16 does anyway."""
+    config = tiny_config(kind)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    forward = packs_of(LENGTHS, [0.1, 0.3, 0.5, 0.75], 20, last_first=False)
+    backward = packs_of(LENGTHS, [0.2, 0.5, 0.9], 15, last_first=True)
+    loss, ours, weights, _ = run_single_stage(config, torch.bfloat16, tokens, forward, backward)
+    exact_loss, exact = plain_loss_and_gradients(
+        config, {n: w.double() for n, w in weights.items()}, tokens, torch.float64
+    )
+    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
+
+    def error(gradients):
+        return sum((gradients[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+    assert error(plain) > 0
+    assert error(ours) <= 2 * error(plain)
+    assert abs(loss - exact_loss) <= 2 * max(abs(plain_loss - exact_loss), 1e-3)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
