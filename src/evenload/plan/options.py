@@ -32,6 +32,9 @@ class PlanOptions(Frozen):
         micro_batches: of a replica and step under `wlb`; None = the least multiple of pp that holds a batch, or more
             where that is faster.
         solver_time_limit_s: of `fixed_exact`, for one step.
+        executable: `auto` plans only what `evenload train` of this version runs: no split backward.
+        max_candidates: schedules `auto` simulates of its own in a step, over all replicas.
+        time_budget_s: `auto` ends its search by the clock too; None = never, because plans then depend on the machine.
         backend: "native", or "python" for the readable twins.
 
     Raises:
@@ -51,12 +54,15 @@ class PlanOptions(Frozen):
     outlier_lengths: tuple[int, ...] | None = None
     micro_batches: int | None = None
     solver_time_limit_s: float = 10.0
+    executable: bool = True
+    max_candidates: int = 192
+    time_budget_s: float | None = None
     backend: Backend = "native"
 
     def __post_init__(self) -> None:
         positive = (
             *("max_pack_tokens", "min_slice_tokens", "candidates"),
-            *("window", "max_delay_steps", "outlier_queues", "micro_batches"),
+            *("window", "max_delay_steps", "outlier_queues", "micro_batches", "max_candidates"),
         )
         for field in positive:
             value = getattr(self, field)
@@ -67,6 +73,8 @@ class PlanOptions(Frozen):
                 f"plan options: min_slice_tokens {self.min_slice_tokens} is above "
                 f"max_pack_tokens {self.max_pack_tokens}"
             )
+        if self.time_budget_s is not None and not self.time_budget_s > 0:
+            raise ConfigError(f"plan options: time_budget_s is {self.time_budget_s}, must be above 0")
         if not self.solver_time_limit_s > 0:
             raise ConfigError(f"plan options: solver_time_limit_s is {self.solver_time_limit_s}, must be above 0")
         lengths = self.outlier_lengths or ()

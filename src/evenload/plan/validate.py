@@ -15,6 +15,8 @@ Independent of the planners: it reads only the plan. O(slices + actions).
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from evenload.errors import InvalidPlanError
 from evenload.schedule.validate import check_schedule
 from evenload.types.micropack import MicroPack, PackPlan
@@ -178,3 +180,11 @@ def _times_offences(plan: StepPlan, dp_rank: int) -> Iterator[str]:
     ):
         if len(rows) != len(listed) or any(len(row) != stages for row in rows) or len(hops) != len(listed):
             yield f"replica {dp_rank}: {direction} times are not {len(listed)} packs x {stages} stages and hops"
+            return
+    if times.input_s or times.weight_s:
+        shapes = {tuple(map(len, rows)) for rows in (times.backward_s, times.input_s, times.weight_s)}
+        whole, parts = np.array(times.backward_s), (np.array(times.input_s), np.array(times.weight_s))
+        if len(shapes) != 1 or not np.allclose(whole, sum(parts), rtol=1e-9, atol=0):
+            yield f"replica {dp_rank}: input and weight times do not add up to the backward times"
+    elif any(action.kind in "IW" for row in plan.schedules[dp_rank].ranks for action in row):
+        yield f"replica {dp_rank}: the schedule splits backwards, but there are no input and weight times"
