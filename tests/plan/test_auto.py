@@ -17,7 +17,7 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import decode_plan_file, encode_plan_file
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.strategies import SOLVER_STRATEGIES, STRATEGIES
+from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
 from evenload.plan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
@@ -25,7 +25,7 @@ from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
 
 LENGTH_TABLES = sorted((Path(__file__).parents[2] / "examples" / "lengths").glob("*.npy.gz"))
-OTHERS = [name for name in STRATEGIES if name not in ("auto", *SOLVER_STRATEGIES)]
+OTHERS = [name for name in STRATEGIES if name not in ("auto", *SOLVER_STRATEGIES, *FLAT_STRATEGIES)]
 
 
 def documents(lengths) -> tuple[Document, ...]:

@@ -24,7 +24,7 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import encode_plan_file
 from evenload.plan.planner import StepPlanner
 from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.strategies import SOLVER_STRATEGIES, STRATEGIES
+from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
@@ -163,7 +163,7 @@ def plan_command(
         "memory_cap_bytes": cap_bytes,
     }
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
-    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy))
+    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy, chosen))
     rows = [msgspec.to_builtins(result) for result in evaluation.results]
     console.print(comparison_table(rows, evaluation.best or ""))
     for result in evaluation.results:
@@ -187,9 +187,10 @@ def plan_command(
         raise InfeasiblePlanError(f"no strategy fits; the closest: {closest.why}")
 
 
-def _strategy_names(text: str) -> tuple[str, ...]:
+def _strategy_names(text: str, layout: ParallelLayout) -> tuple[str, ...]:
     if text == "all":
-        return tuple(name for name in STRATEGIES if name not in SOLVER_STRATEGIES)
+        apart = (*SOLVER_STRATEGIES, *(FLAT_STRATEGIES if layout.pp > 1 else ()))
+        return tuple(name for name in STRATEGIES if name not in apart)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ConfigError(f"--strategy '{text}' names no strategy; use 'all' or some of {', '.join(STRATEGIES)}")

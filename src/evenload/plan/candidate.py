@@ -35,6 +35,8 @@ class Candidate:
         label: how it was made, for reports: cuts, pack count, schedule.
         excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
         policy: int8[k] of the replica's documents, indices into `cost.activation.POLICIES`; None = all replay.
+        sharding: how ranks share every pack (`MicroPack.sharding`), forward and backward alike; None = "mixed" where
+            they do.
     """
 
     label: str
@@ -45,6 +47,7 @@ class Candidate:
     simulation: Simulation
     excess_bytes: int
     policy: NDArray[np.int8] | None = None
+    sharding: tuple[str, ...] | None = None
 
     @property
     def makespan_s(self) -> float:

@@ -3,11 +3,17 @@
 Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
 """
 
-import numpy as np
+import dataclasses
 
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import POLICIES
 from evenload.cost.memory import pipeline_bytes
+from evenload.cost.owned_bytes import owned_pipeline_bytes, owners_from
+from evenload.cost.split_backward import divide_backward
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import MicroPack
+from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
@@ -18,8 +24,15 @@ def replica_tasks(plan: StepPlan, dp_rank: int, model: ModelSpec) -> PipelineTas
     packs, times, layout = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
     num_tokens = np.array([document.num_tokens for document in plan.documents], np.int64)
-    held = pipeline_bytes(model, layout, _columns(packs.forward, index), _columns(packs.backward, index), num_tokens)
-    return PipelineTasks(
+    backward = _columns(packs.backward, index)
+    forward = _columns(packs.forward, index)
+    owners = tuple(owners_from([pack.sharding for pack in listed]) for listed in (packs.forward, packs.backward))
+    policy = _policy(packs, index)
+    if owners[0] is None or owners[1] is None:
+        held = pipeline_bytes(model, layout, forward, backward, num_tokens, policy)
+    else:
+        held = owned_pipeline_bytes(model, layout, forward, backward, num_tokens, policy, (owners[0], owners[1]))
+    tasks = PipelineTasks(
         forward_s=np.array(times.forward_s, np.float64).reshape(len(packs.forward), layout.num_stages),
         backward_s=np.array(times.backward_s, np.float64).reshape(len(packs.backward), layout.num_stages),
         p2p_forward_s=np.array(times.p2p_forward_s, np.float64),
@@ -32,6 +45,20 @@ def replica_tasks(plan: StepPlan, dp_rank: int, model: ModelSpec) -> PipelineTas
         backward_freed_bytes=held.backward_freed_bytes,
         backward_temp_bytes=held.backward_temp_bytes,
     )
+    if not times.input_s:
+        return tasks
+    parts = (np.array(rows, np.float64).reshape(tasks.backward_s.shape) for rows in (times.input_s, times.weight_s))
+    return dataclasses.replace(tasks, split=divide_backward(model, layout, tasks, backward, *parts))
+
+
+def _policy(packs: PackPlan, index: dict[int, int]) -> NDArray[np.int8] | None:
+    """Inverse of `PackPlan.policies`."""
+    if not packs.policies:
+        return None
+    policy = np.zeros(len(index), np.int8)
+    for doc_id, name in packs.policies.items():
+        policy[index[doc_id]] = POLICIES.index(name)
+    return policy
 
 
 def _columns(packs: tuple[MicroPack, ...], index: dict[int, int]) -> SliceColumns:
@@ -43,4 +70,5 @@ def _columns(packs: tuple[MicroPack, ...], index: dict[int, int]) -> SliceColumn
         stop=np.array([piece.stop for piece in pieces], np.int64),
         pack_offset=np.cumsum([0, *(len(pack.slices) for pack in packs)], dtype=np.int64),
         pad_to=np.array([pack.pad_to for pack in packs], np.int64),
+        cp=np.array([piece.cp for piece in pieces], np.int64),
     )

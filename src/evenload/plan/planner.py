@@ -217,14 +217,14 @@ class StepPlanner:
                         doc_ids,
                         _slowest_stage(found.tasks.forward_s),
                         layout_cp=layout_cp,
-                        sharding="mixed",
+                        sharding=found.sharding or "mixed",
                     ),
                     backward=found.backward.packs(
                         "backward",
                         doc_ids,
                         _slowest_stage(found.tasks.backward_s),
                         layout_cp=layout_cp,
-                        sharding="mixed",
+                        sharding=found.sharding or "mixed",
                     ),
                     policies=_policies(doc_ids, found.policy),
                 )

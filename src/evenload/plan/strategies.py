@@ -12,6 +12,7 @@ from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixe
 from evenload.plan.padded import plan_padded
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.sequential import plan_sequential
+from evenload.plan.skrull import plan_skrull
 from evenload.plan.slimpack import plan_slimpack
 from evenload.plan.wlb import delay_wlb, plan_wlb
 
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]] = {
     "fixed_exact": plan_fixed_exact,
     "balanced": plan_balanced,
     "wlb": plan_wlb,
+    "skrull": plan_skrull,
     "slimpack": plan_slimpack,
     "auto": lambda problem: plan_auto(problem, _within_auto()),
 }
@@ -38,7 +40,10 @@ DELAYING_STRATEGIES: dict[str, Callable[[StepProblem, Arrivals], DelayedChoice]]
 SOLVER_STRATEGIES = ("fixed_exact",)
 """Need `evenload[exact]` and up to `solver_time_limit_s` a step, so they run only where they are named."""
 
-PLANNED_STRATEGIES = ("skrull", "flexpipe")
+FLAT_STRATEGIES = ("skrull",)
+"""Know no pipeline: refused where pp > 1."""
+
+PLANNED_STRATEGIES = ("flexpipe",)
 """Names that a later version fills; known, so that they are refused with the right reason."""
 
 

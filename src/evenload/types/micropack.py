@@ -24,7 +24,8 @@ class MicroPack(Frozen):
         index: position among the packs of its direction, from 0.
         slices: at most one slice of any document.
         pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
-        sharding: how a context-parallel group splits the pack; "" = not sharded.
+        sharding: how a context-parallel group splits the pack (`plan.cp_sharding`); "" = not sharded. "dacp:0,-1,2"
+            also says which rank computes each slice whole, -1 = all ranks share it.
         cost_s: predicted seconds on the slowest stage.
     """
 
