@@ -59,7 +59,8 @@ SLOW_S = 5.0
 """A planner whose warm-up took longer is timed once."""
 NEED_SOLVER = ("fixed_exact",)
 """Strategies that solve integer programs: reference solutions, not planners of a training step."""
-FACTS = ("date", "commit", "cpu", "cores")
+FACTS = ("date", "commit", "cpu", "cores", "load")
+"""Load: of the machine's last minute at the end of the run; far above 1, times are those of a busy machine."""
 FIGURES = ("plan_ms", *Score.__dataclass_fields__)
 COLUMNS = (*FACTS, "case", "documents", "capacity", "planner", "version", *FIGURES, "note")
 
@@ -204,7 +205,9 @@ def print_rows(rows: list[RowDict], console: Console) -> None:
 
 def append_csv(rows: list[RowDict]) -> None:
     """Append rows with date, commit and machine; writes the header of a new file."""
-    facts = dict(zip(FACTS, (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), os.cpu_count()), strict=True))
+    load = f"{os.getloadavg()[0]:.1f}"
+    values = (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), os.cpu_count(), load)
+    facts = dict(zip(FACTS, values, strict=True))
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
