@@ -3,11 +3,11 @@
     1  every strategy that plans a step by itself is run; its plan is a candidate as it is, so `auto` is never
        worse than any of them on the same step and layout
     2  documents go to replicas by LPT on forward + backward time; the replica with the most work probes cuts ×
-       pack counts under the list schedule, then walks from the best to better neighbours (`plan.trial_space`):
+       pack counts under the list schedule, then tries the neighbours of the best, best first (`plan.trial_space`):
        order, look-ahead, split backward, tapered ends, token weight, pack count, cut
     3  the other replicas, which hold nearly equal work, start from the probe's best trials
     4  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better
-       or all are within 2 % of work + first forward + last backward
+       or it is within 2 % of its work
 
 Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
 clock instead and is off by default, because the plan then depends on the machine.
@@ -97,7 +97,7 @@ def _search(problem: StepProblem, plans: list[tuple[ReplicaChoice, ...]]) -> tup
     for trial in _first_trials(probe):
         if budget(PROBE_SHARE):
             probe.try_trial(trial)
-    probe.descend(budget(PROBE_SHARE))
+    probe.improve(budget(PROBE_SHARE))
     shared = probe.ranking()[:SHARED_TRIALS]
     if not shared:
         return None
@@ -111,7 +111,7 @@ def _search(problem: StepProblem, plans: list[tuple[ReplicaChoice, ...]]) -> tup
         slowest = max(searches, key=ReplicaSearch.score)
         if slowest in stuck:
             break  # the step waits for it, so the others need no search
-        if not slowest.descend(budget()):
+        if not slowest.improve(budget()):
             stuck.append(slowest)
     choices = []
     for search in searches:

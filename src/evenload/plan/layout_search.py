@@ -1,11 +1,11 @@
 """Which dp × cp × pp × tp × virtual stages trains a run fastest: every layout of the devices, simulated.
 
 Layout decides more than any packer: up to 2-3x (oracle §1), and no pipeline at all (pp = 1) is often best below
-13B. So every layout that uses all devices is planned on a sampled batch with little search, and the best few again
-on all batches with the whole search. Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
+13B. So every layout that uses all devices is planned on a sampled batch with little search, and the best few, also
+with two virtual stages a rank, again on all batches with the whole search. Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
     tp        powers of two inside a node that divide the heads      cp        powers of two
-    pp        divisors of the devices up to the number of layers     virtual   1, or 2 where pp > 1
+    pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
     dp        the rest
 
 A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
@@ -35,7 +35,8 @@ QUICK_CANDIDATES = 24
 """Schedules of the first pass; enough to tell layouts apart by a few percent."""
 FINALISTS = 6
 """Layouts planned on all batches."""
-VIRTUAL_STAGES = (1, 2)
+VIRTUAL_STAGES = 2
+"""Stages a rank that the best layouts are tried with."""
 
 
 class LayoutResult(Frozen):
@@ -85,33 +86,39 @@ def search_layouts(
     for layout in layouts_of(model, cluster):
         found.append((layout, _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)))
     found.sort(key=lambda pair: _order(pair[1]))
-    final = [
-        _planned(model, cluster, layout, batches, coefficients_of, strategy, options)
-        if place < FINALISTS and result.feasible
-        else result
-        for place, (layout, result) in enumerate(found)
-    ]
+    best = [layout for layout, result in found[:FINALISTS] if result.feasible]
+    best += [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
+    final = [_planned(model, cluster, layout, batches, coefficients_of, strategy, options) for layout in best]
+    rest = [result for layout, result in found if layout not in best]
     # Those planned on all batches stay in front: a time on one batch is no match for a mean.
-    return tuple(sorted(final[:FINALISTS], key=_order) + final[FINALISTS:])
+    fitting = sorted((result for result in final if result.feasible), key=_order)
+    return (*fitting, *sorted((result for result in (*rest, *final) if result not in fitting), key=_order))
 
 
 def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, ...]:
-    """Every layout over all devices that the model allows."""
+    """Every layout over all devices that the model allows, with one stage a rank."""
     devices = cluster.num_devices
     powers = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
     depths = [pp for pp in range(1, min(devices, model.num_layers) + 1) if devices % pp == 0]
     layouts = []
-    for tp, cp, pp, virtual in itertools.product(powers, powers, depths, VIRTUAL_STAGES):
-        too_many = devices % (tp * cp * pp) or tp > cluster.devices_per_node or pp * virtual > model.num_layers
-        if too_many or (virtual > 1 and pp == 1):
+    for tp, cp, pp in itertools.product(powers, powers, depths):
+        if devices % (tp * cp * pp) or tp > cluster.devices_per_node:
             continue
-        layout = even_layout(model.num_layers, dp=devices // (tp * cp * pp), cp=cp, pp=pp, tp=tp, virtual=virtual)
+        layout = even_layout(model.num_layers, dp=devices // (tp * cp * pp), cp=cp, pp=pp, tp=tp)
         try:
             require_supported_layout(model, layout)
         except ConfigError:
             continue  # heads that tp does not divide: no layout of this model
         layouts.append(layout)
     return tuple(layouts)
+
+
+def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLayout | None:
+    """The same sizes with `VIRTUAL_STAGES` a rank; None where there is no pipeline or too few layers."""
+    if layout.pp == 1 or layout.pp * VIRTUAL_STAGES > model.num_layers:
+        return None
+    sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    return even_layout(model.num_layers, **sizes, virtual=VIRTUAL_STAGES)
 
 
 def _planned(

@@ -20,7 +20,10 @@ from evenload.types.pipeline import PipelineTasks
 from evenload.types.work import WorkCurve
 
 NEAR_BOUND = 1.02
-"""A replica whose makespan is within this of work + first forward + last backward is not searched further."""
+"""A replica whose makespan is within this of its work spread over its ranks is not searched further."""
+
+BEAM = 6
+"""Best trials whose neighbours are tried."""
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:
@@ -51,10 +54,10 @@ class ReplicaSearch:
         self.policy = problem.policy_of(documents)
         self.work_s = float(problem.document_s[documents].sum())
         self.best: Candidate | None = None
-        self.best_trial: Trial | None = None
         self.num_simulated = 0
         self.tried: dict[Trial, tuple[int, float] | None] = {}
         self._priced: dict[Setting, _Priced | None] = {}
+        self._expanded: set[Trial] = set()
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -67,7 +70,7 @@ class ReplicaSearch:
     def seed(self, found: Candidate) -> None:
         """A candidate of another strategy for the same documents."""
         if self.best is None or found.score() < self.best.score():
-            self.best, self.best_trial = found, None
+            self.best = found
 
     def score(self) -> tuple[int, float]:
         """Of the best; infinitely bad before there is one."""
@@ -99,7 +102,7 @@ class ReplicaSearch:
         self.tried[trial] = found.score()
         if found.score() >= self.score():
             return False
-        self.best, self.best_trial = found, trial
+        self.best = found
         return True
 
     def ranking(self) -> list[Trial]:
@@ -107,35 +110,35 @@ class ReplicaSearch:
         scores = {trial: score for trial, score in self.tried.items() if score is not None}
         return sorted(scores, key=scores.__getitem__)
 
-    def descend(self, budget: int) -> bool:
-        """Walk from the best trial to better neighbours while the budget of simulations lasts; whether it moved."""
-        moved, stop_at = False, self.num_simulated + budget
-        origin = self.best_trial or next(iter(self.ranking()), None)
-        while origin is not None and not self.is_near_bound():
-            improved = False
+    def improve(self, budget: int) -> bool:
+        """Expand the best trials, best first, while the budget of simulations lasts; whether the best got better.
+
+        A trial is expanded by trying its neighbours. It ends when the `BEAM` best trials are all expanded, so that one
+        local optimum does not end the search.
+        """
+        improved, stop_at = False, self.num_simulated + budget
+        while not self.is_near_bound():
+            origin = next((trial for trial in self.ranking()[:BEAM] if trial not in self._expanded), None)
+            if origin is None:
+                break
+            self._expanded.add(origin)
             for trial in neighbours(
                 origin, pp=self.problem.layout.pp, cuts=self.cuts, may_split=not self.problem.options.executable
             ):
                 if self.num_simulated >= stop_at:
-                    return moved
-                if self.try_trial(trial):
-                    improved = moved = True
-            if not improved:
-                return moved
-            origin = self.best_trial
-        return moved
+                    return improved
+                improved |= self.try_trial(trial)
+        return improved
 
     def is_near_bound(self) -> bool:
-        """Within memory and within `NEAR_BOUND` of work + first forward + last backward."""
+        """Within memory and within `NEAR_BOUND` of the work on every rank.
+
+        Not of "work + first forward + last backward" (oracle §7): those are the candidate's own packs, so few large
+        packs would pass.
+        """
         if self.best is None or self.best.excess_bytes:
             return False
-        tasks = self.best.tasks
-        if not tasks.num_forward:
-            return True
-        split = self.best.tasks.split
-        drain_s = tasks.backward_s[-1] if split is None else split.input_s[-1]
-        fill_s = float(tasks.forward_s[0, :-1].sum() + drain_s[:-1].sum())
-        return self.best.makespan_s <= NEAR_BOUND * (self.work_s / tasks.num_ranks + fill_s)
+        return self.best.makespan_s <= NEAR_BOUND * self.work_s / self.best.tasks.num_ranks
 
     def _price(self, setting: Setting) -> _Priced | None:
         if setting not in self._priced:
