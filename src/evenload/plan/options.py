@@ -25,6 +25,10 @@ class PlanOptions(Frozen):
         policy: what documents keep between forward and backward: everything ("replay"), little and compute it again
             ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
             fastest mixture that does ("choose"). `evenload train` of this version runs "replay" only.
+        dp_merge: `slimpack` lets aligned groups of replicas share documents too long for one of them, where that is
+            faster. `evenload plan` turns it on; `evenload train` of this version cannot run such plans.
+        dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
+            the mean replica's work.
         window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
         max_delay_steps: strategies that move documents between steps train each within so many steps.
         outlier_queues: most queues of `wlb`.
@@ -48,6 +52,8 @@ class PlanOptions(Frozen):
     schedule: Literal["word", "list", "choose"] = "choose"
     max_imbalance: float = 1.05
     policy: PolicyOption = "replay"
+    dp_merge: bool = False
+    dp_merge_threshold: float = 0.4
     window: int = 1
     max_delay_steps: int = 8
     outlier_queues: int = 2
@@ -80,5 +86,7 @@ class PlanOptions(Frozen):
         lengths = self.outlier_lengths or ()
         if any(length < 1 for length in lengths) or sorted(set(lengths)) != list(lengths):
             raise ConfigError(f"plan options: outlier_lengths {list(lengths)} must ascend and be at least 1")
+        if not self.dp_merge_threshold > 0:
+            raise ConfigError(f"plan options: dp_merge_threshold is {self.dp_merge_threshold}, must be above 0")
         if not self.max_imbalance >= 1:
             raise ConfigError(f"plan options: max_imbalance is {self.max_imbalance}, must be at least 1")

@@ -10,7 +10,8 @@
 
 Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
 monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
-when to come back and its memory grows (oracle §5). DP-Merge comes later.
+when to come back and its memory grows (oracle §5). Without a pipeline, packs of whole documents are tried too.
+DP-Merge (`plan.dp_merge`) where the options allow it and the simulated step is faster.
 
 Search: the replica with the most work prices every (m, cuts) and simulates every order of those that are evenly
 cut. The others, which hold nearly equal work, walk down its ranking to the first trial that is even and fits.
@@ -18,16 +19,18 @@ Then the slowest replica, for which the step waits, tries the upper ranks too, a
 amount of search depends on the options and the batch, never on the clock.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import RECOMPUTE
 from evenload.errors import ConfigError
+from evenload.plan.bin_packing import longest_first
 from evenload.plan.candidate import PACKFLOW_ORDERS, Candidate, imbalance, packflow_candidate, pipeline_tasks
 from evenload.plan.chain_free import chain_free_columns, work_below
 from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.dp_merge import Block, Merge, in_phases, merge_documents
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.partition import partition_by_work
 from evenload.plan.problem import ReplicaChoice, StepProblem
@@ -65,6 +68,37 @@ def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
     replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
+    apart = _plan_replicas(problem, replicas)
+    merge = merge_documents(problem) if problem.options.dp_merge else None
+    if merge is None:
+        return apart
+    return min(apart, _plan_merged(problem, merge), key=_step_score)
+
+
+def _plan_merged(problem: StepProblem, merge: Merge) -> tuple[ReplicaChoice, ...]:
+    """Merged documents first, planned once a block, then each replica's own."""
+    blocks: dict[Block, Candidate] = {}
+    for block, documents in merge.blocks.items():
+        search = _ReplicaSearch(problem, documents, block[1] * problem.layout.cp)
+        search.try_all()
+        blocks[block] = search.best()
+    choices = []
+    for replica, own in enumerate(_plan_replicas(problem, merge.own)):
+        mine = merge.blocks_of(replica)
+        documents = [*(merge.blocks[block] for block in mine), own.documents]
+        found = in_phases(problem, [*(blocks[block] for block in mine), own.candidate], documents)
+        choices.append(ReplicaChoice(np.concatenate(documents), found) if mine else own)
+    return tuple(choices)
+
+
+def _step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Memory first, then time, of the worst replica."""
+    found = [choice.candidate for choice in choices]
+    return max(one.excess_bytes for one in found), max(one.makespan_s for one in found)
+
+
+def _plan_replicas(problem: StepProblem, replicas: list[NDArray[np.int64]]) -> tuple[ReplicaChoice, ...]:
+    """One choice per replica for documents that are already dealt."""
     searches = [_ReplicaSearch(problem, documents) for documents in replicas]
     probe = max(searches, key=lambda search: float(problem.document_s[search.documents].sum()))
     probe.try_all()
@@ -101,8 +135,9 @@ class _Priced:
 class _ReplicaSearch:
     """Candidates of one replica, each trial simulated once."""
 
-    def __init__(self, problem: StepProblem, documents: NDArray[np.int64]) -> None:
+    def __init__(self, problem: StepProblem, documents: NDArray[np.int64], ranks: int | None = None) -> None:
         self.problem = problem
+        self.ranks = ranks
         self.documents = documents
         self.num_tokens = problem.num_tokens[documents]
         self.forward_work = problem.costs.forward_work()
@@ -185,7 +220,12 @@ class _ReplicaSearch:
         return priced
 
     def _is_even(self, priced: _Priced) -> bool:
-        return priced.imbalance <= self.problem.options.max_imbalance
+        return self._is_flat or priced.imbalance <= self.problem.options.max_imbalance
+
+    @property
+    def _is_flat(self) -> bool:
+        """Without a pipeline no pack waits for another, so neither cuts nor evenness are needed."""
+        return self.problem.layout.num_stages == 1
 
     def _recomputed_share(self) -> float:
         """Of the replica's tokens; backward cuts are balanced as if all recomputed alike."""
@@ -199,6 +239,9 @@ class _ReplicaSearch:
             int(self.num_tokens.sum()), self.problem.layout.pp, options.candidates, options.max_pack_tokens
         )
         cuts = ("asymmetric", "symmetric") if options.cuts == "choose" else (options.cuts,)
+        longest = int(self.num_tokens.max(initial=0))
+        if options.cuts == "choose" and self._is_flat and longest <= (options.max_pack_tokens or longest):
+            cuts = (*cuts, "whole")
         return [(count, cut) for count in counts for cut in cuts]
 
     def _orders(self) -> tuple[str, ...]:
@@ -208,7 +251,7 @@ class _ReplicaSearch:
     def _price(self, setting: Setting) -> _Priced | None:
         """Packs of a setting with their costs; None where its cuts cannot meet the token limit."""
         if setting not in self.priced:
-            packs = self._packs(*setting)
+            packs = self._shared(self._packs(*setting))
             if packs is None:
                 self.priced[setting] = None
             else:
@@ -217,11 +260,28 @@ class _ReplicaSearch:
                 self.priced[setting] = _Priced(*packs, tasks, uneven)
         return self.priced[setting]
 
+    def _shared(self, packs: tuple[SliceColumns, SliceColumns] | None) -> tuple[SliceColumns, SliceColumns] | None:
+        """Packs of a group of replicas say how many ranks share them."""
+        if packs is None or self.ranks is None:
+            return packs
+        forward, backward = (replace(packs_, cp=np.full(packs_.num_slices, self.ranks, np.int64)) for packs_ in packs)
+        return forward, backward
+
     def _packs(self, count: int, cut: str) -> tuple[SliceColumns, SliceColumns] | None:
         options, num_tokens = self.problem.options, self.num_tokens
         if not len(num_tokens):
             empty = whole_document_columns([], num_tokens)
             return empty, empty
+        if cut == "whole":
+            groups = longest_first(
+                self.problem.document_s[self.documents],
+                min(count, len(num_tokens)),
+                num_tokens=None if options.max_pack_tokens is None else num_tokens,
+                capacity=options.max_pack_tokens,
+                backend=options.backend,
+            )
+            columns = whole_document_columns([group for group in groups if group], num_tokens)
+            return columns, columns
         if cut == "asymmetric":
             return self._partition(count, self.forward_work, False), self._partition(count, self.backward_work, True)
         return chain_free_columns(

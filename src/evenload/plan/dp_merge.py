@@ -1,0 +1,157 @@
+"""DP-Merge: replicas that join as a context-parallel group for documents too long for one (SlimPack §4.1.1, Fig. 7).
+
+A document of forward + backward time f goes to a group of g replicas, the least power of two for which its time on
+each of them is at most `threshold` of the mean replica's. The paper merges at f/g <= 1.0 of the capacity, which
+leaves pieces as large as a whole replica's work and 10-25 % imbalance; 0.4 leaves below 1 % (oracle §3). Groups are
+aligned blocks of replicas, so they are nested: longest first, each document takes the block whose fullest member
+has the least work. The others then go longest first to the least loaded replica.
+
+Order: every replica runs the documents of its largest group first, then of the next smaller one inside it, then its
+own, and finishes each phase on every pipeline rank before it starts the next. Members of a group have then run the
+same packs with the same durations in the same order on every rank, so they meet at every collective without
+waiting, and no two can wait for each other in a circle. The price is one drain of the pipeline a phase; none at
+pp = 1. (The printed rule has no order, and members that meet in different orders hang.)
+
+O(n log n + merged · dp).
+"""
+
+import dataclasses
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.plan.candidate import Candidate, candidate
+from evenload.plan.problem import StepProblem
+from evenload.types.columns import SliceColumns
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+Block = tuple[int, int]
+"""(first replica, number of replicas), aligned: first is a multiple of the number, a power of two."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Merge:
+    """Who runs what.
+
+    Args:
+        blocks: per block the documents it merges, longest first; larger blocks first.
+        own: per replica the documents it runs alone, ascending.
+    """
+
+    blocks: dict[Block, NDArray[np.int64]]
+    own: list[NDArray[np.int64]]
+
+    def blocks_of(self, replica: int) -> list[Block]:
+        """Blocks with this replica, largest first."""
+        return [block for block in self.blocks if block[0] <= replica < block[0] + block[1]]
+
+
+def merge_documents(problem: StepProblem) -> Merge | None:
+    """Groups for outliers; None where no document is one, or the number of replicas is odd."""
+    dp, cp = problem.layout.dp, problem.layout.cp
+    sizes = [size for size in (2**k for k in range(1, dp.bit_length())) if dp % size == 0]
+    work_s = problem.document_s
+    limit_s = problem.options.dp_merge_threshold * float(work_s.sum()) / dp
+    outliers = np.flatnonzero(work_s > limit_s)
+    if not sizes or not len(outliers):
+        return None
+    tokens = problem.num_tokens
+    policy = problem.policy
+    by_size = {
+        size: problem.costs.document_seconds(
+            tokens[outliers], None if policy is None else policy[outliers], ranks=size * cp
+        )
+        for size in sizes
+    }
+    load_s = np.zeros(dp)
+    found: dict[Block, list[int]] = {}
+    for position in np.argsort(-work_s[outliers], kind="stable").tolist():
+        size = next((size for size in sizes if by_size[size][position] <= limit_s), sizes[-1])
+        fullest = load_s.reshape(-1, size).max(axis=1)
+        first = int(fullest.argmin()) * size
+        load_s[first : first + size] += by_size[size][position]
+        found.setdefault((first, size), []).append(int(outliers[position]))
+    own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
+    ordered = sorted(found, key=lambda block: (-block[1], block[0]))
+    return Merge({block: np.array(found[block], np.int64) for block in ordered}, own)
+
+
+def _longest_first(
+    work_s: NDArray[np.float64], documents: NDArray[np.int64], load_s: NDArray[np.float64]
+) -> list[NDArray[np.int64]]:
+    """Documents to replicas that already have some work."""
+    heap = [(seconds, replica) for replica, seconds in enumerate(load_s.tolist())]
+    heapq.heapify(heap)
+    own: list[list[int]] = [[] for _ in load_s]
+    for document in documents[np.argsort(-work_s[documents], kind="stable")].tolist():
+        seconds, replica = heap[0]
+        own[replica].append(document)
+        heapq.heapreplace(heap, (seconds + float(work_s[document]), replica))
+    return [np.sort(np.array(group, np.int64)) for group in own]
+
+
+def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
+    """One candidate that runs others one after the other on every rank.
+
+    Args:
+        documents: per phase the documents its candidate counts; the result counts them all, in this order.
+    """
+    offsets = np.cumsum([0, *(len(group) for group in documents)])
+    forward = _joined([phase.forward for phase in phases], offsets, problem.layout.cp)
+    backward = _joined([phase.backward for phase in phases], offsets, problem.layout.cp)
+    tasks = _joined_tasks([phase.tasks for phase in phases])
+    actions = _joined_actions(phases)
+    label = "; then ".join(phase.label for phase in phases if phase.forward.num_packs)
+    policy = problem.policy_of(np.concatenate(documents))
+    return candidate(label, forward, backward, tasks, actions, problem.cap_bytes, problem.options, policy)
+
+
+def _joined(parts: list[SliceColumns], offsets: NDArray[np.int64], layout_cp: int) -> SliceColumns:
+    cp = [np.full(part.num_slices, layout_cp) if part.cp is None else part.cp for part in parts]
+    packs = np.concatenate([np.diff(part.pack_offset) for part in parts])
+    return SliceColumns(
+        doc=np.concatenate([part.doc + offset for part, offset in zip(parts, offsets, strict=False)]).astype(np.int32),
+        start=np.concatenate([part.start for part in parts]),
+        stop=np.concatenate([part.stop for part in parts]),
+        pack_offset=np.concatenate([[0], np.cumsum(packs)]).astype(np.int64),
+        pad_to=np.concatenate([part.pad_to for part in parts]),
+        cp=np.concatenate(cp).astype(np.int64),
+    )
+
+
+def _joined_tasks(parts: list[PipelineTasks]) -> PipelineTasks:
+    before = np.cumsum([0, *(part.num_forward for part in parts)])
+    rows = (
+        *("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s"),
+        *("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"),
+    )
+    needed = [part.forwards_needed + count for part, count in zip(parts, before, strict=False)]
+    return dataclasses.replace(
+        parts[0],
+        forwards_needed=np.concatenate(needed).astype(np.int32),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in rows},
+    )
+
+
+def _joined_actions(phases: list[Candidate]) -> ActionColumns:
+    num_ranks = phases[0].actions.num_ranks
+    rows: list[list[NDArray]] = [[], [], []]
+    counts = np.zeros(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        forwards = backwards = 0
+        for phase in phases:
+            actions, tasks = phase.actions, phase.tasks
+            mine = slice(actions.rank_offset[rank], actions.rank_offset[rank + 1])
+            shift = np.where(actions.kind[mine] == 0, forwards, backwards)
+            rows[0].append(actions.kind[mine])
+            rows[1].append(actions.stage[mine])
+            rows[2].append(actions.pack[mine] + shift.astype(np.int32))
+            counts[rank] += len(shift)
+            forwards, backwards = forwards + tasks.num_forward, backwards + tasks.num_backward
+    return ActionColumns(
+        kind=np.concatenate(rows[0]),
+        stage=np.concatenate(rows[1]),
+        pack=np.concatenate(rows[2]).astype(np.int32),
+        rank_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+    )
