@@ -18,7 +18,7 @@ def draw_planners(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars: simulated fraction of the lower bound within memory, a panel a case; hollow where no policy fits."""
     there = {(row["case"], row["documents"]) for row in rows}
     panels = [case for case in SHOWN_CASES if case in there]
-    names = list(dict.fromkeys(row["planner"] for row in rows))[::-1]
+    names = list(dict.fromkeys(row["planner"] for row in rows if row.get("step_s") is not None))[::-1]
     titles = [f"{case}, {documents} documents" for case, documents in panels]
     figure = make_subplots(rows=1, cols=len(panels), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.015)
     for column, (case, documents) in enumerate(panels, start=1):
