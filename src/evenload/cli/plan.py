@@ -66,6 +66,9 @@ def plan_command(
         Literal["error", "split", "truncate", "drop"], typer.Option(help="What happens to longer documents.")
     ] = "error",
     strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "all",
+    dp_merge: Annotated[
+        bool, typer.Option(help="Let replicas share documents too long for one of them (slimpack), where faster.")
+    ] = True,
     policy: Annotated[
         Literal["choose", "replay", "recompute", "offload"],
         typer.Option(
@@ -120,7 +123,12 @@ def plan_command(
     )
     cap_bytes = usable_bytes(machines)
     options = PlanOptions(
-        max_pack_tokens=context, policy=policy, window=window, max_delay_steps=max_delay_steps, executable=False
+        max_pack_tokens=context,
+        policy=policy,
+        dp_merge=dp_merge,
+        window=window,
+        max_delay_steps=max_delay_steps,
+        executable=False,
     )
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     layouts: tuple[LayoutResult, ...] = ()
@@ -155,6 +163,7 @@ def plan_command(
         "context": context,
         "overlong": overlong,
         "policy": policy,
+        "dp_merge": dp_merge,
         "window": window,
         "max_delay_steps": max_delay_steps,
         "steps": steps,

@@ -28,6 +28,10 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 Block = tuple[int, int]
 """(first replica, number of replicas), aligned: first is a multiple of the number, a power of two."""
+THRESHOLDS = 4
+"""Thresholds to try, each half of the one before."""
+EVEN_ENOUGH = 1.005
+"""Max/mean work of replicas at which a threshold is good enough."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,22 +52,35 @@ class Merge:
 
 
 def merge_documents(problem: StepProblem) -> Merge | None:
-    """Groups for outliers; None where no document is one, or the number of replicas is odd."""
+    """Groups for outliers; None where no document is one, or the number of replicas is odd.
+
+    Where the replicas' work still differs by more than `EVEN_ENOUGH`, because there is too little short work to fill
+    the gaps, smaller thresholds are tried too, and the one with the least work on the fullest replica is kept.
+    """
+    best: tuple[float, Merge] | None = None
+    for halvings in range(THRESHOLDS):
+        found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
+        if found is None:
+            continue
+        merge, load_s = found
+        if best is None or load_s.max() < best[0]:
+            best = float(load_s.max()), merge
+        if load_s.max() <= EVEN_ENOUGH * load_s.mean():
+            break
+    return None if best is None else best[1]
+
+
+def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
+    """The groups of one threshold, with every replica's work."""
     dp, cp = problem.layout.dp, problem.layout.cp
     sizes = [size for size in (2**k for k in range(1, dp.bit_length())) if dp % size == 0]
     work_s = problem.document_s
-    limit_s = problem.options.dp_merge_threshold * float(work_s.sum()) / dp
+    limit_s = threshold * float(work_s.sum()) / dp
     outliers = np.flatnonzero(work_s > limit_s)
     if not sizes or not len(outliers):
         return None
-    tokens = problem.num_tokens
-    policy = problem.policy
-    by_size = {
-        size: problem.costs.document_seconds(
-            tokens[outliers], None if policy is None else policy[outliers], ranks=size * cp
-        )
-        for size in sizes
-    }
+    tokens, policy = problem.num_tokens[outliers], problem.policy_of(outliers)
+    by_size = {size: problem.costs.document_seconds(tokens, policy, ranks=size * cp) for size in sizes}
     load_s = np.zeros(dp)
     found: dict[Block, list[int]] = {}
     for position in np.argsort(-work_s[outliers], kind="stable").tolist():
@@ -73,8 +90,9 @@ def merge_documents(problem: StepProblem) -> Merge | None:
         load_s[first : first + size] += by_size[size][position]
         found.setdefault((first, size), []).append(int(outliers[position]))
     own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
+    load_s += [work_s[documents].sum() for documents in own]
     ordered = sorted(found, key=lambda block: (-block[1], block[0]))
-    return Merge({block: np.array(found[block], np.int64) for block in ordered}, own)
+    return Merge({block: np.array(found[block], np.int64) for block in ordered}, own), load_s
 
 
 def _longest_first(

@@ -28,7 +28,7 @@ class PlanOptions(Frozen):
         dp_merge: `slimpack` lets aligned groups of replicas share documents too long for one of them, where that is
             faster. `evenload plan` turns it on; `evenload train` of this version cannot run such plans.
         dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
-            the mean replica's work.
+            the mean replica's work; less where that leaves replicas uneven.
         window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
         max_delay_steps: strategies that move documents between steps train each within so many steps.
         outlier_queues: most queues of `wlb`.

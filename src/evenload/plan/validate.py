@@ -2,7 +2,9 @@
 
     digest      the content is what was sealed
     layout      one pack plan, schedule and table of times per replica; ranks and stages fit the layout
-    coverage    every token of every document in exactly one forward and one backward slice, on one replica
+    coverage    every token of every document in exactly one forward and one backward slice, on one replica or on all
+                of the block that shares it
+    groups      replicas that share packs run them in one order (`plan.validate_groups`)
     slices      at most one slice of a document in a pack; forward ascends, backward descends
     order       documents start their backward in the order in which they started their forward (FIFO)
     padding     a padded pack holds whole documents not longer than its padding
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from evenload.errors import InvalidPlanError
+from evenload.plan.validate_groups import block_of, group_offences
 from evenload.schedule.validate import check_schedule
 from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import StepPlan, plan_digest
@@ -62,17 +65,14 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
             return
     yield from _document_offences(plan)
     num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
-    owner: dict[int, int] = {}
     for dp_rank, packs in enumerate(plan.pack_plans):
         if packs.dp_rank != dp_rank:
             yield f"pack plan {dp_rank} says dp_rank {packs.dp_rank}"
         for pack in (*packs.forward, *packs.backward):
             yield from _pack_offences(dp_rank, pack, num_tokens, max_pack_tokens)
-        for doc_id in {piece.doc_id for pack in (*packs.forward, *packs.backward) for piece in pack.slices}:
-            if owner.setdefault(doc_id, dp_rank) != dp_rank:
-                yield f"document {doc_id} lies on replicas {owner[doc_id]} and {dp_rank}"
         yield from _order_offences(dp_rank, packs)
         yield from _times_offences(plan, dp_rank)
+    yield from group_offences(plan)
     yield from _coverage_offences(plan, num_tokens)
 
 
@@ -155,8 +155,10 @@ def _first_packs(packs: tuple[MicroPack, ...]) -> dict[int, int]:
 def _coverage_offences(plan: StepPlan, num_tokens: dict[int, int]) -> Iterator[str]:
     for direction in ("forward", "backward"):
         ranges: dict[int, list[tuple[int, int]]] = {doc_id: [] for doc_id in num_tokens}
-        for packs in plan.pack_plans:
+        for dp_rank, packs in enumerate(plan.pack_plans):
             for pack in packs.forward if direction == "forward" else packs.backward:
+                if block_of(plan, dp_rank, pack)[0] != dp_rank:
+                    continue  # shared packs count once, where their block begins
                 for piece in pack.slices:
                     if piece.doc_id in ranges:
                         ranges[piece.doc_id].append((piece.start, piece.stop))

@@ -72,6 +72,12 @@ class Executor:
                 f"step {plan.step} is planned for {plan.layout.describe()}, this run is {self._mesh.layout.describe()}"
             )
         packs = plan.pack_plans[self._mesh.dp_rank]
+        shared = next((piece for p in (*packs.forward, *packs.backward) for piece in p.slices if piece.cp > 1), None)
+        if shared is not None:
+            raise InvalidPlanError(
+                f"step {plan.step}: {shared.cp} ranks share document {shared.doc_id} (cp or DP-Merge); "
+                "the runtime of this version runs documents on one replica only: plan with dp_merge = false"
+            )
         if packs.policies:
             raise InvalidPlanError(
                 f"step {plan.step}: activation policies {sorted(set(packs.policies.values()))} are planned; "

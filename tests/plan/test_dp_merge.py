@@ -1,0 +1,185 @@
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.errors import InvalidPlanError
+from evenload.plan.dp_merge import merge_documents
+from evenload.plan.options import PlanOptions
+from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.planner import StepPlanner
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.plan.slimpack import _plan_merged
+from evenload.plan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.plan import StepPlan, seal
+
+replace = msgspec.structs.replace
+LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4), "devices_per_node": 64}
+OUTLIER = [900, 300, *[30] * 40]
+
+
+def planner(dp: int = 4, pp: int = 1, merge: bool = True, **options) -> StepPlanner:
+    fields = {"max_pack_tokens": 1024, "candidates": 3, "dp_merge": merge, **options}
+    layout = even_layout(3, dp=dp, pp=pp)
+    return StepPlanner(sample_model(), sample_coefficients(**LINKS), layout, None, PlanOptions(**fields))
+
+
+def documents(lengths) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=50 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+
+
+def merged_plan(lengths=OUTLIER, **layout) -> StepPlan:
+    plan = planner(**layout).plan(0, documents(lengths), "slimpack")
+    assert any(piece.cp > 1 for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
+    return plan
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_an_outlier_no_longer_holds_up_the_step(pp: int) -> None:
+    apart = planner(pp=pp, merge=False).propose(0, documents(OUTLIER), "slimpack")
+    merged = planner(pp=pp).propose(0, documents(OUTLIER), "slimpack")
+    assert apart.imbalance_dp > 1.5
+    assert merged.imbalance_dp <= 1.05
+    assert merged.plan.predicted.step_time_s < apart.plan.predicted.step_time_s
+    validate_plan(merged.plan, max_pack_tokens=1024)
+    (read,) = decode_plan_file(encode_plan_file([merged.plan]))
+    assert read == merged.plan
+    assert predicted_timeline(read, sample_model()).memory_bytes.max() == merged.plan.predicted.peak_memory_bytes
+
+
+def test_groups_by_hand() -> None:
+    """Mean work 100: 160 needs 4 replicas to be at most 40 each, 70 needs 2; the others stay alone."""
+    problem = planner(dp=4)._problem(0, documents([1, 2, 3, 4, 5, 6, 7, 8]))
+    work_s = np.array([160.0, 70.0, 40.0, 35.0, 25.0, 25.0, 25.0, 20.0])
+    object.__setattr__(problem, "document_s", work_s)
+    problem.costs.document_seconds = lambda tokens, policy=None, ranks=1: work_s[tokens - 1] / ranks  # type: ignore[method-assign]
+    merge = merge_documents(problem)
+    assert merge is not None
+    assert {block: group.tolist() for block, group in merge.blocks.items()} == {(0, 4): [0], (0, 2): [1]}
+    assert merge.blocks_of(1) == [(0, 4), (0, 2)]
+    assert merge.blocks_of(3) == [(0, 4)]
+    # Work so far 75, 75, 40, 40; 40 and 35 to replicas 2 and 3, 25 to 0, 1 and 3, 20 to 2: all have 100.
+    assert [group.tolist() for group in merge.own] == [[4], [5], [2, 7], [3, 6]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.lists(st.integers(200, 900), min_size=1, max_size=5),
+    st.sampled_from([2, 4, 6, 8]),
+    st.sampled_from([1, 3]),
+)
+def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp) -> None:
+    """The simulator runs replicas apart; were members out of step, a real collective would wait or hang."""
+    step = planner(dp=dp, pp=pp)
+    problem = step._problem(0, documents([*short, *long]))
+    merge = merge_documents(problem)
+    if merge is None:
+        return
+    plan = step._step_plan(
+        0,
+        documents([*short, *long]),
+        "slimpack",
+        (),
+        problem,
+        _plan_merged(problem, merge),
+        np.zeros(len(short) + len(long), np.int64),
+    )
+    validate_plan(plan, max_pack_tokens=1024)
+    timeline = predicted_timeline(plan, sample_model())
+    met: dict[tuple, set[tuple[float, float]]] = {}
+    for dp_rank, rank, stage, kind, pack, start, end in zip(
+        timeline.dp_rank.tolist(),
+        timeline.rank.tolist(),
+        timeline.stage.tolist(),
+        timeline.kind.tolist(),
+        timeline.pack.tolist(),
+        timeline.start_s.tolist(),
+        timeline.end_s.tolist(),
+        strict=True,
+    ):
+        packs = plan.pack_plans[dp_rank]
+        slices = (packs.forward if kind == 0 else packs.backward)[pack].slices
+        if slices[0].cp > 1:
+            met.setdefault((rank, stage, kind, slices), set()).add((start, end))
+    assert met
+    assert all(len(times) == 1 for times in met.values())
+
+
+def test_merging_is_off_unless_asked_and_never_slower() -> None:
+    assert PlanOptions().dp_merge is False
+    even = documents([100] * 16)
+    assert planner().plan(0, even, "slimpack") == planner(merge=False).plan(0, even, "slimpack")
+    for lengths in ([900, 10, 10, 10], OUTLIER, [500] * 5):
+        times = [
+            planner(merge=merge).plan(0, documents(lengths), "slimpack").predicted.step_time_s
+            for merge in (True, False)
+        ]
+        assert times[0] <= times[1]
+
+
+def _offence(plan: StepPlan) -> str:
+    with pytest.raises(InvalidPlanError) as caught:
+        validate_plan(plan)
+    return str(caught.value)
+
+
+def _with_replica(plan: StepPlan, dp_rank: int, **changes) -> StepPlan:
+    packs = list(plan.pack_plans)
+    packs[dp_rank] = replace(packs[dp_rank], **changes)
+    return seal(replace(plan, pack_plans=tuple(packs)))
+
+
+def _reordered(packs, first: int, second: int):
+    order = list(packs)
+    order[first], order[second] = replace(order[second], index=first), replace(order[first], index=second)
+    return tuple(order)
+
+
+def test_members_in_different_orders_are_refused() -> None:
+    """Collectives issued in different orders hang all members; the printed rule has no guard against it."""
+    plan = merged_plan([900, 900, 900, *[30] * 40])
+    packs = plan.pack_plans[1]
+    shared = [pack.index for pack in packs.forward if pack.slices[0].cp > 1]
+    assert len(shared) > 1
+    swapped = [_reordered(listed, shared[0], shared[1]) for listed in (packs.forward, packs.backward)]
+    text = _offence(_with_replica(plan, 1, forward=swapped[0], backward=swapped[1]))
+    assert "run the packs that they share in different orders" in text
+
+
+def test_a_member_without_the_document_is_named() -> None:
+    plan = merged_plan()
+    packs = plan.pack_plans[3]
+    piece = packs.forward[0].slices[0]
+    assert piece.cp == 4
+    cut = [tuple(replace(p, index=i) for i, p in enumerate(listed[1:])) for listed in (packs.forward, packs.backward)]
+    text = _offence(_with_replica(plan, 3, forward=cut[0], backward=cut[1]))
+    assert f"document {piece.doc_id} is shared by replicas 0 to 3, but lies on [0, 1, 2]" in text
+
+
+def test_a_group_that_is_no_aligned_block_is_named() -> None:
+    plan = merged_plan()
+    packs = plan.pack_plans[0]
+    piece = replace(packs.forward[0].slices[0], cp=3)
+    changed = replace(packs.forward[0], slices=(piece,))
+    assert "is not an aligned power of two" in _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
+
+
+def test_every_document_lies_on_one_block() -> None:
+    plan = merged_plan(dp=8)
+    homes: dict[int, set[int]] = {}
+    for packs, pack in itertools.chain.from_iterable(
+        [(packs, pack) for pack in packs.forward] for packs in plan.pack_plans
+    ):
+        for piece in pack.slices:
+            homes.setdefault(piece.doc_id, set()).add(packs.dp_rank)
+            first = packs.dp_rank // piece.cp * piece.cp
+            assert first <= min(homes[piece.doc_id]) <= max(homes[piece.doc_id]) < first + piece.cp
+    assert set(homes) == {document.doc_id for document in plan.documents}
