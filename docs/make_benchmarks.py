@@ -1,0 +1,238 @@
+"""docs/benchmarks.md: how to run the benchmarks, and their current tables, made from the rows in benchmarks/results.
+
+python docs/make_benchmarks.py             writes the file; tests/docs compares it with the committed one
+"""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TARGET = ROOT / "docs" / "benchmarks.md"
+SHOWN_CASES = (
+    ("lognormal 32K", "512"),
+    ("lognormal 32K", "2048"),
+    ("github_dirs 32K", "512"),
+    ("github_dirs 128K", "512"),
+)
+BUSY_LOAD = 2.0
+BASELINES = ("best_fit, any layout", "best_fit, pp >= 4", "best_fit, median layout", "its Megatron-LM")
+
+PLANNERS = """\
+# Benchmarks of the planners
+
+Made by `python docs/make_benchmarks.py` from the rows in `benchmarks/results`; do not edit.
+
+Planning times are measured on the machine named with each table. **Step times are simulated**, with Evenload's
+analytic cost model of H100, for every planner alike; no GPU was used. Compare them with each other, not with a clock.
+
+## Beside other planners
+
+    pip install 'evenload[bench]' && pip install --no-deps -r benchmarks/peers.txt
+    python benchmarks/planners.py [--quick] [--append] [--picture]
+
+One global batch, one process, one cost model, one simulator; llama-7b on 32 H100, DP 8 x PP 4. Packs of whole documents
+run in 1F1B, and packs of planners without an own data-parallel assignment are dealt round robin in the planner's
+order. Every plan is checked: each document once, each token once each way.
+
+| column | meaning |
+|---|---|
+| plan ms | median of 3 after a warm-up; peers: the packing call alone; Evenload: all up to the sealed plan |
+| packs, fill | forward packs of all replicas; tokens over packs x token limit |
+| left, over | documents in no pack; packs above the token limit |
+| fwd, bwd | max/mean pack time, worst replica; peers' figures are those of their packs as they are |
+| DP | max/mean forward + backward time of replicas |
+| of bound | lower bound (all useful work, spread evenly over all devices) over simulated step time, memory ignored |
+| GiB | peak memory when all activations are stored |
+| in 80 GB | of bound again, within 75 GB: activations stored, recomputed or offloaded, the fastest way that fits |
+
+![Simulated share of the lower bound](../benchmarks/results/planners.png)
+"""
+GROWTH = """\
+## Planning time over batch size
+
+    python benchmarks/planning_growth.py [--quick] [--append] [--picture]
+
+Milliseconds to plan and choose, the sealed plan included; lognormal lengths, DP 8 x PP 4, packs of at most 32K tokens,
+80 GB devices. The dashes in the picture are our targets: 20 ms for 512 documents, 100 ms for 2,048.
+
+![Planning time over documents](../benchmarks/results/planning_growth.png)
+"""
+SLIMPACK = """\
+## SlimPack's settings
+
+    python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024]
+
+**Simulated.** Each strategy at its own best layout of tp x cp x pp x dp within 80 GB. Speed-ups are over `best_fit`
+tuned over all layouts, tuned over those with at least 4 pipeline stages, and at the median of all layouts that fit. The
+paper compares with a Megatron-LM whose layouts it does not publish. `auto` tried only the two best layouts of each
+other strategy, so its figures are not those of a layout search of its own (`evenload plan --search-layout`). The last
+columns say what the rest of the lower bound is lost to.
+"""
+WLB = """\
+## WLB-LLM's settings
+
+    python benchmarks/paper_wlb.py [--quick] [--append]
+
+**Simulated.** The layouts of its Table 1, batches of PP x DP windows, 32 steps. Speed-ups are over the loader's windows
+as they come (its Plain-4D). The paper reports a mean of 1.23 (64K: 1.15, 128K: 1.30), its adaptive context-parallel
+sharding included, which is not in these ratios: all rows are costed with the same sharding.
+"""
+
+SKRULL = """\
+## Skrull's settings
+
+    python benchmarks/paper_skrull.py [--quick] [--append]
+
+**Simulated.** Its models, data sets (from the shares of its Table 1), layouts and batch sizes on 32 devices, 8 steps.
+The paper reports means of 5.50 (0.5B) and 2.03 (7B) over DeepSpeed. "one a pass" runs every document alone, sharded
+over all context ranks; a baseline that packs leaves less to gain.
+"""
+
+Table = list[dict[str, str]]
+
+
+def benchmarks_page() -> str:
+    """The whole page."""
+    return (
+        "\n".join(
+            [PLANNERS, *_planners(), GROWTH, *_growth(), SLIMPACK, *_slimpack(), WLB, *_wlb(), SKRULL, *_skrull()]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _planners() -> Iterable[str]:
+    rows = _latest("planners.csv", ("case", "documents"))
+    yield from _provenance(rows)
+    heads = ("planner", "plan ms", "packs", "fill", "left", "over", "fwd", "bwd", "DP", "of bound", "GiB", "in 80 GB")
+    for case, documents in SHOWN_CASES:
+        mine = [row for row in rows if (row["case"], row["documents"]) == (case, documents)]
+        if not mine:
+            continue
+        yield f"### {case}, {documents} documents, packs of {int(mine[0]['capacity']):,} tokens\n"
+        yield from _head(heads)
+        for row in mine:
+            name = f"{row['planner']} {'' if row['planner'].startswith('evenload') else row['version']}".strip()
+            if not row["step_s"]:
+                yield f"| {name} | {row['note']} |" + " |" * (len(heads) - 2)
+                continue
+            within = _percent(row["within_fraction"]) if row["within_fraction"] else "does not fit"
+            yield _line(
+                name, f"{float(row['plan_ms']):.3g}", row["packs"], _percent(row["fill"]), row["dropped"],
+                row["over_cap"], f"{float(row['pack_forward']):.3f}", f"{float(row['pack_backward']):.3f}",
+                f"{float(row['dp']):.4f}", _percent(row["fraction"]), f"{float(row['peak_gib']):.0f}", within,
+            )  # fmt: skip
+        yield ""
+    yield "The other tables of `examples/lengths`, at both contexts, are in `benchmarks/results/planners.csv`.\n"
+
+
+def _growth() -> Iterable[str]:
+    rows = [row for row in _latest("planning_growth.csv", ("benchmark",)) if row["metric"] == "plan and choose"]
+    yield from _provenance(rows)
+    # "slimpack, 512 documents, dp=8 pp=4"
+    times = {tuple(row["case"].split(" documents")[0].split(", ")): float(row["value"]) for row in rows}
+    strategies = list(dict.fromkeys(name for name, _ in times))
+    yield from _head(("documents", *strategies))
+    for count in dict.fromkeys(count for _, count in times):
+        yield _line(count, *(f"{times[name, count]:.3g}" if (name, count) in times else "" for name in strategies))
+    yield ""
+
+
+def _slimpack() -> Iterable[str]:
+    rows = _latest("paper_slimpack.csv", ("benchmark",))
+    yield from _provenance(rows)
+    parts = ("extra work", "fill and drain", "dependency", "hops", "replicas", "update")
+    heads = ("model, context", "strategy", "layout", "of bound", "x best_fit", "x pp >= 4", "x median", "paper", *parts)
+    yield from _head(heads)
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        shares = {row["metric"]: _percent(row["value"]) for row in mine if row["metric"].startswith("share")}
+        speed = {row["baseline"]: row for row in mine if row["metric"].startswith("speed-up")}
+        bound = next(row for row in mine if row["metric"] == "of bound")
+        # "llama-7b on 128 H100, 64K, 1024 documents, slimpack, simulated"
+        model, context, _, strategy, _ = case.split(", ")
+        yield _line(
+            f"{model}, {context}", strategy, bound["baseline"], _percent(bound["value"]),
+            *(_times(speed.get(baseline)) for baseline in BASELINES), *(shares[f"share: {part}"] for part in parts),
+        )  # fmt: skip
+    yield ""
+
+
+def _wlb() -> Iterable[str]:
+    rows = _latest("paper_wlb.csv", ("benchmark",))
+    yield from _provenance(rows)
+    yield from _head(("setting", "strategy", "x Plain-4D", "of bound", "imbalance", "mean delay of a token, steps"))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        figures = {row["metric"]: float(row["value"]) for row in rows if row["case"] == case}
+        setting, layout, strategy, _ = case.split(", ")
+        yield _line(
+            f"{setting}, {layout}", strategy, f"{figures['speed-up']:.2f}", f"{figures['of bound']:.1%}",
+            f"{figures['imbalance forward']:.3f}", f"{figures['mean token delay']:.2f}",
+        )  # fmt: skip
+    yield ""
+
+
+def _skrull() -> Iterable[str]:
+    rows = _latest("paper_skrull.csv", ("benchmark",))
+    yield from _provenance(rows)
+    yield from _head(("setting", "layout", "strategy", "of bound", "x one a pass", "x best_fit"))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        speed = {row["baseline"]: row for row in mine if row["metric"] == "speed-up"}
+        setting, layout, strategy, _ = case.split(", ")
+        yield _line(
+            setting,
+            layout,
+            strategy,
+            _percent(mine[0]["value"]),
+            _times(speed.get("one a pass")),
+            _times(speed.get("best_fit")),
+        )
+    yield ""
+
+
+def _latest(name: str, keys: tuple[str, ...]) -> Table:
+    """Rows of the last run of each case: those that share date and commit with the case's last row."""
+    path = RESULTS / name
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    last = {tuple(row[key] for key in keys): (row["date"], row["commit"]) for row in rows}
+    newest = [row for row in rows if last[tuple(row[key] for key in keys)] == (row["date"], row["commit"])]
+    # Of two runs at one commit the later.
+    names = [name for name in ("case", "documents", "planner", "metric", "baseline") if name in rows[0]]
+    return list({tuple(row[name] for name in names): row for row in newest}.values())
+
+
+def _provenance(rows: Table) -> Iterable[str]:
+    if not rows:
+        yield "*To be measured.*\n"
+        return
+    row = rows[-1]
+    load = f", load {row['load']} (other jobs ran: times are too high)" if float(row.get("load", 0)) > BUSY_LOAD else ""
+    yield f"{row['date']}, commit `{row['commit']}`, {row['cores']} cores of {row['cpu']}{load}.\n"
+
+
+def _head(heads: Iterable[str]) -> Iterable[str]:
+    heads = list(heads)
+    yield _line(*heads)
+    yield "|" + "---|" * len(heads)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _percent(value: str) -> str:
+    return f"{float(value):.1%}"
+
+
+def _times(row: dict[str, str] | None) -> str:
+    return f"{float(row['value']):.2f}" if row else ""
+
+
+if __name__ == "__main__":
+    TARGET.write_text(benchmarks_page(), encoding="utf-8")
