@@ -45,6 +45,8 @@ half a tile, 1/32 of the slice, which is what the incomplete tile would have cos
 EVENNESS_WORTH = 1.1
 """Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
 room, a few of their packs in flight can take three times as long."""
+EVEN_REPLICAS = 1.01
+"""Max/mean makespan of replicas above which merging documents is tried."""
 REFINED_REPLICAS = 3
 """How often the slowest replica is searched further."""
 REFINED_TRIALS = 6
@@ -69,7 +71,7 @@ def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         )
     replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
     apart = _plan_replicas(problem, replicas)
-    merge = merge_documents(problem) if problem.options.dp_merge else None
+    merge = merge_documents(problem) if problem.options.dp_merge and not _is_even_and_fits(apart) else None
     if merge is None:
         return apart
     return min(apart, _plan_merged(problem, merge), key=_step_score)
@@ -89,6 +91,12 @@ def _plan_merged(problem: StepProblem, merge: Merge) -> tuple[ReplicaChoice, ...
         found = in_phases(problem, [*(blocks[block] for block in mine), own.candidate], documents)
         choices.append(ReplicaChoice(np.concatenate(documents), found) if mine else own)
     return tuple(choices)
+
+
+def _is_even_and_fits(choices: tuple[ReplicaChoice, ...]) -> bool:
+    """Merging would gain nothing: replicas end together, within memory."""
+    makespan_s = np.array([choice.candidate.makespan_s for choice in choices])
+    return _step_score(choices)[0] == 0 and makespan_s.max() <= EVEN_REPLICAS * makespan_s.mean()
 
 
 def _step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
@@ -239,8 +247,13 @@ class _ReplicaSearch:
             int(self.num_tokens.sum()), self.problem.layout.pp, options.candidates, options.max_pack_tokens
         )
         cuts = ("asymmetric", "symmetric") if options.cuts == "choose" else (options.cuts,)
+        # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
         longest = int(self.num_tokens.max(initial=0))
-        if options.cuts == "choose" and self._is_flat and longest <= (options.max_pack_tokens or longest):
+        if (
+            options.cuts == "choose"
+            and (self._is_flat or self.ranks)
+            and longest <= (options.max_pack_tokens or longest)
+        ):
             cuts = (*cuts, "whole")
         return [(count, cut) for count in counts for cut in cuts]
 
@@ -256,7 +269,10 @@ class _ReplicaSearch:
                 self.priced[setting] = None
             else:
                 tasks = pipeline_tasks(self.problem.costs, *packs, self.num_tokens, self.policy)
+                # In a pipeline one whole document is never even, though its only pack equals the mean.
                 uneven = max(imbalance(tasks.forward_s), imbalance(tasks.backward_s))
+                if setting[1] == "whole" and not self._is_flat:
+                    uneven = float("inf")
                 self.priced[setting] = _Priced(*packs, tasks, uneven)
         return self.priced[setting]
 
