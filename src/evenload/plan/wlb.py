@@ -157,8 +157,13 @@ def _fastest(problem: StepProblem, groups: list[list[int]]) -> tuple[ReplicaChoi
 
 
 def _estimate_s(problem: StepProblem, groups: list[list[int]]) -> float:
-    """1F1B in closed form: a replica's micro-batches one after the other, and the longest through the other stages."""
+    """1F1B in closed form: a replica's micro-batches one after the other; longest first, so the pipeline fills with
+    the longest forward and drains with the shortest backward."""
     columns = whole_document_columns([group for group in groups if group], problem.num_tokens)
-    seconds = [problem.costs.pack_seconds(columns, direction, problem.policy) for direction in ("forward", "backward")]
-    slowest = (seconds[0] + seconds[1]).max(axis=1, initial=0.0)
-    return float(slowest.sum()) / problem.layout.dp + (problem.layout.pp - 1) * float(slowest.max(initial=0.0))
+    if not columns.num_packs:
+        return 0.0
+    forward, backward = (
+        problem.costs.pack_seconds(columns, direction, problem.policy) for direction in ("forward", "backward")
+    )
+    busy_s = float((forward + backward).max(axis=1).sum()) / problem.layout.dp
+    return busy_s + (problem.layout.pp - 1) * float(forward.max() + backward.max(axis=1).min())
