@@ -29,7 +29,10 @@ def partition_by_work(
 # `tasks` below: the columns of PipelineTasks in field order, from schedule/task_arrays.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
 def list_schedule(
-    tasks: tuple[NDArray[Any], ...], cap_bytes: NDArray[np.int64], alternate: bool, lookahead: int,
+    tasks: tuple[NDArray[Any], ...],
+    cap_bytes: NDArray[np.int64],
+    alternate: bool,
+    lookahead: int,
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]: ...
 

@@ -2,7 +2,8 @@
 
 Layout decides more than any packer: up to 2-3x (oracle §1), and no pipeline at all (pp = 1) is often best below
 13B. So every layout that uses all devices is planned on a sampled batch with little search, and the best few, also
-with two virtual stages a rank, again on all batches with the whole search. Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
+with two virtual stages a rank, again on all batches with the whole search.
+Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
     tp        powers of two inside a node that divide the heads      cp        powers of two
     pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1

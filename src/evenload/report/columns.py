@@ -34,7 +34,7 @@ COLUMNS = (
     Column(
         "speedup_over_best_fit",
         "vs\nbest_fit",
-        lambda ratio: f"{ratio:.2f}×",  # noqa: RUF001
+        lambda ratio: f"{ratio:.2f}×",
         "predicted speed relative to best_fit",
     ),
     Column("tokens_per_s_per_device", "tokens/s\ndevice", format_count, "real tokens a second and device, predicted"),
