@@ -174,7 +174,11 @@ def plan_command(
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
     evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy, chosen))
     rows = [msgspec.to_builtins(result) for result in evaluation.results]
-    console.print(comparison_table(rows, evaluation.best or ""))
+    if any(result.feasible for result in evaluation.results):
+        console.print(comparison_table(rows, evaluation.best or ""))
+    else:
+        for result in evaluation.results:
+            console.print(f"{result.name}: not feasible: {result.why}", markup=False, highlight=False, soft_wrap=True)
     for result in evaluation.results:
         if result.note:
             console.print(f"{result.name}: {result.note}", markup=False, highlight=False)

@@ -81,7 +81,8 @@ def evaluate_strategies(planner: StepPlanner, batches: Sequence[GlobalBatch], st
     for name in strategies:
         result, proposals[name] = _evaluate(planner, batches, name)
         results.append(result)
-    times = {result.name: result.mean_step_time_s for result in results}
+    # A baseline that cannot run is no baseline.
+    times = {result.name: result.mean_step_time_s for result in results if result.feasible}
     best_fit_s = times.get("best_fit")
     if best_fit_s is not None:
         results = [
