@@ -34,7 +34,7 @@ def time_shares(proposal: Proposal, lower_bound_s: float) -> dict[str, float]:
         "useful": lower_bound_s / step_s,
         "extra work": sum(bubble.busy_s for bubble in bubbles) / available_s - lower_bound_s / step_s,
         "fill and drain": sum(bubble.warmup_s + bubble.cooldown_s for bubble in bubbles) / available_s,
-        "dependency": sum(bubble.dependency_s for bubble in bubbles) / available_s,
+        "dependency": sum(bubble.imbalance_s + bubble.dependency_s for bubble in bubbles) / available_s,
         "hops": sum(bubble.communication_s for bubble in bubbles) / available_s,
         "replicas": float((makespan_s.max() - makespan_s).sum()) * ranks / available_s,
         "update": (step_s - float(makespan_s.max())) / step_s,

@@ -19,7 +19,7 @@ def test_hand_computed_split():
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
     bubble = split_bubble(tasks, actions, simulate(tasks, actions))
     assert (bubble.busy_s, bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
-    assert (bubble.communication_s, bubble.dependency_s) == (1.0, 3.0)
+    assert (bubble.communication_s, bubble.imbalance_s, bubble.dependency_s) == (1.0, 0.0, 3.0)
     assert bubble.fraction == pytest.approx(8 / 26)
 
 
@@ -33,17 +33,44 @@ def test_1f1b_fraction_is_the_textbook_one():
 
 
 def test_parts_add_up_to_all_ranks_time():
-    rng = np.random.default_rng(0)
+    rng, seen = np.random.default_rng(0), np.zeros(5, int)
     for trial in range(400):
         exact = trial % 2 == 0
         tasks = random_tasks(rng, ranks=random_ranks(rng) if trial % 3 == 0 else None, whole_seconds=exact)
         cap = np.full(tasks.num_ranks, 150, dtype=np.int64)
         actions = packflow_list(tasks, cap_bytes=cap) if trial % 5 else packflow_word(tasks, inject=True)
         bubble = split_bubble(tasks, actions, simulate(tasks, actions))
-        parts = (bubble.busy_s, bubble.warmup_s, bubble.cooldown_s, bubble.communication_s, bubble.dependency_s)
-        assert min(parts) >= 0
+        idle = (bubble.warmup_s, bubble.cooldown_s, bubble.communication_s, bubble.imbalance_s, bubble.dependency_s)
+        assert min(bubble.busy_s, *idle) >= 0
         available = tasks.num_ranks * bubble.makespan_s
-        assert sum(parts) == (available if exact else pytest.approx(available, rel=1e-12))
+        assert bubble.busy_s + bubble.idle_s == pytest.approx(available, rel=1e-12)
+        seen += np.array(idle) > 0
+    assert (seen > 50).all(), "every cause occurs"
+
+
+def test_a_gap_is_explained_by_the_whole_chain_before_it():
+    """Three stages, tF = 1 but pack 1 takes 3 on stage 0; hops 0.5; mean tF = 11/9 (2 s beyond it: 16/9).
+
+    stage 0  F0 0..1, F1 1..4, F2 4..5
+    stage 1  F0 1.5..2.5, F1 4.5..5.5: gap 2, of which hop 0.5 and 1.5 of 0F1's last 16/9 s
+    stage 2  F0 3..4, F1 6..7: gap 2 = hop 0.5, 1F1 1.0 (an equal action: dependency), hop 0.5
+    """
+    tasks = uniform_tasks([3], 3, 3, hop_s=0.5)
+    tasks.forward_s[1, 0] = 3.0
+    actions = columns_of("0F0 0F1 0F2", "1F0 1F1", "2F0 2F1")
+    simulation = simulate(tasks, actions)
+    assert simulation.start_s.tolist() == [0, 1, 4, 1.5, 4.5, 3, 6]
+    bubble = split_bubble(tasks, actions, simulation)
+    assert (bubble.communication_s, bubble.imbalance_s, bubble.dependency_s) == (1.5, 1.5, 1.0)
+
+
+def test_equal_packs_and_stages_have_no_imbalance():
+    tasks = equal_packs(8, 4, forward_s=0.1, backward_s=0.3, hop_s=0.07)
+    actions = one_f_one_b(tasks)
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert bubble.imbalance_s == 0
+    assert bubble.dependency_s > 0
+    assert bubble.communication_s > 0
 
 
 def test_without_hops_nothing_is_communication():

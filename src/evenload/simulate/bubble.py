@@ -1,24 +1,36 @@
-"""Where a pipeline's idle time goes. O(actions).
+"""Where a pipeline's idle time goes. O(actions) in practice, see below.
 
-Every rank's share of the makespan is busy time or one of four kinds of idle time:
+Every rank's share of the makespan is busy time or one of five kinds of idle time:
 
     warm-up        before its first action: the pipeline fills
     cool-down      after its last action: the other ranks drain
-    communication  in a gap, the part in which the next action's producer has already ended and only its
-                   hop is under way
-    dependency     the rest of every gap: the producer itself runs late, because packs or stages are unequal
-                   or the order makes the rank wait
+    communication, imbalance, dependency    the gaps between its actions
 
-so `busy + warm-up + cool-down + communication + dependency = ranks * makespan`, up to rounding. Hops inside
-the warm-up count as warm-up. A rank without actions is idle in cool-down for the whole makespan.
+A gap is explained by the chain of actions and hops that made the rank wait (`simulate/critical_path.py`): followed
+back from the action after the gap, it covers the gap without a hole. What the chain spends in
+
+    hops                                                         is communication,
+    actions, beyond the mean of their kind (their last part)     is imbalance: packs or stages are unequal,
+    the rest of actions                                          is dependency: with equal actions in this order
+                                                                 the rank would wait as well
+
+so `busy + warm-up + cool-down + communication + imbalance + dependency = ranks * makespan`, up to rounding. The mean is
+over packs and stages, of each kind of action on its own. Hops and imbalance inside the warm-up count as warm-up. A
+rank without actions is idle in cool-down for the whole makespan.
+
+Price: one numpy pass for every action of the longest chain inside one gap; chains are short, about one action a
+stage, because their actions follow each other in time within the gap.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from evenload.simulate.critical_path import binding_predecessors
 from evenload.simulate.simulate import Simulation
 from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import KINDS
 
 
 @dataclass(frozen=True)
@@ -29,16 +41,21 @@ class Bubble:
     warmup_s: float
     cooldown_s: float
     communication_s: float
+    imbalance_s: float
     dependency_s: float
     makespan_s: float
     num_ranks: int
 
     @property
+    def idle_s(self) -> float:
+        """All but busy time."""
+        return self.warmup_s + self.cooldown_s + self.communication_s + self.imbalance_s + self.dependency_s
+
+    @property
     def fraction(self) -> float:
         """Idle share of all ranks' time, 0 for an empty schedule."""
         available_s = self.num_ranks * self.makespan_s
-        idle_s = self.warmup_s + self.cooldown_s + self.communication_s + self.dependency_s
-        return idle_s / available_s if available_s else 0.0
+        return self.idle_s / available_s if available_s else 0.0
 
 
 def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Bubble:
@@ -48,33 +65,52 @@ def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simul
         simulation: of `tasks` and `actions`.
     """
     start, end = simulation.start_s, simulation.end_s
-    produced_s = _producer_ends(tasks, actions, simulation)
     first = actions.rank_offset[:-1]
     last = actions.rank_offset[1:] - 1
     used = last >= first
-    inner = np.ones(len(start), dtype=bool)
-    inner[first[used]] = False  # an action with an earlier one on its rank
-    inner = np.flatnonzero(inner)
-    gap_s = start[inner] - end[inner - 1]
-    # A start is the larger of the rank's last end and the arrival; in a gap it is the arrival.
-    communication_s = np.where(gap_s > 0, start[inner] - np.maximum(end[inner - 1], produced_s[inner]), 0.0)
+    communication_s, imbalance_s, dependency_s = _split_gaps(tasks, actions, simulation)
     return Bubble(
         busy_s=float((end - start).sum()),
         warmup_s=float(start[first[used]].sum()),
         cooldown_s=float((simulation.makespan_s - end[last[used]]).sum()) + simulation.makespan_s * int((~used).sum()),
-        communication_s=float(communication_s.sum()),
-        dependency_s=float((gap_s - communication_s).sum()),
+        communication_s=communication_s,
+        imbalance_s=imbalance_s,
+        dependency_s=dependency_s,
         makespan_s=simulation.makespan_s,
         num_ranks=actions.num_ranks,
     )
 
 
-def _producer_ends(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> np.ndarray:
-    """float64[n]: when the neighbour stage's action that feeds each action ended; 0 where there is none."""
-    most_packs = max(tasks.num_forward, tasks.num_backward)
-    # A border of zeros around the stages stands for "no neighbour".
-    ends = np.zeros((3, most_packs, tasks.num_stages + 2))
-    direction = np.array([0, 1, 1, 2])[actions.kind]  # I stands for B; W is fed by its own stage
-    ends[direction, actions.pack, actions.stage + 1] = simulation.end_s
-    source = actions.stage + np.where(direction == 0, 0, 2)
-    return np.where(direction == 2, 0.0, ends[direction, actions.pack, source])
+def _split_gaps(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> tuple[float, float, float]:
+    """(communication, imbalance, dependency) seconds of all gaps."""
+    start, end = simulation.start_s, simulation.end_s
+    source = binding_predecessors(tasks, actions, simulation).source
+    beyond_s = _seconds_beyond_mean(actions.kind, end - start)
+    inner = np.ones(len(start), dtype=bool)
+    inner[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = False
+    at = np.flatnonzero(inner)  # actions with an earlier one on their rank
+    low = end[at - 1]
+    waits = start[at] > low
+    at, low = at[waits], low[waits]
+    communication_s = imbalance_s = dependency_s = 0.0
+    while len(at):
+        # From the start of `at` back to the end of what it waited for: a hop, or nothing on the same rank.
+        producer = source[at]
+        arrived = np.maximum(low, end[producer])
+        communication_s += float((start[at] - arrived).sum())
+        computed_s = arrived - np.maximum(low, np.minimum(arrived, start[producer]))
+        unequal_s = np.minimum(computed_s, beyond_s[producer])
+        imbalance_s += float(unequal_s.sum())
+        dependency_s += float((computed_s - unequal_s).sum())
+        more = start[producer] > low  # then its start is later than the step's, so it has a producer, too
+        at, low = producer[more], low[more]
+    return communication_s, imbalance_s, dependency_s
+
+
+def _seconds_beyond_mean(kind: NDArray[np.uint8], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By how much each action takes longer than the mean of its kind; float64[n], 0 where it does not."""
+    counts = np.bincount(kind, minlength=len(KINDS))
+    means = np.bincount(kind, weights=seconds, minlength=len(KINDS)) / np.maximum(counts, 1)
+    beyond = seconds - means[kind]
+    # Sums of equal numbers round: what is below a billionth of the mean is no inequality.
+    return np.where(beyond > 1e-9 * means[kind], beyond, 0.0)

@@ -1,0 +1,145 @@
+"""The critical path: the chain of actions and hops, from the start of the step to its end, that sets the makespan.
+
+Every action starts the moment its last input is there: when the action before it on its rank has ended, or when the
+hop from the neighbour stage arrives. That input is its *binding* predecessor (of two that are there at the same
+time the one on its own rank). Following binding predecessors back from the last end gives the path. It has no gap:
+its seconds, added up from the start, are the makespan to the last bit. Shortening anything else changes nothing.
+
+The list of actions is the longest path of the graph of `simulate/reference.py`, read off a finished simulation
+(start and end times) instead of the graph: O(V + E), numpy, no graph is built.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.simulate.simulate import Simulation
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import KINDS
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """What each action waited for last.
+
+    Args:
+        source: int64[n], the action (index into the action columns) whose end, or whose hop, an action starts with;
+            -1 = it starts with the step.
+        hop_s: float64[n], seconds of the hop between the two; 0 on the same rank.
+    """
+
+    source: NDArray[np.int64]
+    hop_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPath:
+    """The chain that sets a replica's makespan.
+
+    Args:
+        actions: int64[k], indices into the action columns, first to last; empty without actions.
+        hop_s: float64[k], seconds of the hop that ends when the action starts.
+        compute_s: float64[R, 4], seconds on the path by pipeline rank and kind (order of `KINDS`).
+        makespan_s: hops and actions added up.
+    """
+
+    actions: NDArray[np.int64]
+    hop_s: NDArray[np.float64]
+    compute_s: NDArray[np.float64]
+    makespan_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """All hops on the path."""
+        return float(self.hop_s.sum())
+
+    def describe(self) -> str:
+        """What bounds the makespan, in one line; "" without actions.
+
+        For example `rank 3 computes 91.2 % (F 30.1, B 61.1), ranks 0, 1, 2 fill and drain 8.0 %, hops 0.8 %`.
+        """
+        if not self.makespan_s > 0:
+            return ""
+        shares = 100.0 * self.compute_s / self.makespan_s
+        of_rank = shares.sum(axis=1)
+        main = int(of_rank.argmax())
+        kinds = ", ".join(f"{kind} {share:.1f}" for kind, share in zip(KINDS, shares[main], strict=True) if share > 0)
+        text = f"rank {main} computes {of_rank[main]:.1f} % of it ({kinds})"
+        others = [rank for rank in np.flatnonzero(of_rank > 0).tolist() if rank != main]
+        if others:
+            named = f"rank {others[0]}" if len(others) == 1 else f"{len(others)} other ranks"
+            text += f", {named} {float(of_rank[others].sum()):.1f} %"
+        return f"{text}, hops {100.0 * self.communication_s / self.makespan_s:.1f} %"
+
+
+def binding_predecessors(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Binding:
+    """The binding predecessor of every action.
+
+    Args:
+        simulation: of `tasks` and `actions`.
+    """
+    count = len(actions.kind)
+    source = np.arange(-1, count - 1, dtype=np.int64)
+    source[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = -1
+    free_s = np.where(source >= 0, simulation.end_s[source], 0.0) if count else np.zeros(0)
+    producer = producers(tasks, actions)
+    arrives = np.flatnonzero((producer >= 0) & ((simulation.start_s > free_s) | (source < 0)))
+    source[arrives] = producer[arrives]
+    hop_s = np.zeros(count)
+    hop_s[arrives] = hop_seconds(tasks, actions)[arrives]
+    return Binding(source, hop_s)
+
+
+def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> CriticalPath:
+    """The path that ends last; of equal ends the one on the lowest rank.
+
+    Args:
+        simulation: of `tasks` and `actions`.
+    """
+    binding = binding_predecessors(tasks, actions, simulation)
+    path: list[int] = []
+    at = int(simulation.end_s.argmax()) if len(simulation.end_s) else -1
+    while at >= 0:
+        path.append(at)
+        at = int(binding.source[at])
+    chain = np.array(path[::-1], np.int64)
+    rank = np.searchsorted(actions.rank_offset, chain, side="right") - 1
+    seconds = action_seconds(tasks, actions)[chain]
+    compute_s = np.zeros((actions.num_ranks, len(KINDS)))
+    np.add.at(compute_s, (rank, actions.kind[chain]), seconds)
+    total_s = 0.0
+    for hop_s, compute in zip(binding.hop_s[chain].tolist(), seconds.tolist(), strict=True):
+        total_s = total_s + hop_s + compute  # in the order in which the simulator added them
+    return CriticalPath(chain, binding.hop_s[chain], compute_s, total_s)
+
+
+def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
+    """The neighbour stage's action that feeds each action; int64[n], -1 where there is none."""
+    most_packs = max(tasks.num_forward, tasks.num_backward)
+    # A border around the stages stands for "no neighbour".
+    place = np.full((3, most_packs, tasks.num_stages + 2), -1, np.int64)
+    direction = np.array([0, 1, 1, 2])[actions.kind]  # I stands for B; W is fed by its own stage
+    place[direction, actions.pack, actions.stage + 1] = np.arange(len(actions.kind))
+    neighbour = actions.stage + np.where(direction == 0, 0, 2)
+    return np.where(direction == 2, -1, place[direction, actions.pack, neighbour])
+
+
+def hop_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
+    """Seconds of the hop that brings each action's input, were there a producer; float64[n]."""
+    hop_s = np.zeros(len(actions.kind))
+    forward, backward = actions.kind == 0, (actions.kind == 1) | (actions.kind == 2)
+    hop_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
+    hop_s[backward] = tasks.p2p_backward_s[actions.pack[backward]]
+    return hop_s
+
+
+def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
+    """Seconds of every action as planned; float64[n]."""
+    parts = [tasks.forward_s, tasks.backward_s]
+    parts += [tasks.split.input_s, tasks.split.weight_s] if tasks.split else []
+    seconds = np.zeros(len(actions.kind))
+    for kind, of_kind in enumerate(parts):
+        chosen = actions.kind == kind
+        seconds[chosen] = of_kind[actions.pack[chosen], actions.stage[chosen]]
+    return seconds
