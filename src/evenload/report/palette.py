@@ -32,6 +32,8 @@ LIMIT = "#d1364c"
 SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
 """Runs in one picture; after these, dashes tell them apart."""
 DASHES = ("solid", "dash", "dot", "dashdot")
+LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}
+"""What is counted over document lengths."""
 # Sequential, from the first to the last pipeline rank.
 _RANK_ENDS = ((47, 127, 208), (224, 140, 40))
 _RANK_MIDDLE = (140, 100, 170)

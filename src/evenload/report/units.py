@@ -26,6 +26,14 @@ def format_count(count: float | None) -> str:
     return _scaled(count, 1000.0, _COUNT_UNITS, separator="")
 
 
+def format_power_of_two(count: int) -> str:
+    """Tokens of a context window as people write them: `131072` is "128K", `1048576` "1M"; else every digit."""
+    for unit, name in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit:,}{name}"
+    return f"{count:,}"
+
+
 def format_seconds(seconds: float | None) -> str:
     """Seconds with three digits in s, ms, µs or ns: `0.0123` is "12.3 ms"; from 100 s on whole seconds."""
     if seconds is None or math.isnan(seconds):
@@ -44,6 +52,11 @@ def format_seconds(seconds: float | None) -> str:
 def format_percent(fraction: float | None) -> str:
     """A share of one: `0.0734` is "7.3 %"."""
     return MISSING if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
+
+
+def format_share(share: float) -> str:
+    """As `format_percent`, but a dot for exactly nothing, and "<0.1 %" for what would print as "0.0 %"."""
+    return "·" if share == 0 else "<0.1 %" if share < 0.0005 else format_percent(share)
 
 
 def format_change(fraction: float | None) -> str:

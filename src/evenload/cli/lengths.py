@@ -1,0 +1,72 @@
+"""`evenload lengths`: what the user's document lengths look like, before anything is planned."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from evenload.cli.output_file import require_writable, write_output
+from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths
+from evenload.data.lengths import read_lengths
+from evenload.report.lengths_page import write_lengths_page
+from evenload.report.lengths_png import write_lengths_png
+from evenload.report.lengths_table import LengthsTable
+
+PIPED_WIDTH = 140
+"""Columns of the tables when the output is not a terminal."""
+
+
+def lengths_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Document lengths: .npy, .npy.gz, .txt (one a line); or a text source whose documents are counted "
+            "(file, folder, glob, URL).",
+        ),
+    ],
+    window: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A context window in tokens; repeat for several. Default: 4096, 8192, ... 1048576."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures; it needs no network.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture; needs pip install 'evenload\\[png]'.")] = None,
+) -> None:
+    """Show how long your documents are, and what a context window would cut.
+
+    Counts documents, tokens and attention work by length. Attention work is the
+    number of query-key pairs, about half the square of a document's length.
+    Where it lies in few long documents, packing by token counts leaves devices
+    waiting; 'evenload plan' shows how much that costs.
+
+    [bold]Example[/bold]:
+
+    evenload lengths examples/lengths/github_dirs.npy.gz --html lengths.html
+
+    [bold]How to read it[/bold]:
+
+    "half of the tokens lie in the 108 longest documents (1.0 %)": these decide
+    the step time, unless they are cut into slices.
+
+    Window 128K, tokens beyond 54.4M, 41.1 %: truncating documents to 128K
+    tokens throws 41.1 % of the data away.
+
+    Exit code: 0 ok, 2 wrong input.
+    """
+    require_writable(json_file, html, png)
+    profile = profile_lengths(read_lengths(source), tuple(window) if window else DEFAULT_WINDOWS)
+    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    title = f"evenload {version('evenload')} lengths: {source}"
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
+    console.print(LengthsTable(profile), highlight=False)
+    if json_file:
+        content = {"version": version("evenload"), "inputs": {"source": source}, **msgspec.to_builtins(profile)}
+        write_output(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    if html:
+        write_lengths_page(html, f"Document lengths: {source}", profile)
+    if png:
+        write_lengths_png(png, f"Document lengths: {source}", profile)

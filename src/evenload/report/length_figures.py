@@ -1,0 +1,102 @@
+"""Pictures of document lengths: shares by length class, cumulative shares, what windows cut.
+
+All length axes are logarithmic. Colours follow the three things counted: documents blue, tokens orange, attention
+work green.
+"""
+
+import plotly.graph_objects as go
+
+from evenload.report.palette import LENGTH_COLORS
+from evenload.report.units import format_power_of_two
+from evenload.types.length_profile import LengthProfile
+
+_HEIGHT_PX = 340
+_NAMES = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
+
+
+def length_classes_figure(profile: LengthProfile) -> go.Figure:
+    """Share of documents, tokens and attention work by length class, three bars a class."""
+    figure = go.Figure()
+    labels = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
+    for key, name in _NAMES.items():
+        counts = [getattr(c, key) for c in profile.classes]
+        figure.add_trace(
+            go.Bar(
+                x=[format_power_of_two(c.start) for c in profile.classes],
+                y=[count / getattr(profile, key) for count in counts],
+                customdata=[[label, f"{count:,}"] for label, count in zip(labels, counts, strict=True)],
+                name=name,
+                marker={"color": LENGTH_COLORS[key], "line": {"width": 0}},
+                hovertemplate=f"%{{customdata[0]}} tokens: %{{y:.2%}} of {name} (%{{customdata[1]}})<extra></extra>",
+            )
+        )
+    _dress(figure, "length from (tokens; every class ends where the next begins)", "share")
+    figure.update_layout(barmode="group", bargap=0.22, bargroupgap=0.02)
+    # As text: a class is a place on the axis, not a number between others.
+    figure.update_xaxes(type="category")
+    return figure
+
+
+def cumulative_lengths_figure(profile: LengthProfile) -> go.Figure:
+    """Share of documents, tokens and attention work in documents up to a length."""
+    figure = go.Figure()
+    lengths = [point.length for point in profile.cumulative]
+    for key, name in _NAMES.items():
+        figure.add_trace(
+            go.Scatter(
+                x=lengths,
+                y=[getattr(point, key) for point in profile.cumulative],
+                name=name,
+                mode="lines",
+                line={"color": LENGTH_COLORS[key], "width": 2.2, "shape": "hv"},
+                hovertemplate=f"{name} %{{y:.2%}}<extra></extra>",
+            )
+        )
+    _dress(figure, "up to this length (tokens)", "share")
+    figure.update_layout(hovermode="x unified")
+    low, high = profile.shortest.bit_length() - 1, profile.longest.bit_length()
+    ticks = [2**k for k in range(low, high + 1, 1 if high - low < 12 else 2)]
+    figure.update_xaxes(
+        type="log",
+        tickvals=ticks,
+        ticktext=[format_power_of_two(tick) for tick in ticks],
+        unifiedhovertitle={"text": "up to %{x:,} tokens"},
+    )
+    return figure
+
+
+def window_cuts_figure(profile: LengthProfile) -> go.Figure:
+    """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
+    figure = go.Figure()
+    windows = [format_power_of_two(cut.window) for cut in profile.windows]
+    for key, total, name, template in (
+        ("longer_documents", "documents", "documents longer", "of documents are longer"),
+        ("tokens_beyond", "tokens", "tokens beyond", "of tokens lie beyond: truncating loses them"),
+        (
+            "attention_pairs_across",
+            "attention_pairs",
+            "attention across pieces",
+            "of attention is across pieces: splitting loses it",
+        ),
+    ):
+        counts = [getattr(cut, key) for cut in profile.windows]
+        figure.add_trace(
+            go.Bar(
+                x=windows,
+                y=[count / getattr(profile, total) for count in counts],
+                customdata=[f"{count:,}" for count in counts],
+                name=name,
+                marker={"color": LENGTH_COLORS[total], "line": {"width": 0}},
+                hovertemplate=f"window %{{x}}: %{{y:.2%}} {template} (%{{customdata}})<extra></extra>",
+            )
+        )
+    _dress(figure, "context window (tokens)", "share cut")
+    figure.update_layout(barmode="group", bargap=0.28, bargroupgap=0.02)
+    figure.update_xaxes(type="category")
+    return figure
+
+
+def _dress(figure: go.Figure, x_title: str, y_title: str) -> None:
+    figure.update_layout(height=_HEIGHT_PX, margin={"l": 64, "r": 16, "t": 40, "b": 52}, hovermode="closest")
+    figure.update_xaxes(title_text=x_title, showgrid=False, zeroline=False)
+    figure.update_yaxes(title_text=y_title, tickformat=".0%", rangemode="tozero", zeroline=False)

@@ -1,0 +1,67 @@
+"""The page of `evenload lengths --html`: the figures of a length profile, self-contained like every report."""
+
+import os
+from html import escape
+from pathlib import Path
+
+from evenload.report.length_figures import cumulative_lengths_figure, length_classes_figure, window_cuts_figure
+from evenload.report.page import figure_html, page_html
+from evenload.report.units import format_count, format_share
+from evenload.types.length_profile import LengthProfile
+
+READ_CLASSES = (
+    "Documents by length, in classes of powers of two. Blue counts documents, orange their tokens, green the "
+    "(query, key) pairs of causal attention. Where green stands far right of blue, a few long documents decide how "
+    "long a step takes, and packing by token counts leaves devices waiting."
+)
+READ_CUMULATIVE = (
+    "The share of everything that lies in documents up to a length. The wider the gap between the curves, the more "
+    "there is to win by balancing work instead of documents."
+)
+_READ_WINDOWS = (
+    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
+    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
+    "split. Evenload trains documents whole up to <code>--context</code>."
+)
+
+
+def write_lengths_page(path: str | os.PathLike[str], title: str, profile: LengthProfile) -> None:
+    """Write the page, about 5 MB.
+
+    Args:
+        title: plain text, for example the source.
+    """
+    blocks = [
+        f"<h1>{escape(title)}</h1>",
+        _tiles(profile),
+        figure_html("classes", "Where the documents and the work are", READ_CLASSES, length_classes_figure(profile)),
+        figure_html("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
+    ]
+    if profile.windows:
+        blocks.append(figure_html("windows", "What a window cuts", _READ_WINDOWS, window_cuts_figure(profile)))
+    Path(path).write_text(page_html(title, blocks), encoding="utf-8")
+
+
+def _tiles(profile: LengthProfile) -> str:
+    half, work = profile.half_of_tokens, profile.half_of_attention
+    tiles = (
+        ("documents", f"{profile.documents:,}", ""),
+        ("tokens", format_count(profile.tokens), f"{profile.tokens:,}"),
+        ("median length", f"{profile.median:,}", f"mean {profile.mean:,.0f}"),
+        ("90 % are at most", f"{profile.p90:,}", f"99 %: {profile.p99:,}"),
+        ("longest", f"{profile.longest:,}", f"shortest {profile.shortest:,}"),
+        (
+            "half of the tokens",
+            format_share(half.documents / profile.documents),
+            f"of documents, from {half.shortest:,} on",
+        ),
+        (
+            "half of the attention",
+            format_share(work.documents / profile.documents),
+            f"of documents, from {work.shortest:,} on",
+        ),
+    )
+    entries = (
+        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{detail}</small></dd></div>" for name, value, detail in tiles
+    )
+    return f'<dl class="tiles">{"".join(entries)}</dl>'

@@ -1,0 +1,94 @@
+"""The figures of a length profile as one PNG, for papers, slides and issues.
+
+Drawn by matplotlib, which is an extra: it needs no browser, so this also works on a cluster's login node.
+"""
+
+import os
+
+from evenload.errors import ConfigError
+from evenload.report.palette import LENGTH_COLORS
+from evenload.report.units import format_power_of_two
+from evenload.types.length_profile import LengthProfile
+
+_INCHES = (9.0, 9.6)
+_DOTS_PER_INCH = 130
+_KEYS = (("documents", "documents"), ("tokens", "tokens"), ("attention_pairs", "attention work"))
+
+
+def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthProfile) -> None:
+    """Write three panels: shares by length class, cumulative shares, what windows cut.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"a PNG needs matplotlib ({error}); install it with: pip install 'evenload[png]', or use --html"
+        ) from error
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    # matplotlib reads "$" as mathematics.
+    figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
+    classes, cumulative, cuts = figure.subplots(3 if profile.windows else 2, 1).tolist() + [None] * (
+        not profile.windows
+    )
+    _grouped_bars(
+        classes,
+        [format_power_of_two(c.start) for c in profile.classes],
+        [
+            (name, LENGTH_COLORS[key], [100 * getattr(c, key) / getattr(profile, key) for c in profile.classes])
+            for key, name in _KEYS
+        ],
+    )
+    classes.set_xlabel("length from (tokens)")
+    for key, name in _KEYS:
+        cumulative.step(
+            [point.length for point in profile.cumulative],
+            [100 * getattr(point, key) for point in profile.cumulative],
+            where="post",
+            color=LENGTH_COLORS[key],
+            linewidth=1.8,
+            label=name,
+        )
+    cumulative.set_xscale("log", base=2)
+    cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
+    cumulative.set_xlabel("up to this length (tokens)")
+    panels = [(classes, "share, %"), (cumulative, "share, %")]
+    if cuts is not None:
+        _grouped_bars(
+            cuts,
+            [format_power_of_two(cut.window) for cut in profile.windows],
+            [
+                (
+                    name,
+                    LENGTH_COLORS[key],
+                    [100 * getattr(cut, field) / getattr(profile, key) for cut in profile.windows],
+                )
+                for key, field, name in (
+                    ("documents", "longer_documents", "documents longer"),
+                    ("tokens", "tokens_beyond", "tokens beyond"),
+                    ("attention_pairs", "attention_pairs_across", "attention across pieces"),
+                )
+            ],
+        )
+        cuts.set_xlabel("context window (tokens)")
+        panels.append((cuts, "share cut, %"))
+    for axes, label in panels:
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#e6e9ee")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+    figure.savefig(path, format="png")
+
+
+def _grouped_bars(axes, labels: list[str], series: list[tuple[str, str, list[float]]]) -> None:
+    width = 0.8 / len(series)
+    for position, (name, color, values) in enumerate(series):
+        center = (position - (len(series) - 1) / 2) * width
+        axes.bar([i + center for i in range(len(labels))], values, width, label=name, color=color)
+    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) < 20 else 45, fontsize=8)

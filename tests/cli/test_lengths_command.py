@@ -1,0 +1,98 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from evenload.cli.main import main
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["lengths", *arguments])
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def table(tmp_path) -> str:
+    (tmp_path / "lengths.txt").write_text("1\n2\n3\n3\n9\n16\n")
+    return str(tmp_path / "lengths.txt")
+
+
+def test_lengths_writes_table_json_page_and_picture(table, tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'evenload[png]')")
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "png")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    assert run(table, "--window", "16", "--window", "4", *options) == 0
+    shown = capsys.readouterr().out
+    assert "6 documents, 34 tokens" in shown
+    assert "min 1, median 3, mean 5.7, p90 16, p99 16, max 16" in shown
+    assert "half of the tokens lie in the 2 longest documents (33.3 %), of 9 tokens and more" in shown
+    found = json.loads(files["json"].read_text())
+    assert found["inputs"] == {"source": table}
+    assert [found[key] for key in ("documents", "tokens", "attention_pairs", "median")] == [6, 34, 197, 3]
+    assert found["windows"][0] == {
+        "window": 4,
+        "longer_documents": 2,
+        "longer_tokens": 25,
+        "tokens_beyond": 17,
+        "attention_pairs_across": 120,
+    }
+    assert "<html" in files["html"].read_text()[:200].lower()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_documents_of_a_text_source_are_counted(tmp_path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
+    assert run(str(tmp_path / "a.jsonl")) == 0
+    # Bytes, and an end-of-document token each.
+    assert "2 documents, 7 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("", [], "holds no lengths"),
+        ("5\n0\n", [], "length 0 of document 1 is below 1"),
+        ("5\n-3\n", [], "length -3 of document 1 is below 1"),
+        ("five\n", [], "'five' is not a length"),
+        ("5\n", ["--html", "no/such/folder/a.html"], "cannot write no/such/folder/a.html"),
+        ("5\n", ["--png", "."], "cannot write ."),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys, content, more, message) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    assert run(str(tmp_path / "a.txt"), *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evenload: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_window_below_one_and_a_missing_file_exit_2(table, capsys) -> None:
+    assert run(table, "--window", "0") == 2
+    assert run("nowhere.npy") == 2
+    assert "nowhere.npy" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_names_the_extra(table, tmp_path, capsys, monkeypatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run(table, "--png", str(tmp_path / "a.png")) == 2
+    assert "pip install 'evenload[png]'" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_real_table_is_counted_exactly(capsys, tmp_path) -> None:
+    lengths = np.random.default_rng(0).lognormal(7, 2, 20_000).astype(np.int64) + 1
+    np.save(tmp_path / "a.npy", lengths)
+    assert run(str(tmp_path / "a.npy"), "--json", str(tmp_path / "a.json")) == 0
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["tokens"] == int(lengths.sum())
+    assert found["windows"][0]["tokens_beyond"] == int(np.maximum(lengths - 4096, 0).sum())
+
+
+def test_help_has_an_example(capsys) -> None:
+    assert run("--help") == 0
+    assert "evenload lengths examples/lengths/github_dirs.npy.gz" in capsys.readouterr().out
