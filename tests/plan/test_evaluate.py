@@ -9,6 +9,7 @@ from evenload.plan.global_batch import sample_global_batches
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
 from evenload.types.layout import even_layout
+from evenload.types.time_split import TimeSplit
 
 FIXED_KEYS = [
     *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "lower_bound_s", "fraction_of_bound"),
@@ -16,7 +17,7 @@ FIXED_KEYS = [
     *("imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens", "cap_violations"),
     *("peak_memory_bytes", "num_packs_forward", "num_packs_backward", "plan_time_s", "deferred_tokens"),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
-    "note",
+    *("note", "time_split"),
 ]
 
 
@@ -33,6 +34,17 @@ def make_planner(cap: int | None = None, **model) -> StepPlanner:
 def batches(steps: int = 2):
     lengths = np.random.default_rng(0).integers(1, 300, 64)
     return sample_global_batches(lengths, steps=steps, seed=0, num_documents=20, context=256, overlong="truncate")
+
+
+def test_time_split_adds_up_to_the_mean_step_time_and_holds_the_bound() -> None:
+    """Table, bound and loss split speak of the same seconds; `wlb` defers documents, all are trained at the end."""
+    found = evaluate_strategies(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
+    for result in found.results:
+        assert result.time_split is not None
+        assert result.time_split.total_s() == pytest.approx(result.mean_step_time_s, rel=1e-9)
+        assert result.time_split.useful_s == pytest.approx(result.lower_bound_s, rel=1e-9)
+        assert result.time_split.useful_s / result.mean_step_time_s == pytest.approx(result.fraction_of_bound)
+    assert set(msgspec.to_builtins(found.results[0])["time_split"]) == set(TimeSplit.__struct_fields__)
 
 
 def test_result_has_exactly_the_fixed_keys() -> None:

@@ -1,6 +1,6 @@
 """One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
 
-`StrategyResult` has exactly the fixed keys of DESIGN §11. Figures are means over the steps unless they say
+`StrategyResult` has the fixed keys of DESIGN §11, `note`, and `time_split`: where the mean step time goes. Figures are means over the steps unless they say
 otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` (tokens that came
 later than their batch, each once) and `dropped_tokens` sums. A strategy that puts documents off trains the last ones
 with the last batch, so that all strategies train the same tokens in these steps. Imbalances are those of the worst
@@ -23,6 +23,7 @@ from evenload.plan.strategies import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED
+from evenload.types.time_split import TimeSplit, mean_time_split
 
 
 class StrategyResult(Frozen):
@@ -52,6 +53,7 @@ class StrategyResult(Frozen):
     mean_token_delay_steps: float
     layout: dict[str, int]
     note: str = ""
+    time_split: TimeSplit | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +151,7 @@ def _evaluate(
         mean_token_delay_steps=_mean_token_delay_steps(proposals),
         layout=layout,
         note=next((proposal.note for proposal in proposals if proposal.note), ""),
+        time_split=mean_time_split([proposal.time_split() for proposal in proposals]),
     ), tuple(proposals)
 
 

@@ -28,11 +28,14 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.policies import policy_levels
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies import DELAYING_STRATEGIES, strategy_named
+from evenload.plan.time_split import split_step_time
+from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
+from evenload.types.time_split import TimeSplit
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +51,7 @@ class Proposal:
         imbalance_dp: max/mean makespan over replicas.
         max_pack_tokens: of the largest pack, padding included.
         cap_violations: packs above the token limit of the options.
+        costs: with which the step was planned.
         state: for the next step; None where the step was planned without one.
     """
 
@@ -60,6 +64,7 @@ class Proposal:
     imbalance_dp: float
     max_pack_tokens: int
     cap_violations: int
+    costs: PackCosts
     state: DelayState | None = None
 
     @property
@@ -71,6 +76,16 @@ class Proposal:
     def note(self) -> str:
         """What a reader must know about how the plan was found; "" = nothing."""
         return next((choice.note for choice in self.choices if choice.note), "")
+
+    def time_split(self) -> TimeSplit:
+        """Where the step's time goes, by cause; computed when asked for."""
+        return split_step_time(self.costs, self.choices)
+
+    def critical_path(self) -> tuple[int, CriticalPath]:
+        """Of the slowest replica: (dp rank, path)."""
+        dp_rank = max(range(len(self.choices)), key=lambda rank: self.choices[rank].candidate.makespan_s)
+        found = self.choices[dp_rank].candidate
+        return dp_rank, critical_path(found.tasks, found.actions, found.simulation)
 
     def require_feasible(self) -> StepPlan:
         """The plan.
@@ -289,6 +304,7 @@ class StepPlanner:
             imbalance_dp=float(makespan_s.max() / makespan_s.mean()) if makespan_s.any() else 1.0,
             max_pack_tokens=int(tokens.max(initial=0)),
             cap_violations=0 if limit is None else int((tokens > limit).sum()),
+            costs=self.costs,
             state=state,
         )
 

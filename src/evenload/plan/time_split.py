@@ -1,0 +1,88 @@
+"""`split_step_time`: where a planned step's time goes, by cause; the causes add up to its step time (DESIGN §7).
+
+    busy time    `cost.pack_split`: useful work, tiles and constants, padding, recompute, copies, tp and cp transfers
+    idle time    `simulate.bubble`, replica by replica: warm-up, cool-down, hops, imbalance, dependency
+    replicas     every rank waits from its replica's end for the slowest
+    the end      gradient reduction and optimizer, which no compute hides
+
+Each device's step time is the sum of its four, and the split is the mean over devices: exact, not estimated. Devices
+of a tensor- or context-parallel group run the same actions, so a group counts as one. O(slices + actions) numpy,
+about 2 ms for 512 documents on 64 devices.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from evenload.cost.owned_bytes import owners_from
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_split import PackSplit, split_pack_seconds
+from evenload.plan.candidate import Candidate
+from evenload.plan.problem import ReplicaChoice
+from evenload.simulate.bubble import split_bubble
+from evenload.types.columns import SliceColumns
+from evenload.types.micropack import Direction
+from evenload.types.time_split import TimeSplit
+
+
+def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
+    """Seconds of a step by cause.
+
+    Args:
+        costs: with which the choices were priced.
+        choices: one per replica.
+    """
+    found = [choice.candidate for choice in choices]
+    groups = len(found) * costs.layout.pp
+    num_documents = [len(choice.documents) for choice in choices]
+    parts = [_split_packs(costs, found, num_documents, direction) for direction in ("forward", "backward")]
+    work_s = {
+        name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__
+    }
+    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
+    makespan_s = np.array([one.makespan_s for one in found])
+    return TimeSplit(
+        **work_s,
+        warmup_s=sum(bubble.warmup_s for bubble in bubbles) / groups,
+        cooldown_s=sum(bubble.cooldown_s for bubble in bubbles) / groups,
+        imbalance_s=sum(bubble.imbalance_s for bubble in bubbles) / groups,
+        dependency_s=sum(bubble.dependency_s for bubble in bubbles) / groups,
+        p2p_s=sum(bubble.communication_s for bubble in bubbles) / groups,
+        dp_imbalance_s=float((makespan_s.max() - makespan_s).mean()),
+        reduction_s=costs.reduction_seconds(),
+        optimizer_s=costs.optimizer_seconds(),
+    )
+
+
+def _split_packs(
+    costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int], direction: Direction
+) -> PackSplit:
+    """All replicas' packs of one direction at once: numpy calls cost more than their work here."""
+    columns = _joined([getattr(one, direction) for one in found], num_documents, costs.layout.cp)
+    policy = None
+    if any(one.policy is not None for one in found):
+        policies = [
+            np.zeros(count, np.int8) if one.policy is None else one.policy
+            for one, count in zip(found, num_documents, strict=True)
+        ]
+        policy = np.concatenate(policies)
+    owner = owners_from([sharding for one in found for sharding in one.sharding or ()])
+    pack_s = np.concatenate([getattr(one.tasks, f"{direction}_s") for one in found])
+    return split_pack_seconds(costs, columns, direction, policy, owner, pack_s)
+
+
+def _joined(parts: Sequence[SliceColumns], num_documents: Sequence[int], layout_cp: int) -> SliceColumns:
+    """Packs of all replicas one after the other; documents are counted on."""
+    first = np.cumsum([0, *num_documents[:-1]])
+    counts = np.concatenate([np.diff(part.pack_offset) for part in parts])
+    cp = None
+    if any(part.cp is not None for part in parts):
+        cp = np.concatenate([np.full(len(p.doc), layout_cp, np.int64) if p.cp is None else p.cp for p in parts])
+    return SliceColumns(
+        doc=np.concatenate([part.doc + before for part, before in zip(parts, first, strict=True)]).astype(np.int32),
+        start=np.concatenate([part.start for part in parts]),
+        stop=np.concatenate([part.stop for part in parts]),
+        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        pad_to=np.concatenate([part.pad_to for part in parts]),
+        cp=cp,
+    )
