@@ -6,6 +6,7 @@ from rich.console import Console
 
 from evenload.report.columns import COLUMNS, shown_columns
 from evenload.report.table import comparison_table, step_line
+from evenload.types.time_split import CAUSE_LABELS
 from report_samples import make_row
 
 
@@ -46,6 +47,16 @@ def printed(table, width=240):
     console = Console(width=width, color_system=None, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()
+
+
+def test_losses_are_the_two_dearest_causes():
+    split = dict.fromkeys(CAUSE_LABELS, 0.0) | {"useful_s": 7.0, "padding_s": 0.5, "dp_imbalance_s": 2.0, "p2p_s": 0.5}
+    text = printed(comparison_table([plan_row("auto", time_split=split)]))
+    assert "lost to" in text
+    assert "dp imbalance 20.0 %, padding 5.0 %" in text
+    assert "hops" not in text
+    nothing = dict.fromkeys(CAUSE_LABELS, 0.0) | {"useful_s": 7.0}
+    assert "0.0 %" not in printed(comparison_table([plan_row("auto", time_split=nothing)]))
 
 
 def test_best_row_is_marked_and_refused_rows_give_their_reason():

@@ -16,6 +16,12 @@ from evenload.report.units import (
     format_ratio,
     format_seconds,
 )
+from evenload.types.time_split import time_split_from
+
+TEXT_COLUMNS = frozenset({"time_split", "layout"})
+"""Keys of columns that hold words and stand on the left of their cell."""
+_SHOWN_LOSSES = 2
+_LEAST_SHOWN_LOSS = 0.001
 
 
 class Column(NamedTuple):
@@ -25,6 +31,19 @@ class Column(NamedTuple):
     heading: str
     format: Callable[[Any], str]
     meaning: str
+
+
+def format_losses(time_split: object) -> str:
+    """The two dearest causes of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
+    split = time_split_from(time_split)
+    total_s = split.total_s()
+    dearest = split.losses()[:_SHOWN_LOSSES]
+    shown = [
+        f"{label} {format_percent(seconds / total_s)}"
+        for label, seconds in dearest
+        if seconds > _LEAST_SHOWN_LOSS * total_s
+    ]
+    return ", ".join(shown) or MISSING
 
 
 COLUMNS = (
@@ -51,6 +70,7 @@ COLUMNS = (
     Column("deferred_tokens", "tokens\ndeferred", format_count, "tokens moved to a later step"),
     Column("dropped_tokens", "tokens\ndropped", format_count, "tokens never trained"),
     Column("plan_time_s", "plan\ntime", format_seconds, "seconds to plan a step"),
+    Column("time_split", "lost to", format_losses, "the two dearest causes beside useful work, share of the step"),
     Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
 )
 _SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens"})

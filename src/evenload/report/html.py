@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from evenload.errors import ConfigError
-from evenload.report.columns import format_cell, is_feasible, shown_columns
+from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
 from evenload.report.figures import (
     loss_figure,
     memory_figure,
@@ -244,7 +244,7 @@ def _comparison(rows: Sequence[Mapping[str, object]], best: str) -> str:
 
 
 def _text_class(key: str) -> str:
-    return ' class="text"' if key == "layout" else ""
+    return ' class="text"' if key in TEXT_COLUMNS else ""
 
 
 def _definitions(kind: str, pairs: Sequence[tuple[str, str]]) -> str:

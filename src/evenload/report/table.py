@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.report.columns import Column, format_cell, is_feasible, shown_columns
+from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.report.metrics_file import MetricRow, MetricValue
 from evenload.report.units import (
     format_bytes,
@@ -30,6 +30,7 @@ _LEFT_OUT_FIRST = (
     "imbalance_backward",
     "imbalance_forward",
     "final_loss",
+    "time_split",
     "bubble_fraction",
     "tokens_per_s_per_device",
     "measured_tokens_per_s",
@@ -72,7 +73,7 @@ class ComparisonTable:
         table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("strategy", no_wrap=True)
         for column in columns:
-            table.add_column(column.heading, justify="left" if column.key == "layout" else "right", no_wrap=True)
+            table.add_column(column.heading, justify="left" if column.key in TEXT_COLUMNS else "right", no_wrap=True)
         for row in rows:
             is_best = row["name"] == self.best
             name = Text(f"{'▶' if is_best else ' '} {row['name']}")
