@@ -30,6 +30,7 @@ from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.table import comparison_table
+from evenload.report.units import format_seconds
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
@@ -179,6 +180,8 @@ def plan_command(
     else:
         for result in evaluation.results:
             console.print(f"{result.name}: not feasible: {result.why}", markup=False, highlight=False, soft_wrap=True)
+    if evaluation.best:
+        console.print(_bound_line(evaluation), markup=False, highlight=False, soft_wrap=True)
     for result in evaluation.results:
         if result.note:
             console.print(f"{result.name}: {result.note}", markup=False, highlight=False)
@@ -222,6 +225,21 @@ def _first_line(
         f"{int(np.median(table)):,}, longest {int(table.max()):,} tokens), model {inputs['model']}, cluster "
         f"{inputs['cluster']}, layout {layout.describe()}{devices}, {size} a step, {inputs['steps']} steps, context "
         f"{inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, {coefficients.source} costs"
+    )
+
+
+def _bound_line(evaluation: Evaluation) -> str:
+    """What bounds the best strategy's slowest step: the critical path, by rank and kind."""
+    assert evaluation.best is not None, "only of a best strategy"
+    proposals = evaluation.proposals[evaluation.best]
+    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
+    dp_rank, path = proposal.critical_path()
+    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
+    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
+    after_s = proposal.plan.predicted.step_time_s - path.makespan_s
+    return (
+        f"{evaluation.best}: critical path{step}: pipeline{replica} {format_seconds(path.makespan_s)}, "
+        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
     )
 
 
