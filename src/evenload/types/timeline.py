@@ -1,6 +1,7 @@
 """`Timeline`: what ran when, made by the simulator and by the runtime alike.
 
-Because both sides produce the same columns, "predicted against measured" is one function.
+Because both sides produce the same columns, "predicted against measured" is one function. What only a prediction
+knows is optional: which tasks are critical, what happens beside the packs, and bytes by kind.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,56 @@ from numpy.typing import NDArray
 
 KINDS = "FBIW"
 """Code of an action kind in `Timeline.kind` is its index here."""
+
+SIDE_KINDS = ("recompute", "offload", "reload", "send_forward", "send_backward", "reduction", "optimizer")
+"""Code of a side task's kind in `SideTasks.kind` is its index here."""
+
+MEMORY_KINDS = (
+    "weights",
+    "gradients",
+    "optimizer_state",
+    "activations_replay",
+    "activations_recompute",
+    "activations_offload",
+    "keys_and_values",
+    "key_value_gradients",
+    "gathered_keys_and_values",
+    "weight_gradient_inputs",
+    "recompute_buffers",
+    "offload_buffers",
+    "layer_buffers",
+    "head_logits",
+)
+"""What device memory holds (DESIGN §4), the order of the columns of `Timeline.memory_kind_bytes`: what stays for the
+step, what lies between forward and backward (activations by policy; inputs and gradients that I leaves for W), and
+buffers of the running action."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SideTasks:
+    """What happens beside the packs, as columns over n tasks: on a rank's copy stream and links, and after its packs.
+
+    recompute    the front of a backward task: forward work repeated; inside of the task
+    offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
+    send_forward, send_backward    hops from the rank to `peer`
+    reduction, optimizer    after the slowest replica
+
+    Args:
+        dp_rank, rank: int32[n]; `rank` is the pipeline rank.
+        kind: uint8[n], index into `SIDE_KINDS`.
+        stage, pack: int32[n], of the task it belongs to, -1 for the end of the step.
+        peer: int32[n], the receiving pipeline rank of a hop, else -1.
+        start_s, end_s: float64[n].
+    """
+
+    dp_rank: NDArray[np.int32]
+    rank: NDArray[np.int32]
+    kind: NDArray[np.uint8]
+    stage: NDArray[np.int32]
+    pack: NDArray[np.int32]
+    peer: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,6 +75,9 @@ class Timeline:
         memory_dp_rank, memory_rank: int32[num_samples].
         memory_time_s: float64[num_samples]; ascending for each rank.
         memory_bytes: int64[num_samples], bytes held from that time on.
+        is_critical: bool[num_tasks], on the critical path of the slowest replica; None = not known.
+        side: what happens beside the packs; None = not known.
+        memory_kind_bytes: int64[num_samples, len(MEMORY_KINDS)], adds up to `memory_bytes`; None = not known.
     """
 
     dp_rank: NDArray[np.int32]
@@ -38,6 +92,9 @@ class Timeline:
     memory_rank: NDArray[np.int32]
     memory_time_s: NDArray[np.float64]
     memory_bytes: NDArray[np.int64]
+    is_critical: NDArray[np.bool_] | None = None
+    side: SideTasks | None = None
+    memory_kind_bytes: NDArray[np.int64] | None = None
 
     @property
     def num_tasks(self) -> int:
