@@ -35,7 +35,7 @@ from evenload.plan.bin_packing import longest_first
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.exact import exact_groups, exact_slice_bound
 from evenload.plan.partition import partition_by_work
-from evenload.plan.var_length import pack_greedily
+from evenload.plan.var_length import LEFT_OVER, members_of, pack_greedily
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
@@ -71,8 +71,9 @@ def measure_instance(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
     if len(greedy) <= GROUPS:
         gaps.append(_gap("fixed-length packing", "fixed_greedy", attention, greedy, tokens, window))
     limit = 4 * WINDOW
-    placed, left_over = pack_greedily(seconds, tokens, everyone, GROUPS, limit)
-    if not left_over:
+    group_of = pack_greedily(seconds[everyone], tokens[everyone], GROUPS, limit)
+    if not (group_of == LEFT_OVER).any():
+        placed = members_of(group_of, everyone, GROUPS)
         gaps.append(_gap("variable-length packing", "wlb", seconds, placed, tokens, limit))
     balanced = longest_first(seconds, GROUPS, num_tokens=tokens, capacity=limit)
     if len(balanced) <= GROUPS:

@@ -94,6 +94,23 @@ std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t n
     return to_numpy(std::move(groups));
 }
 
+Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t num_groups, int64_t capacity) {
+    require(num_groups >= 1, "num_groups = ", num_groups, " must be at least 1");
+    require(num_tokens.size() == work_s.size(), "num_tokens has ", num_tokens.size(), " entries, work_s ",
+            work_s.size());
+    for (size_t i = 0; i < work_s.size(); ++i) {
+        require(work_s.data()[i] >= 0.0, "work_s[", i, "] = ", work_s.data()[i], " must be >= 0");
+        // A longer one is left over; its sum with a group's tokens must not overflow.
+        require(num_tokens.data()[i] >= 1, "num_tokens[", i, "] = ", num_tokens.data()[i], " must be at least 1");
+    }
+    std::vector<int64_t> group_of;
+    {
+        nb::gil_scoped_release unlocked;
+        group_of = evenload::pack_greedily(view(work_s), view(num_tokens), num_groups, capacity);
+    }
+    return to_numpy(std::move(group_of));
+}
+
 std::tuple<Out<int32_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>> partition_by_work(
     In<int64_t> num_tokens, In<int32_t> order, double linear_s, std::vector<std::pair<double, int64_t>> attention_s,
     double slice_s, int64_t num_packs, int64_t align, int64_t min_slice_tokens, int64_t max_pack_tokens,
@@ -270,6 +287,8 @@ NB_MODULE(_native, m) {
     m.doc() = "Evenload's compiled core; every function has a Python twin that gives the same bits.";
     m.def("best_fit_decreasing", &best_fit_decreasing, nb::arg("num_tokens"), nb::arg("capacity"));
     m.def("longest_first", &longest_first, nb::arg("work_s"), nb::arg("num_groups"), nb::arg("num_tokens"),
+          nb::arg("capacity"));
+    m.def("pack_greedily", &pack_greedily, nb::arg("work_s"), nb::arg("num_tokens"), nb::arg("num_groups"),
           nb::arg("capacity"));
     m.def("partition_by_work", &partition_by_work, nb::arg("num_tokens"), nb::arg("order"), nb::arg("linear_s"),
           nb::arg("attention_s"), nb::arg("slice_s"), nb::arg("num_packs"), nb::arg("align"),

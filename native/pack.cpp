@@ -1,7 +1,9 @@
 #include "pack.h"
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
+#include <queue>
 #include <set>
 #include <utility>
 
@@ -31,6 +33,35 @@ Groups gather(const std::vector<int64_t>& order, const std::vector<int64_t>& gro
     for (int64_t item : order) groups.members[next[group_of[item]]++] = item;
     return groups;
 }
+
+// Tournament over keys: the index of the least, equal keys by the lowest index; a key changes in O(log n).
+template <typename T>
+class LeastKey {
+  public:
+    explicit LeastKey(int64_t count)
+        : leaves_(std::bit_ceil(static_cast<uint64_t>(count))), keys_(count, T{0}), winner_(2 * leaves_, -1) {
+        for (int64_t i = 0; i < count; ++i) winner_[leaves_ + i] = i;
+        for (uint64_t node = leaves_ - 1; node > 0; --node) play(node);
+    }
+
+    int64_t index() const { return winner_[1]; }
+    T key(int64_t index) const { return keys_[index]; }
+
+    void set(int64_t index, T key) {
+        keys_[index] = key;
+        for (uint64_t node = (leaves_ + index) / 2; node > 0; node /= 2) play(node);
+    }
+
+  private:
+    void play(uint64_t node) {
+        const int64_t left = winner_[2 * node], right = winner_[2 * node + 1];
+        winner_[node] = right < 0 || (left >= 0 && keys_[left] <= keys_[right]) ? left : right;
+    }
+
+    uint64_t leaves_;
+    std::vector<T> keys_;
+    std::vector<int64_t> winner_;  // of the leaves below each node; -1 = no key there
+};
 
 }  // namespace
 
@@ -62,27 +93,57 @@ Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::sp
     const bool capped = !num_tokens.empty();
     std::vector<int64_t> group_of(work_s.size());
     std::vector<int64_t> tokens(num_groups, 0);
+    std::vector<double> load(num_groups, 0.0);
     std::set<std::pair<double, int64_t>> open;  // (work, group): the first with room is the one wanted
     for (int64_t group = 0; group < num_groups; ++group) open.emplace(0.0, group);
+    // Groups without room for some item before, most free tokens first: they wait outside until an item fits again,
+    // which with descending sizes happens to each once, so no item walks past all full groups.
+    std::priority_queue<std::pair<int64_t, int64_t>> parked;
     for (int64_t item : order) {
         const int64_t size = capped ? num_tokens[item] : 0;
-        auto best = open.begin();
         if (capped) {
-            while (best != open.end() && tokens[best->second] + size > capacity) ++best;
+            for (; !parked.empty() && parked.top().first >= size; parked.pop()) {
+                open.emplace(load[parked.top().second], parked.top().second);
+            }
+            while (!open.empty() && capacity - tokens[open.begin()->second] < size) {
+                const int64_t group = open.begin()->second;
+                parked.emplace(capacity - tokens[group], group);
+                open.erase(open.begin());
+            }
         }
-        if (best == open.end()) {
-            best = open.emplace(0.0, static_cast<int64_t>(tokens.size())).first;
+        if (open.empty()) {
+            open.emplace(0.0, static_cast<int64_t>(tokens.size()));
             tokens.push_back(0);
+            load.push_back(0.0);
         }
-        auto node = open.extract(best);
+        auto node = open.extract(open.begin());  // reuses the node: no allocation per placement
         const int64_t group = node.value().second;
         group_of[item] = group;
         tokens[group] += size;
-        node.value().first += work_s[item];
+        load[group] += work_s[item];
+        node.value().first = load[group];
         // A full group can take nothing more: every item has at least one token.
         if (!capped || tokens[group] < capacity) open.insert(std::move(node));
     }
     return gather(order, group_of, static_cast<int64_t>(tokens.size()));
+}
+
+std::vector<int64_t> pack_greedily(std::span<const double> work_s, std::span<const int64_t> num_tokens,
+                                   int64_t num_groups, int64_t capacity) {
+    LeastKey<double> load(num_groups);
+    LeastKey<int64_t> tokens(num_groups);
+    std::vector<int64_t> group_of(work_s.size());
+    for (size_t item = 0; item < work_s.size(); ++item) {
+        const int64_t room = capacity - num_tokens[item];
+        int64_t group = load.index();
+        if (tokens.key(group) > room) group = tokens.index();
+        if (tokens.key(group) > room) group = -1;
+        group_of[item] = group;
+        if (group < 0) continue;
+        load.set(group, load.key(group) + work_s[item]);
+        tokens.set(group, tokens.key(group) + num_tokens[item]);
+    }
+    return group_of;
 }
 
 }  // namespace evenload

@@ -1,4 +1,4 @@
-// Whole documents into bins: best-fit decreasing by tokens, longest first by work.
+// Whole documents into bins: best-fit decreasing by tokens, longest first by work, greedy in a given order.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,13 @@ struct Groups {
 Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity);
 
 // Place items in descending work into the group with the least work that still has room; a new
-// group opens when none has. Empty `num_tokens` = no cap. O(n log k) unless full groups are skipped.
+// group opens when none has. Empty `num_tokens` = no cap. O(n log k) where sizes descend with works.
 Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::span<const int64_t> num_tokens,
                      int64_t capacity);
+
+// The group of every item, placed in the order given, -1 = left over: the group of least work; where that has no
+// room the one with the fewest tokens; equal groups by the lowest index. O(n log k).
+std::vector<int64_t> pack_greedily(std::span<const double> work_s, std::span<const int64_t> num_tokens,
+                                   int64_t num_groups, int64_t capacity);
 
 }  // namespace evenload

@@ -12,6 +12,11 @@ def longest_first(
     work_s: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
+# plan/var_length.py: int64[n], the group of every item, -1 = left over
+def pack_greedily(
+    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int
+) -> NDArray[np.int64]: ...
+
 # plan/partition.py: (doc int32[slices], start, stop int64[slices], pack_offset int64[packs + 1])
 def partition_by_work(
     num_tokens: NDArray[np.int64],

@@ -6,7 +6,7 @@ a window of short ones, and every stage and replica waits for it.
 """
 
 from evenload.plan.bin_packing import best_fit_decreasing
-from evenload.plan.padded import deal_packs
+from evenload.plan.deal import deal_in_turn
 from evenload.plan.problem import ReplicaChoice, StepProblem
 
 
@@ -19,4 +19,4 @@ def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     """
     window = problem.window_tokens("best_fit")
     windows = best_fit_decreasing(problem.num_tokens, window, backend=problem.options.backend)
-    return deal_packs(problem, windows, padded=False)
+    return deal_in_turn(problem, windows)

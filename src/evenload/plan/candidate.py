@@ -6,17 +6,20 @@ The score looks at time and memory together (oracle §2: memory, not balance, bi
 beats any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.memory import pipeline_bytes
+from evenload.cost.native_price import native_pipeline_tasks
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.split_backward import split_backward
 from evenload.plan.options import PlanOptions
 from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.schedule.packflow import packflow_list, packflow_word
 from evenload.simulate.simulate import Simulation, simulate
+from evenload.types.backend import Backend
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
@@ -65,15 +68,21 @@ def pipeline_tasks(
     backward: SliceColumns,
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
+    *,
+    split: bool = False,
+    backend: Backend = "native",
 ) -> PipelineTasks:
     """Price packs.
 
     Args:
         num_tokens: int64[k] of the replica's documents, indexed by `SliceColumns.doc`.
         policy: int8[k], indices into `cost.activation.POLICIES`; None = all replay.
+        split: also price backwards as I and W.
     """
+    if backend == "native":
+        return native_pipeline_tasks(costs, forward, backward, num_tokens, policy, split=split)
     held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens, policy)
-    return PipelineTasks(
+    tasks = PipelineTasks(
         forward_s=costs.pack_seconds(forward, "forward", policy),
         backward_s=costs.pack_seconds(backward, "backward", policy),
         p2p_forward_s=costs.p2p_seconds(forward),
@@ -86,6 +95,7 @@ def pipeline_tasks(
         backward_freed_bytes=held.backward_freed_bytes,
         backward_temp_bytes=held.backward_temp_bytes,
     )
+    return replace(tasks, split=split_backward(costs, tasks, backward)) if split else tasks
 
 
 def forwards_needed(forward: SliceColumns, backward: SliceColumns, num_tokens: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -125,8 +135,8 @@ def one_f_one_b_candidate(
     policy: NDArray[np.int8] | None = None,
 ) -> Candidate:
     """Whole documents, backward packs equal to forward packs, 1F1B: the form of the baselines."""
-    tasks = pipeline_tasks(costs, forward, forward, num_tokens, policy)
-    actions = one_f_one_b(tasks) if forward.num_packs else _no_actions(tasks.num_ranks)
+    tasks = pipeline_tasks(costs, forward, forward, num_tokens, policy, backend=options.backend)
+    actions = one_f_one_b(tasks) if forward.num_packs else no_actions(tasks.num_ranks)
     return candidate(label, forward, forward, tasks, actions, cap_bytes, options, policy)
 
 
@@ -142,7 +152,7 @@ def packflow_candidate(
 ) -> Candidate:
     """Priced packs under one of `PACKFLOW_ORDERS`."""
     if not forward.num_packs:
-        actions = _no_actions(tasks.num_ranks)
+        actions = no_actions(tasks.num_ranks)
     elif order.startswith("word"):
         actions = packflow_word(tasks, inject=order == "word inject")
     else:
@@ -153,7 +163,7 @@ def packflow_candidate(
     return candidate(label, forward, backward, tasks, actions, cap_bytes, options, policy)
 
 
-def _no_actions(num_ranks: int) -> ActionColumns:
+def no_actions(num_ranks: int) -> ActionColumns:
     """The schedule of a replica without documents."""
     return ActionColumns(
         kind=np.zeros(0, np.uint8),

@@ -4,14 +4,13 @@ Longest first by time with at most ceil(count / dp) micro-batches a replica, so 
 micro-batch more than another. Inside a replica the longest go first: the pipeline drains on short ones. O(n log n).
 """
 
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 
 from evenload.plan.bin_packing import longest_first
-from evenload.plan.candidate import one_f_one_b_candidate
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.types.columns import whole_document_columns
+from evenload.plan.whole_packs import Shares, price_packs, run_one_f_one_b
 
 
 def deal_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
@@ -21,9 +20,16 @@ def deal_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -
         groups: whole documents of every micro-batch, as indices of the problem; empty ones are left out.
         note: for the report, see `ReplicaChoice`.
     """
+    return run_one_f_one_b(problem, price_packs(problem, even_shares(problem, groups)), note)
+
+
+def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
+    """The micro-batches of every replica; empty ones are left out."""
     groups = [group for group in groups if group]
     dp = problem.layout.dp
-    group_s = np.array([problem.document_s[group].sum() for group in groups], np.float64)
+    group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
+    documents = np.array(list(chain.from_iterable(groups)), np.int64)
+    group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
     shares = longest_first(
         group_s,
         dp,
@@ -31,22 +37,14 @@ def deal_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -
         capacity=max(1, -(-len(groups) // dp)),
         backend=problem.options.backend,
     )
-    choices = []
-    for share in shares:
-        mine = [groups[index] for index in share]
-        documents = np.array([index for group in mine for index in group], dtype=np.int64)
-        edges = np.cumsum([0, *(len(group) for group in mine)]).tolist()
-        num_tokens = problem.num_tokens[documents]
-        columns = whole_document_columns([list(range(lo, hi)) for lo, hi in pairwise(edges)], num_tokens)
-        label = f"{len(mine)} packs, 1F1B"
-        found = one_f_one_b_candidate(
-            label,
-            columns,
-            num_tokens,
-            problem.costs,
-            problem.cap_bytes,
-            problem.options,
-            problem.policy_of(documents),
-        )
-        choices.append(ReplicaChoice(documents, found, note))
-    return tuple(choices)
+    return [[groups[index] for index in share] for share in shares]
+
+
+def deal_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
+    """Pack i goes to replica `i mod dp`; 1F1B in that order.
+
+    Args:
+        padded: every document of a pack is padded to the pack's longest.
+    """
+    shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
+    return run_one_f_one_b(problem, price_packs(problem, shares, padded=padded))

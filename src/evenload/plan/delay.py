@@ -18,6 +18,11 @@ from evenload.errors import DataError
 from evenload.plan.problem import ReplicaChoice
 from evenload.types.base import Frozen
 
+FADE = 31 / 32
+"""Weight of a step in the recent delay, each step later."""
+SETTLED_BATCHES = 12
+"""Batches after which the recent delay is taken at its word."""
+
 
 class Waiting(Frozen):
     """A document that was put off.
@@ -40,12 +45,23 @@ class DelayState(Frozen):
         outlier_lengths: `wlb`'s thresholds `L_1 < L_2 < …`, as tuned so far.
         sample: lengths seen so far, until there are enough for the last tuning.
         num_batches: batches seen.
+        waited_tokens, arrived_tokens: tokens that were put off, once for every step, and tokens that came; older
+            steps fade by `FADE`.
     """
 
     waiting: tuple[Waiting, ...] = ()
     outlier_lengths: tuple[int, ...] = ()
     sample: tuple[int, ...] = ()
     num_batches: int = 0
+    waited_tokens: float = 0.0
+    arrived_tokens: float = 0.0
+
+    def recent_delay_steps(self) -> float:
+        """Mean token delay of the recent steps, by Little's law. The first steps are as if steps without any delay
+        had gone before: what waits after one step says little about the mean."""
+        if not self.arrived_tokens:
+            return 0.0
+        return self.waited_tokens / self.arrived_tokens * min(1.0, self.num_batches / SETTLED_BATCHES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +130,11 @@ def trained_documents(choices: Iterable[ReplicaChoice]) -> NDArray[np.int64]:
     return np.sort(np.concatenate([choice.documents for choice in choices]))
 
 
-def state_after(arrivals: Arrivals, doc_ids: NDArray[np.int64], answer: DelayedChoice) -> DelayState:
+def state_after(
+    arrivals: Arrivals, doc_ids: NDArray[np.int64], num_tokens: NDArray[np.int64], answer: DelayedChoice
+) -> DelayState:
     """The state for the next step."""
+    before = arrivals.state
     put_off = np.setdiff1d(np.arange(len(doc_ids)), trained_documents(answer.choices))
     oldest_first = put_off[np.lexsort((doc_ids[put_off], arrivals.since_step[put_off]))].tolist()
     return DelayState(
@@ -129,7 +148,9 @@ def state_after(arrivals: Arrivals, doc_ids: NDArray[np.int64], answer: DelayedC
         ),
         outlier_lengths=answer.outlier_lengths,
         sample=answer.sample,
-        num_batches=arrivals.state.num_batches + 1,
+        num_batches=before.num_batches + 1,
+        waited_tokens=FADE * before.waited_tokens + int(num_tokens[put_off].sum()),
+        arrived_tokens=FADE * before.arrived_tokens + int(num_tokens[arrivals.is_new].sum()),
     )
 
 

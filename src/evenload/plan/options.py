@@ -31,8 +31,11 @@ class PlanOptions(Frozen):
             the mean replica's work; less where that leaves replicas uneven.
         window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
         max_delay_steps: strategies that move documents between steps train each within so many steps.
-        outlier_queues: most queues of `wlb`.
-        outlier_lengths: `wlb`'s thresholds, ascending; None = tuned on the lengths of the first batches.
+        release: which of the documents that wait `wlb` trains: as many as leave the step balanced ("balance"), or
+            one for every micro-batch whenever a queue holds so many ("queues", as WLB's Algorithm 1).
+        outlier_queues: most queues of `wlb` with release "queues".
+        outlier_lengths: `wlb`'s thresholds, ascending; documents below the first never wait. None = tuned on the
+            lengths of the first batches for "queues", no threshold for "balance".
         micro_batches: of a replica and step under `wlb`; None = the least multiple of pp that holds a batch, or more
             where that is faster.
         solver_time_limit_s: of `fixed_exact`, for one step.
@@ -56,6 +59,7 @@ class PlanOptions(Frozen):
     dp_merge_threshold: float = 0.4
     window: int = 1
     max_delay_steps: int = 8
+    release: Literal["balance", "queues"] = "balance"
     outlier_queues: int = 2
     outlier_lengths: tuple[int, ...] | None = None
     micro_batches: int | None = None

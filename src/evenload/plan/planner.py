@@ -186,7 +186,7 @@ class StepPlanner:
         problem, answer = best
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         plan = self._step_plan(step, documents, strategy, left_out, problem, answer.choices, age_steps)
-        after = None if arrivals is None else state_after(arrivals, problem.doc_ids, answer)
+        after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         return self._proposal(plan, answer.choices, after)
 
     def _problem(self, step: int, documents: tuple[Document, ...], policy: np.ndarray | None = None) -> StepProblem:

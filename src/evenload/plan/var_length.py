@@ -1,7 +1,7 @@
 """Greedy variable-length packing of whole documents, the inner loop of WLB's Algorithm 1.
 
-Each document goes to the group of least work; where that would exceed the token limit to the group with the fewest
-tokens; where that would too it is left over. O(n log groups), O(n · groups) when most groups are full.
+Each document, in the order given, goes to the group of least work; where that would exceed the token limit to the
+group with the fewest tokens; where that would too it is left over. Equal groups by the lowest index. O(n log groups).
 """
 
 import heapq
@@ -9,40 +9,87 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload import _native
+from evenload.errors import ConfigError
+from evenload.types.backend import Backend
+
+LEFT_OVER = -1
+"""Group of a document that found no room."""
+NO_LIMIT = 2**62
+"""Tokens that no group reaches."""
+
 
 def pack_greedily(
-    work: NDArray[np.float64],
+    work_s: NDArray[np.float64],
     num_tokens: NDArray[np.int64],
-    order: NDArray[np.int64],
     num_groups: int,
     capacity: int | None,
-) -> tuple[list[list[int]], list[int]]:
-    """Place documents in the order given.
+    *,
+    backend: Backend = "native",
+) -> NDArray[np.int64]:
+    """The group of every document.
 
     Args:
-        work: float64[n], W_a + W_l of every document in seconds; num_tokens: int64[n].
-        order: int64[k], indices to place.
+        work_s: float64[n] in the order of placement, W_a + W_l of every document in seconds, finite, not negative.
+        num_tokens: int64[n], at least 1 each.
+        num_groups: at least 1.
         capacity: most tokens of a group (`<=`); None = no limit.
 
     Returns:
-        `num_groups` groups of indices, some maybe empty; and the indices left over, in order.
+        int64[n], 0 .. num_groups - 1 or `LEFT_OVER`; some groups may stay empty.
+
+    Raises:
+        ConfigError: columns of different lengths, a bad work, length or group count.
     """
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    tokens = [0] * num_groups
-    heap = [(0.0, group) for group in range(num_groups)]
-    left_over: list[int] = []
-    limit = int(num_tokens[order].sum()) if capacity is None else capacity
-    for index, size, cost in zip(order.tolist(), num_tokens[order].tolist(), work[order].tolist(), strict=True):
-        load, group = heap[0]
-        if tokens[group] + size <= limit:
-            heapq.heapreplace(heap, (load + cost, group))
-        else:
-            group = min(range(num_groups), key=tokens.__getitem__)
-            if tokens[group] + size > limit:
-                left_over.append(index)
-                continue
-            heap = [(load + cost * (other == group), other) for load, other in heap]
-            heapq.heapify(heap)
-        groups[group].append(index)
+    work = np.ascontiguousarray(work_s, np.float64)
+    sizes = np.ascontiguousarray(num_tokens, np.int64)
+    if work.ndim != 1 or work.shape != sizes.shape:
+        raise ConfigError(f"pack_greedily: work_s of shape {work.shape} and num_tokens {sizes.shape} must be columns")
+    if num_groups < 1:
+        raise ConfigError(f"pack_greedily: num_groups is {num_groups}, must be at least 1")
+    if len(work) and not (np.isfinite(work).all() and work.min() >= 0 and sizes.min() >= 1):
+        raise ConfigError(
+            f"pack_greedily: works {work.min()} .. {work.max()} must be finite and not negative, "
+            f"the shortest length {sizes.min()} at least 1"
+        )
+    limit = NO_LIMIT if capacity is None else capacity
+    if backend == "native":
+        return _native.pack_greedily(work, sizes, num_groups, limit)
+    return np.array(_pack_greedily(work.tolist(), sizes.tolist(), num_groups, limit), np.int64)
+
+
+def _pack_greedily(work: list[float], sizes: list[int], num_groups: int, limit: int) -> list[int]:
+    load, tokens = [0.0] * num_groups, [0] * num_groups
+    # Entries that the columns above have moved on from are stale and skipped.
+    by_load, by_tokens = ([(start, group) for group in range(num_groups)] for start in (0.0, 0))
+    found: list[int] = []
+    for cost, size in zip(work, sizes, strict=True):
+        while by_load[0][0] != load[by_load[0][1]]:
+            heapq.heappop(by_load)
+        group = by_load[0][1]
+        if tokens[group] + size > limit:
+            while by_tokens[0][0] != tokens[by_tokens[0][1]]:
+                heapq.heappop(by_tokens)
+            group = by_tokens[0][1]
+        if tokens[group] + size > limit:
+            found.append(LEFT_OVER)
+            continue
+        found.append(group)
+        load[group] += cost
         tokens[group] += size
-    return groups, left_over
+        heapq.heappush(by_load, (load[group], group))
+        heapq.heappush(by_tokens, (tokens[group], group))
+    return found
+
+
+def members_of(group_of: NDArray[np.int64], items: NDArray[np.int64], num_groups: int) -> list[list[int]]:
+    """Per group its items in the order of placement; items left over are in none.
+
+    Args:
+        group_of: int64[n] as from `pack_greedily`; items: int64[n], what was placed.
+    """
+    placed = group_of != LEFT_OVER
+    by_group = np.argsort(group_of[placed], kind="stable")
+    members = items[placed][by_group].tolist()
+    edges = [0, *np.cumsum(np.bincount(group_of[placed], minlength=num_groups)).tolist()]
+    return [members[edges[group] : edges[group + 1]] for group in range(num_groups)]

@@ -1,13 +1,17 @@
-"""`wlb`: variable-length packing with outlier queues across steps (WLB §4, Algorithm 1).
+"""`wlb`: variable-length packing with outliers that wait across steps (WLB §4, Algorithm 1).
 
-    new batch ─► length in [L_i, L_{i+1})  ─► queue i ─► N at a time ─┐
-              └► shorter ────────────────────────────────────────────┼─► greedy packing into N micro-batches
-    left over from the last step ────────────────────────────────────┘        │
-                                                      does not fit ◄──────────┘ left over, first next step
+    new batch ─► short documents ───────────────────────────────────────┐
+              └► outliers wait ─► as many as leave the step balanced ───┼─► greedy packing into N micro-batches
+    left over from the last step ───────────────────────────────────────┘        │
+                                                         does not fit ◄──────────┘ left over, first next step
 
 Greedy: left-over documents first, then longest first; each into the micro-batch with the least predicted time
 W_a + W_l, if that would exceed S_max = `max_pack_tokens` into the one with the fewest tokens, else it is left over.
-A queue gives N documents at a time so that every micro-batch gets one outlier. O(n log N) per step.
+O(n log n) per step.
+
+Which outliers are trained is decided by `plan.balanced_release` (ours, `release` = "balance"), or by the paper's
+queues (`release` = "queues"): length in [L_i, L_{i+1}) ─► queue i ─► N at a time, one for each micro-batch; the
+thresholds L_i are tuned in `plan.outlier_lengths`.
 
 N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then the documents chosen are
 also packed into 2N and 4N micro-batches and the fastest by estimate that fits memory is kept: a pipeline often wants
@@ -16,16 +20,15 @@ more micro-batches than the paper's pp. Without a state (a step planned alone) n
 Right readings where the printed algorithm fails (oracle §5): a document fits when the sum is `<= S_max`, not `<`;
 a queue gives floor(len / N)·N, not N, or it grows for ever; left-over documents are sorted too; all queues are
 flushed at the end of the data. Ours: a document that would wait longer than `max_delay_steps` is trained now, and
-for it, or at the end, N grows by dp·pp until everything due fits, so nothing starves and no limit breaks; a step
-never trains nothing while documents wait. A waiting document that makes no micro-batch the longest, because one is
-as long anyway, rides free: that lowers imbalance and delay together. The
-thresholds L_i are tuned in `plan.outlier_lengths`.
+for it, or at the end, N grows in multiples of dp·pp until everything due fits, so nothing starves and no limit
+breaks; a step never trains nothing while documents wait.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.deal import deal_evenly
+from evenload.plan.balanced_release import AtHand, release_balanced
+from evenload.plan.deal import even_shares
 from evenload.plan.delay import Arrivals, DelayedChoice
 from evenload.plan.outlier_lengths import (
     SAMPLE_LENGTHS,
@@ -36,8 +39,8 @@ from evenload.plan.outlier_lengths import (
     tune_outlier_lengths,
 )
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.var_length import pack_greedily
-from evenload.types.columns import whole_document_columns
+from evenload.plan.var_length import LEFT_OVER, members_of, pack_greedily
+from evenload.plan.whole_packs import PricedPacks, price_packs, run_one_f_one_b
 
 MORE_MICRO_BATCHES = (2, 4)
 """Multiples of N that are tried too."""
@@ -50,9 +53,9 @@ def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         DataError: a document longer than `max_pack_tokens`.
     """
     problem.require_whole_documents_fit("wlb")
-    everything = np.arange(len(problem.num_tokens))
-    groups, _ = _pack(problem, everything, everything, _base_count(problem, problem.num_tokens))
-    return _fastest(problem, groups)
+    everything = np.ones(len(problem.num_tokens), bool)
+    count = _base_count(problem, problem.num_tokens)
+    return _fastest(problem, *_pack(problem, _longest_first(problem, everything), everything, count))
 
 
 def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
@@ -62,29 +65,32 @@ def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
         DataError: a document longer than `max_pack_tokens`.
     """
     problem.require_whole_documents_fit("wlb")
-    num_tokens, is_new = problem.num_tokens, arrivals.is_new
+    num_tokens, is_new, state = problem.num_tokens, arrivals.is_new, arrivals.state
     count = _base_count(problem, num_tokens[is_new] if is_new.any() else num_tokens)
-    lengths, sample = _thresholds(problem, arrivals, count)
+    lengths, sample = state.outlier_lengths, state.sample
+    if problem.options.release == "queues":
+        lengths, sample = _thresholds(problem, arrivals, count)
+    overdue = arrivals.age_steps() >= problem.options.max_delay_steps
     if arrivals.is_last:
-        due = np.arange(len(num_tokens))
-        must = due
+        due = must = np.ones(len(num_tokens), bool)
+    elif problem.options.release == "queues":
+        due, must = _due_by_queues(problem, arrivals, lengths, count), overdue
     else:
-        queue = np.where(arrivals.is_left_over, -1, queue_of(num_tokens, lengths))
-        must = np.flatnonzero(arrivals.age_steps() >= problem.options.max_delay_steps)
-        oldest_first = np.lexsort((problem.doc_ids, arrivals.since_step))
-        chosen = due_documents(
-            problem.document_s[oldest_first],
-            arrivals.age_steps()[oldest_first],
-            queue[oldest_first],
-            count,
-            problem.options.max_delay_steps,
-        )
-        due = np.sort(oldest_first[chosen])
+        due, must = _due_by_balance(problem, arrivals, overdue, count), overdue
     # Left-over and overdue documents first, then the longest, as the greedy packing wants them.
-    first = arrivals.is_left_over | np.isin(np.arange(len(num_tokens)), must)
-    order = due[np.lexsort((due, -problem.document_s[due], ~first[due]))]
-    groups, left_over = _pack(problem, order, must, count)
-    return DelayedChoice(_fastest(problem, groups), frozenset(left_over), lengths, sample)
+    order = _longest_first(problem, due)
+    if not arrivals.is_last:
+        first = (arrivals.is_left_over | overdue)[order]
+        order = np.concatenate([order[first], order[~first]])
+    order, group_of, count = _pack(problem, order, must, count)
+    left_over = frozenset(order[group_of == LEFT_OVER].tolist())
+    return DelayedChoice(_fastest(problem, order, group_of, count), left_over, lengths, sample)
+
+
+def _longest_first(problem: StepProblem, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The chosen documents by descending time, equal ones in index order."""
+    documents = np.flatnonzero(chosen)
+    return documents[np.argsort(-problem.document_s[documents], kind="stable")]
 
 
 def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
@@ -94,6 +100,37 @@ def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
         return options.micro_batches * layout.dp
     capacity, unit = options.max_pack_tokens, layout.dp * layout.pp
     return unit if capacity is None else max(1, -(-int(num_tokens.sum()) // (capacity * unit))) * unit
+
+
+def _due_by_balance(
+    problem: StepProblem, arrivals: Arrivals, overdue: NDArray[np.bool_], count: int
+) -> NDArray[np.bool_]:
+    shortest = (problem.options.outlier_lengths or (1,))[0]
+    hand = AtHand(
+        work_s=problem.document_s,
+        age_steps=arrivals.age_steps(),
+        must=overdue | arrivals.is_left_over,
+        may_wait=problem.num_tokens >= shortest,
+        new_work_s=float(problem.document_s[arrivals.is_new].sum()),
+        num_micro_batches=count,
+        max_delay_steps=problem.options.max_delay_steps,
+        recent_delay_steps=arrivals.state.recent_delay_steps(),
+    )
+    return release_balanced(hand, backend=problem.options.backend)
+
+
+def _due_by_queues(problem: StepProblem, arrivals: Arrivals, lengths: tuple[int, ...], count: int) -> NDArray[np.bool_]:
+    queue = np.where(arrivals.is_left_over, -1, queue_of(problem.num_tokens, lengths))
+    oldest_first = np.lexsort((problem.doc_ids, arrivals.since_step))
+    due = np.zeros(len(queue), bool)
+    due[oldest_first] = due_documents(
+        problem.document_s[oldest_first],
+        arrivals.age_steps()[oldest_first],
+        queue[oldest_first],
+        count,
+        problem.options.max_delay_steps,
+    )
+    return due
 
 
 def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,51 +156,56 @@ def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[t
 
 
 def _pack(
-    problem: StepProblem, order: NDArray[np.int64], must: NDArray[np.int64], count: int
-) -> tuple[list[list[int]], list[int]]:
-    """Groups and left-over documents; more than `count` groups where documents that must be trained need them."""
-    unit = problem.layout.dp * problem.layout.pp
-    required = set(must.tolist())
-    if len(required) == len(order):
+    problem: StepProblem, order: NDArray[np.int64], must: NDArray[np.bool_], count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Documents in the order placed, the group of each, and how many groups: more than `count` where documents that
+    must be trained need them."""
+    unit, limit = problem.layout.dp * problem.layout.pp, problem.options.max_pack_tokens
+    if must[order].all():
         order = order[np.lexsort((order, -problem.document_s[order]))]
+    sizes, work_s = problem.num_tokens[order], problem.document_s[order]
     while True:
-        groups, left_over = pack_greedily(
-            problem.document_s, problem.num_tokens, order, count, problem.options.max_pack_tokens
-        )
-        if required.isdisjoint(left_over):
-            return groups, left_over
-        count = (count // unit + 1) * unit
+        group_of = pack_greedily(work_s, sizes, count, limit, backend=problem.options.backend)
+        missing = must[order] & (group_of == LEFT_OVER)
+        if limit is None or not missing.any():
+            return order, group_of, count
+        # As many more as the missing tokens fill, so a large batch needs few rounds.
+        count = (count // unit + max(1, int(sizes[missing].sum()) // (limit * unit))) * unit
 
 
-def _fastest(problem: StepProblem, groups: list[list[int]]) -> tuple[ReplicaChoice, ...]:
+def _fastest(
+    problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int
+) -> tuple[ReplicaChoice, ...]:
     """The groups, or the same documents in more of them: the least by estimate that fits memory."""
-    documents = np.array([index for group in groups for index in group], np.int64)
-    order = documents[np.lexsort((documents, -problem.document_s[documents]))]
-    tried = [groups]
+    tried = [_priced(problem, order, group_of, count)]
+    documents = order[group_of != LEFT_OVER]
+    documents = documents[np.lexsort((documents, -problem.document_s[documents]))]
+    sizes, work_s = problem.num_tokens[documents], problem.document_s[documents]
     for factor in MORE_MICRO_BATCHES[: problem.options.candidates - 1]:
-        if problem.options.micro_batches is not None or factor * len(groups) > 2 * len(documents):
+        if problem.options.micro_batches is not None or factor * count > 2 * len(documents):
             break  # the user's number, or packs of single documents
-        more, left_over = pack_greedily(
-            problem.document_s, problem.num_tokens, order, factor * len(groups), problem.options.max_pack_tokens
+        more = pack_greedily(
+            work_s, sizes, factor * count, problem.options.max_pack_tokens, backend=problem.options.backend
         )
-        if not left_over:
-            tried.append(more)
+        if not (more == LEFT_OVER).any():
+            tried.append(_priced(problem, documents, more, factor * count))
     found: list[tuple[ReplicaChoice, ...]] = []
-    for one in sorted(tried, key=lambda groups: _estimate_s(problem, groups)):
-        found.append(deal_evenly(problem, one))
+    for priced in sorted(tried, key=lambda priced: _estimate_s(problem, priced)):
+        found.append(run_one_f_one_b(problem, priced))
         if not any(choice.candidate.excess_bytes for choice in found[-1]):
             return found[-1]
     return min(found, key=lambda choices: max(choice.candidate.score() for choice in choices))
 
 
-def _estimate_s(problem: StepProblem, groups: list[list[int]]) -> float:
+def _priced(problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int) -> PricedPacks:
+    return price_packs(problem, even_shares(problem, members_of(group_of, order, count)))
+
+
+def _estimate_s(problem: StepProblem, priced: PricedPacks) -> float:
     """1F1B in closed form: a replica's micro-batches one after the other; longest first, so the pipeline fills with
     the longest forward and drains with the shortest backward."""
-    columns = whole_document_columns([group for group in groups if group], problem.num_tokens)
-    if not columns.num_packs:
+    forward, backward = priced.tasks.forward_s, priced.tasks.backward_s
+    if not len(forward):
         return 0.0
-    forward, backward = (
-        problem.costs.pack_seconds(columns, direction, problem.policy) for direction in ("forward", "backward")
-    )
     busy_s = float((forward + backward).max(axis=1).sum()) / problem.layout.dp
     return busy_s + (problem.layout.pp - 1) * float(forward.max() + backward.max(axis=1).min())
