@@ -17,10 +17,13 @@
 #include <utility>
 #include <vector>
 
+#include "bind_trials.h"
+#include "dacp.h"
 #include "pack.h"
 #include "partition.h"
 #include "schedule.h"
 #include "simulate.h"
+#include "subset.h"
 #include "tasks.h"
 
 namespace nb = nanobind;
@@ -146,6 +149,71 @@ std::tuple<Out<int32_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>> partition_by_
     }
     return {to_numpy(std::move(slices.doc)), to_numpy(std::move(slices.start)), to_numpy(std::move(slices.stop)),
             to_numpy(std::move(slices.pack_offset))};
+}
+
+// Owners of the documents of every group members[offset[g] .. offset[g + 1]), and the time of each group.
+std::pair<Out<int64_t>, Out<double>> assign_owners(In<int64_t> num_tokens, In<double> local_s, In<double> shared_s,
+                                                   In<double> gather_s, In<int64_t> members, In<int64_t> offset,
+                                                   int64_t cp, int64_t bucket, int64_t evaluations, int64_t nodes) {
+    constexpr int64_t most_tokens = int64_t{1} << 40;  // sums of many stay within int64
+    const size_t n = num_tokens.size();
+    require(local_s.size() == n && shared_s.size() == n && gather_s.size() == n, "columns of ", n,
+            " documents must have one length");
+    require(cp >= 1 && cp <= 65536 && bucket >= 0 && bucket <= most_tokens, "cp = ", cp, " or bucket = ", bucket,
+            " is out of range");
+    require_sizes(view(num_tokens), most_tokens);
+    for (const auto& column : {local_s, shared_s, gather_s}) {
+        for (double value : view(column)) require(value >= 0.0 && value < 1e300, "seconds hold ", value);
+    }
+    for (int64_t document : view(members)) {
+        require(document >= 0 && static_cast<size_t>(document) < n, "members name document ", document, " of ", n);
+    }
+    require(offset.size() >= 1, "offset must hold at least one entry");
+    int64_t edge = 0;
+    for (int64_t next : view(offset)) {
+        require(next >= edge && next <= static_cast<int64_t>(members.size()), "offset holds ", next,
+                "; offsets ascend from 0 to the number of members");
+        edge = next;
+    }
+    require(offset.data()[0] == 0 && edge == static_cast<int64_t>(members.size()), "offset must begin at 0 and end at ",
+            members.size());
+    std::vector<int64_t> owner(members.size(), evenload::kShared);
+    std::vector<double> seconds(offset.size() - 1);
+    {
+        nb::gil_scoped_release unlocked;
+        evenload::OwnedDocuments group;
+        for (size_t g = 0; g + 1 < offset.size(); ++g) {
+            group = {};
+            for (int64_t at = offset.data()[g]; at < offset.data()[g + 1]; ++at) {
+                const int64_t document = members.data()[at];
+                group.tokens.push_back(num_tokens.data()[document]);
+                group.local_s.push_back(local_s.data()[document]);
+                group.shared_s.push_back(shared_s.data()[document]);
+                group.gather_s.push_back(gather_s.data()[document]);
+            }
+            seconds[g] = evenload::assign_owners(group, {cp, bucket, evaluations, nodes},
+                                                 std::span(owner).subspan(offset.data()[g], group.tokens.size()));
+        }
+    }
+    return {to_numpy(std::move(owner)), to_numpy(std::move(seconds))};
+}
+
+// (groups as bit masks, worker of each).
+std::pair<Out<int64_t>, Out<int64_t>> best_partition(In<double> cost, In<double> load) {
+    const size_t size = cost.size();
+    require(size >= 1 && size <= (size_t{1} << 16) && (size & (size - 1)) == 0, "cost has ", size,
+            " entries, not 2^n with n up to 16");
+    require(load.size() >= 1, "load must name at least one worker");
+    require(cost.data()[0] == 0.0, "cost of no items is ", cost.data()[0], ", not 0");
+    for (const auto& column : {cost, load}) {
+        for (double value : view(column)) require(value >= 0.0, "cost or load holds ", value);
+    }
+    std::pair<std::vector<int64_t>, std::vector<int64_t>> found;
+    {
+        nb::gil_scoped_release unlocked;
+        found = evenload::best_partition(view(cost), view(load));
+    }
+    return {to_numpy(std::move(found.first)), to_numpy(std::move(found.second))};
 }
 
 // The fields of PipelineTasks in the order of its class; see schedule/task_arrays.py.
@@ -293,8 +361,13 @@ NB_MODULE(_native, m) {
     m.def("partition_by_work", &partition_by_work, nb::arg("num_tokens"), nb::arg("order"), nb::arg("linear_s"),
           nb::arg("attention_s"), nb::arg("slice_s"), nb::arg("num_packs"), nb::arg("align"),
           nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("last_first"));
+    m.def("assign_owners", &assign_owners, nb::arg("num_tokens"), nb::arg("local_s"), nb::arg("shared_s"),
+          nb::arg("gather_s"), nb::arg("members"), nb::arg("offset"), nb::arg("cp"), nb::arg("bucket"),
+          nb::arg("evaluations"), nb::arg("nodes"));
+    m.def("best_partition", &best_partition, nb::arg("cost"), nb::arg("load"));
     m.def("list_schedule", &list_schedule, nb::arg("tasks"), nb::arg("cap_bytes"), nb::arg("alternate"),
           nb::arg("lookahead"), nb::arg("split") = nb::none());
     m.def("simulate", &simulate, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),
           nb::arg("rank_offset"), nb::arg("split") = nb::none());
+    bind_trials(m);
 }

@@ -31,6 +31,25 @@ def partition_by_work(
     last_first: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
 
+# plan/dacp.py: (owner int64[members], seconds float64[groups])
+def assign_owners(
+    num_tokens: NDArray[np.int64],
+    local_s: NDArray[np.float64],
+    shared_s: NDArray[np.float64],
+    gather_s: NDArray[np.float64],
+    members: NDArray[np.int64],
+    offset: NDArray[np.int64],
+    cp: int,
+    bucket: int,
+    evaluations: int,
+    nodes: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
+
+# plan/subset_partition.py: (groups as bit masks int64[groups], worker int64[groups])
+def best_partition(
+    cost: NDArray[np.float64], load: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
 # `tasks` below: the columns of PipelineTasks in field order, from schedule/task_arrays.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
 def list_schedule(
@@ -50,3 +69,83 @@ def simulate(
     rank_offset: NDArray[np.int64],
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]: ...
+
+# cost/native_table.py: the numbers prices are made of; see native/price.h.
+class Link:
+    def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None: ...
+
+class PassTable:
+    def __init__(self, matrix: list[float], kv_token_bytes: float, context_rings: float) -> None: ...
+
+class CostTable:
+    num_stages: int
+    num_ranks: int
+    tile: int
+    layout_cp: int
+    layout_tp: int
+    devices_per_node: int
+    causal: bool
+    windows: list[int]
+    forward: PassTable
+    backward: PassTable
+    context_hidden_share: float
+    intra_node: Link
+    inter_node: Link
+    host: Link
+    layers: list[float]
+    linear_again_token_s: list[float]
+    linear_again_pack_s: list[float]
+    offload_bytes_per_token: list[float]
+    p2p_bytes_per_token: float
+    p2p: Link
+    stage_to_rank: list[int]
+    static_bytes: list[int]
+    chunk_bytes: list[int]
+    forward_temp_bytes: list[int]
+    backward_temp_bytes: list[int]
+    kv_bytes: list[int]
+    kv_gradient_bytes: list[int]
+    logits_bytes_per_row: list[int]
+    head_rows: int
+    gathered_forward_bytes: int
+    gathered_backward_bytes: int
+    weight_token_s: float
+    weight_pack_s: float
+    weight_share: float
+    weight_held_bytes: list[int]
+    weight_new_bytes: list[int]
+
+# cost/native_price.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
+def price_packs(
+    table: CostTable,
+    forward: tuple[NDArray[Any], ...],
+    backward: tuple[NDArray[Any], ...],
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8],
+    split: bool,
+) -> tuple[Any, ...]: ...
+
+# plan/native_trials.py; a curve is (linear_s, attention terms, slice_s)
+def cut_packs(
+    table: CostTable,
+    num_tokens: NDArray[np.int64],
+    setting: NDArray[np.int64],
+    forward: tuple[float, tuple[tuple[float, int], ...], float],
+    backward: tuple[float, tuple[tuple[float, int], ...], float],
+    min_slice_tokens: int,
+    max_pack_tokens: int,
+    align_from_tiles: int,
+) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]] | None: ...
+
+# per replica (excess_bytes int64[trials], makespan_s, imbalance forward, imbalance backward float64[trials])
+def score_trials(
+    table: CostTable,
+    replicas: list[tuple[NDArray[np.int64], NDArray[np.int8], int, NDArray[np.int64]]],
+    forward: tuple[float, tuple[tuple[float, int], ...], float],
+    backward: tuple[float, tuple[tuple[float, int], ...], float],
+    cap_bytes: NDArray[np.int64],
+    min_slice_tokens: int,
+    max_pack_tokens: int,
+    align_from_tiles: int,
+    threads: int,
+) -> list[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]]: ...

@@ -57,9 +57,7 @@ def context_seconds(
     Raises:
         ConfigError: the coefficients know no link.
     """
-    token_bytes = kv_bytes_per_token(model, tp)
-    if direction == "backward":
-        token_bytes += kv_gradient_bytes_per_token(model, tp)
+    token_bytes = context_token_bytes(model, tp, direction)
     seconds = np.zeros(len(ranks))
     for size in np.unique(ranks[gathered_tokens > 0]).tolist():
         if size == 1:
@@ -69,3 +67,9 @@ def context_seconds(
         latency_s = CONTEXT_RINGS[direction] * (size - 1) * link.latency_s
         seconds[of_size] = moved / link.bandwidth_bytes_per_s + latency_s
     return seconds
+
+
+def context_token_bytes(model: ModelSpec, tp: int, direction: Direction) -> int:
+    """Of one token and layer: keys and values, in backward also their gradients."""
+    both = kv_gradient_bytes_per_token(model, tp) if direction == "backward" else 0
+    return kv_bytes_per_token(model, tp) + both

@@ -78,7 +78,7 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
     A tied head on another rank than the embedding is a second copy, as in the runtime.
     """
     parameters = np.zeros(layout.pp, np.int64)
-    layer, embedding = _layer_parameters(model, layout.tp), -(-model.vocab_size // layout.tp) * model.hidden_size
+    layer, embedding = layer_parameters(model, layout.tp), embedding_parameters(model, layout.tp)
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         parameters[rank] += (last - first) * layer
     first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
@@ -89,7 +89,12 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
     return parameters
 
 
-def _layer_parameters(model: ModelSpec, tp: int) -> int:
+def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
+    """Of the embedding, or of the head, on one tensor-parallel rank: rows are split."""
+    return -(-model.vocab_size // tp) * model.hidden_size
+
+
+def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
     """Of one layer on one tensor-parallel rank: matrices are split, norms and the router are copies."""
     copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
     key_value = 2 * model.hidden_size * model.head_dim
@@ -102,8 +107,13 @@ def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     element = model.bytes_per_element
     parameters = parameters_per_rank(model, layout)
     shards = layout.dp * layout.cp
-    optimizer = ((4 if element < 4 else 0) + 2 * max(element, 4)) * -(-parameters // shards)
-    return parameters * (element + max(element, 4)) + optimizer
+    return parameters * (element + max(element, 4)) + optimizer_bytes_per_parameter(model) * -(-parameters // shards)
+
+
+def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
+    """AdamW's state: two moments, and a master copy where weights have less than 4 bytes."""
+    element = model.bytes_per_element
+    return (4 if element < 4 else 0) + 2 * max(element, 4)
 
 
 def pipeline_bytes(
@@ -121,17 +131,18 @@ def pipeline_bytes(
         num_tokens: int64[num_documents] of the replica's documents, without padding.
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
     """
-    tp, element = layout.tp, model.bytes_per_element
-    layers = np.array([last - first for first, last in layout.stage_layers], np.int64)
-    is_last = np.arange(len(layers)) == len(layers) - 1
-    hidden = -(-model.hidden_size // tp)
-    # By policy and stage; the final hidden states of the last stage stay on the device under every policy.
-    chunk_per_token = np.stack(
-        [layers * activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
-    )
-    kv_per_token = layers * kv_bytes_per_token(model, tp)
-    kv_gradient_per_token = layers * kv_gradient_bytes_per_token(model, tp)
+    return bytes_at_rates(byte_rates(model, layout), layout, forward, backward, num_tokens, policy)
 
+
+def bytes_at_rates(
+    rates: "ByteRates",
+    layout: ParallelLayout,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
+) -> PipelineBytes:
+    """As `pipeline_bytes`, at any rates; linear in them, so that kinds of bytes can be told apart."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
     forward_ranks, backward_ranks = sharing_ranks(forward, layout), sharing_ranks(backward, layout)
     whole_forward_tokens = _slice_tokens(forward, forward_pack)
@@ -157,29 +168,77 @@ def pipeline_bytes(
     freed_chunks = _policy_sums(freeing_pack, forward_tokens, backward.num_packs, forward.doc, policy)
     freed_kv = _pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), backward.num_packs)
 
-    # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
-    forward_temp = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
     backward_counts = _policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy)
-    forward_each = np.zeros((len(POLICIES), len(layers)), np.int64) + forward_temp
-    backward_each = np.zeros((len(POLICIES), len(layers)), np.int64)
-    backward_each[RECOMPUTE] += element * recomputed_width(model, tp)
-    buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
-    forward_each[OFFLOAD] += buffered
-    backward_each[OFFLOAD] += buffered
     gathered_forward = _gathered(forward_pack, whole_forward_tokens, forward_ranks, forward.num_packs)
     gathered_backward = _gathered(backward_pack, whole_backward_tokens, backward_ranks, backward.num_packs)
-    kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    logits_rows = np.minimum(backward_counts.sum(axis=1), HEAD_ROWS)
     return PipelineBytes(
+        static_bytes=rates.static_bytes,
+        forward_kept_bytes=kept_chunks @ rates.chunk + np.outer(kept_kv, rates.kv),
+        forward_temp_bytes=kept_chunks @ rates.forward_temp + (gathered_forward * rates.gathered_forward)[:, None],
+        backward_freed_bytes=freed_chunks @ rates.chunk
+        + np.outer(freed_kv, rates.kv)
+        + np.outer(closed - opened, rates.kv_gradient),
+        backward_temp_bytes=backward_counts @ rates.backward_temp
+        + np.outer(logits_rows, rates.logits_per_row)
+        + np.outer(opened, rates.kv_gradient)
+        + (gathered_backward * rates.gathered_backward)[:, None],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ByteRates:
+    """Bytes a token, by activation policy and stage; what `pipeline_bytes` and its native twin multiply counts with.
+
+    Args:
+        static_bytes: int64[R].
+        chunk, forward_temp, backward_temp: int64[policies, P] a token of a pack.
+        kv, kv_gradient: int64[P] a token of a document.
+        logits_per_row: int64[P], rows up to `HEAD_ROWS` a pack.
+        gathered_forward, gathered_backward: a token whose keys and values other ranks send.
+    """
+
+    static_bytes: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    forward_temp: NDArray[np.int64]
+    backward_temp: NDArray[np.int64]
+    kv: NDArray[np.int64]
+    kv_gradient: NDArray[np.int64]
+    logits_per_row: NDArray[np.int64]
+    gathered_forward: int
+    gathered_backward: int
+
+
+def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
+    """Of a model under a layout."""
+    tp, element = layout.tp, model.bytes_per_element
+    layers = np.array([last - first for first, last in layout.stage_layers], np.int64)
+    is_last = np.arange(len(layers)) == len(layers) - 1
+    hidden = -(-model.hidden_size // tp)
+    # By policy and stage; the final hidden states of the last stage stay on the device under every policy.
+    chunk = np.stack(
+        [layers * activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
+    )
+    # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
+    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
+    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
+    forward_temp = np.full((len(POLICIES), len(layers)), forward, np.int64)
+    backward_temp = np.full((len(POLICIES), len(layers)), backward, np.int64)
+    backward_temp[RECOMPUTE] += element * recomputed_width(model, tp)
+    buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
+    forward_temp[OFFLOAD] += buffered
+    backward_temp[OFFLOAD] += buffered
+    kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    return ByteRates(
         static_bytes=static_bytes(model, layout),
-        forward_kept_bytes=kept_chunks @ chunk_per_token + np.outer(kept_kv, kv_per_token),
-        forward_temp_bytes=kept_chunks @ forward_each + (gathered_forward * kv)[:, None],
-        backward_freed_bytes=freed_chunks @ chunk_per_token
-        + np.outer(freed_kv, kv_per_token)
-        + np.outer(closed - opened, kv_gradient_per_token),
-        backward_temp_bytes=backward_temp_estimate(model, layout, backward_counts.sum(axis=1))
-        + backward_counts @ backward_each
-        + np.outer(opened, kv_gradient_per_token)
-        + (gathered_backward * (kv + kv_gradient))[:, None],
+        chunk=chunk,
+        forward_temp=forward_temp,
+        backward_temp=backward_temp,
+        kv=layers * kv,
+        kv_gradient=layers * kv_gradient,
+        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + 8),
+        gathered_forward=kv,
+        gathered_backward=kv + kv_gradient,
     )
 
 
@@ -191,12 +250,9 @@ def backward_temp_estimate(
     Args:
         pack_tokens: int64[num_packs] tokens as one rank computes them, padding included.
     """
-    element, tp, stages = model.bytes_per_element, layout.tp, layout.num_stages
-    per_token = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
-    is_last = np.arange(stages) == stages - 1
-    logits_per_row = is_last * -(-model.vocab_size // tp) * (element + 8)
-    return np.outer(pack_tokens, np.full(stages, per_token, np.int64)) + np.outer(
-        np.minimum(pack_tokens, HEAD_ROWS), logits_per_row
+    rates = byte_rates(model, layout)
+    return np.outer(pack_tokens, rates.backward_temp[REPLAY]) + np.outer(
+        np.minimum(pack_tokens, HEAD_ROWS), rates.logits_per_row
     )
 
 

@@ -17,9 +17,12 @@ Details that matter:
   one makes a pack last at least as long as its copies to or from the host.
 """
 
+import functools
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.comm import ring_seconds, transfer_seconds
@@ -29,6 +32,7 @@ from evenload.cost.memory import parameters_per_rank, sharing_ranks
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -48,12 +52,20 @@ class PackCosts:
         self.coefficients = coefficients
         self.layout = layout
         self.windows = tuple(sorted(set(model.windows)))
-        self._stage_seconds: dict[Direction, NDArray[np.float64]] = {
+        self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
             "forward": self._stage_matrix("forward"),
             "backward": self._stage_matrix("backward"),
         }
         # Per stage: seconds a token and a pack of the forward's linear work, which recomputing pays again.
-        self._linear_again = self._linear_seconds("forward")
+        self.linear_again_s = self._linear_seconds("forward")
+
+    @functools.cached_property
+    def native(self) -> _native.CostTable:
+        """The same numbers for the core (`cost.native_price`)."""
+        # Imported here because the table also evaluates formulas of modules that price packs.
+        from evenload.cost.native_table import native_table
+
+        return native_table(self)
 
     def pack_seconds(
         self, columns: SliceColumns, direction: Direction, policy: NDArray[np.int8] | None = None
@@ -66,9 +78,9 @@ class PackCosts:
         Raises:
             ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
         """
-        matrix = self._stage_seconds[direction]
+        matrix = self.stage_seconds[direction]
         features = self._features(columns)
-        seconds = features @ matrix
+        seconds = _weighted(features, matrix)
         if columns.cp is not None or self.layout.cp > 1:
             hidden_s = self.coefficients.context_hidden_share * self._attention_seconds(features, direction)
             seconds += np.maximum(0.0, self.context_seconds(columns, direction) - hidden_s)
@@ -76,14 +88,14 @@ class PackCosts:
             tokens = self._policy_tokens(columns, policy)
             if direction == "backward":
                 again = tokens[:, RECOMPUTE]
-                seconds += np.outer(again, self._linear_again[0]) + np.outer(again > 0, self._linear_again[1])
+                seconds += np.outer(again, self.linear_again_s[0]) + np.outer(again > 0, self.linear_again_s[1])
             if tokens[:, OFFLOAD].any():
                 seconds = np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD]))
         return seconds
 
     def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
-        return self._features(columns) @ self._stage_seconds[direction]
+        return _weighted(self._features(columns), self.stage_seconds[direction])
 
     def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
@@ -92,7 +104,7 @@ class PackCosts:
         pack_ranks = np.ones(columns.num_packs, np.int64)
         np.maximum.at(pack_ranks, columns.pack_of_slice(), ranks)
         layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, pack_ranks, gathered, direction)
-        return np.outer(layer_s, self._layers())
+        return np.outer(layer_s, self.layers())
 
     def document_seconds(
         self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
@@ -108,9 +120,9 @@ class PackCosts:
         sharing = np.full(len(tokens), self.layout.cp if ranks is None else ranks, np.int64)
         features = self._slice_features(np.zeros_like(tokens), tokens, sharing)
         features[:, 2] = 0.0
-        seconds = features @ (self._stage_seconds["forward"] + self._stage_seconds["backward"]).sum(axis=1)
+        seconds = features @ (self.stage_seconds["forward"] + self.stage_seconds["backward"]).sum(axis=1)
         if policy is not None:
-            seconds += (policy == RECOMPUTE) * features[:, 0] * self._linear_again[0].sum()
+            seconds += (policy == RECOMPUTE) * features[:, 0] * self.linear_again_s[0].sum()
         return seconds
 
     def forward_work(self, stage: int | None = None) -> WorkCurve:
@@ -183,29 +195,50 @@ class PackCosts:
     def _linear_seconds(self, direction: Direction, tp: int | None = None) -> tuple[NDArray, NDArray]:
         """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
         tp = self.layout.tp if tp is None else tp
-        layer, layers = self._pass(direction), self._layers()
+        layer, layers = self._pass(direction), self.layers()
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
 
-    def _layers(self) -> NDArray[np.int64]:
-        """Layers of every virtual stage."""
-        return np.array([last - first for first, last in self.layout.stage_layers], np.int64)
+    def require_sliceable(self, columns: SliceColumns) -> None:
+        """Refuse slices that the model cannot run.
 
-    def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
-        """Of packs with these features; float64[num_packs, P]."""
-        of_pairs = [_pairs(index) for index in range(len(self.windows))]
-        return features[:, of_pairs] @ self._stage_seconds[direction][of_pairs]
+        Raises:
+            ConfigError: pieces of documents of a bidirectional model.
+        """
+        if not self.model.causal and columns.start.any():
+            raise ConfigError(
+                f"model {self.model.name} is bidirectional: every token sees the whole document, so documents "
+                "cannot be sliced; use a strategy of whole documents (padded, best_fit, balanced)"
+            )
 
-    def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
+    def host_link(self) -> LinkSpec:
+        """The link that offloaded activations travel.
+
+        Raises:
+            ConfigError: it is not known.
+        """
         link = self.coefficients.host_link
         if link is None:
             raise ConfigError(
                 f"cost coefficients of {self.coefficients.device} have no host_link, so offloaded activations cannot "
                 "be costed; set it in the cost file or in the cluster's device, or use policy replay or recompute"
             )
+        return link
+
+    def layers(self) -> NDArray[np.int64]:
+        """Layers of every virtual stage."""
+        return np.array([last - first for first, last in self.layout.stage_layers], np.int64)
+
+    def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
+        """Of packs with these features; float64[num_packs, P]."""
+        of_pairs = [_pairs(index) for index in range(len(self.windows))]
+        return _weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
+
+    def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
+        link = self.host_link()
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
-        copied_bytes = np.outer(tokens, self._layers() * token_bytes)
+        copied_bytes = np.outer(tokens, self.layers() * token_bytes)
         return np.where(copied_bytes > 0, copied_bytes / link.bandwidth_bytes_per_s + link.latency_s, 0.0)
 
     def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -231,11 +264,7 @@ class PackCosts:
 
     def _features(self, columns: SliceColumns) -> NDArray[np.float64]:
         """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window."""
-        if not self.model.causal and columns.start.any():
-            raise ConfigError(
-                f"model {self.model.name} is bidirectional: every token sees the whole document, so documents "
-                "cannot be sliced; use a strategy of whole documents (padded, best_fit, balanced)"
-            )
+        self.require_sliceable(columns)
         pack = columns.pack_of_slice()
         stop = columns.start + _rows(columns)
         shared = columns.cp is not None or self.layout.cp > 1
@@ -291,8 +320,8 @@ class PackCosts:
         return out
 
     def _work(self, direction: Direction, stage: int | None, recomputed_share: float) -> WorkCurve:
-        matrix = self._stage_seconds[direction]
-        linear = matrix[0] + recomputed_share * self._linear_again[0] if recomputed_share else matrix[0]
+        matrix = self.stage_seconds[direction]
+        linear = matrix[0] + recomputed_share * self.linear_again_s[0] if recomputed_share else matrix[0]
         chosen, cp = int(linear.argmax()) if stage is None else stage, self.layout.cp
         return WorkCurve(
             linear_s=float(linear[chosen]) / cp,
@@ -303,6 +332,14 @@ class PackCosts:
             ),
             slice_s=float(matrix[1, chosen]),
         )
+
+
+def _weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`features @ matrix`, summed in the order of the features: the native core repeats it bit for bit."""
+    total = features[:, :1] * matrix[0]
+    for feature in range(1, len(matrix)):
+        total += features[:, feature, None] * matrix[feature]
+    return total
 
 
 def _pairs(window_index: int) -> int:

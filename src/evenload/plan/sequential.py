@@ -87,7 +87,7 @@ def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) 
     num_tokens = problem.num_tokens[documents]
     forward, backward = (_columns(packs) for packs in sequential_packs(num_tokens.tolist(), window))
     policy = problem.policy_of(documents)
-    tasks = pipeline_tasks(problem.costs, forward, backward, num_tokens, policy)
+    tasks = pipeline_tasks(problem.costs, forward, backward, num_tokens, policy, backend=problem.options.backend)
     found: list[Candidate] = []
     for order in ("word", "list"):
         label = f"{forward.num_packs} windows, {order}"

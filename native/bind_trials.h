@@ -1,0 +1,6 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+// CostTable, price_packs, cut_packs and score_trials.
+void bind_trials(nanobind::module_& m);

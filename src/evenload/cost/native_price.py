@@ -1,0 +1,84 @@
+"""Packs priced in the core: seconds, bytes and dependencies of `PipelineTasks` in one call.
+
+Twin: `PackCosts.pack_seconds` and `p2p_seconds`, `cost.memory.pipeline_bytes` and `cost.split_backward`, which are
+the specification; all agree to the last bit. O(slices + packs · stages · features), about 50 ns a slice and 10 ns a
+pack and stage, where the twin pays some 0.4 ms of numpy calls whatever the size.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.cost.activation import OFFLOAD
+from evenload.cost.pack_cost import PackCosts
+from evenload.types.columns import SliceColumns
+from evenload.types.pipeline import PipelineTasks, SplitBackward
+
+_SPLIT = tuple(field.name for field in fields(SplitBackward))
+
+
+def native_pipeline_tasks(
+    costs: PackCosts,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
+    *,
+    split: bool = False,
+) -> PipelineTasks:
+    """Price packs of one replica.
+
+    Args:
+        num_tokens: int64[k], indexed by `SliceColumns.doc`.
+        policy: int8[k], indices into `cost.activation.POLICIES`; None = all replay.
+        split: also price backwards as I and W.
+
+    Raises:
+        ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
+        ValueError: columns that are no packs of these documents.
+    """
+    require_known_links(costs, forward, backward, policy)
+    codes = np.empty(0, np.int8) if policy is None else np.ascontiguousarray(policy, np.int8)
+    *columns, parts = _native.price_packs(
+        costs.native, _arrays(forward), _arrays(backward), np.ascontiguousarray(num_tokens, np.int64), codes, split
+    )
+    forward_s, backward_s, p2p_forward_s, p2p_backward_s, needed, kept, forward_temp, freed, backward_temp = columns
+    return PipelineTasks(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        p2p_forward_s=p2p_forward_s,
+        p2p_backward_s=p2p_backward_s,
+        forwards_needed=needed,
+        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
+        static_bytes=np.array(costs.native.static_bytes, np.int64),
+        forward_kept_bytes=kept,
+        forward_temp_bytes=forward_temp,
+        backward_freed_bytes=freed,
+        backward_temp_bytes=backward_temp,
+        split=None if parts is None else SplitBackward(**dict(zip(_SPLIT, parts, strict=True))),
+    )
+
+
+def require_known_links(
+    costs: PackCosts, forward: SliceColumns, backward: SliceColumns, policy: NDArray[np.int8] | None
+) -> None:
+    """What the core takes for granted.
+
+    Raises:
+        ConfigError: as the twin would.
+    """
+    costs.require_sliceable(forward)
+    costs.require_sliceable(backward)
+    if policy is not None and (policy == OFFLOAD).any():
+        costs.host_link()
+    shared = forward.cp is not None or backward.cp is not None or costs.layout.cp > 1
+    if shared and None in (costs.coefficients.intra_node, costs.coefficients.inter_node):
+        costs.context_seconds(forward, "forward")  # refuses a group over a link that is not known
+        costs.context_seconds(backward, "backward")
+
+
+def _arrays(columns: SliceColumns) -> tuple[NDArray, ...]:
+    ranks = np.empty(0, np.int64) if columns.cp is None else columns.cp
+    return columns.doc, columns.start, columns.stop, columns.pack_offset, columns.pad_to, ranks

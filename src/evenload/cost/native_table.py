@@ -1,0 +1,62 @@
+"""`CostTable`: one model, device and layout as the plain numbers that native prices are made of (`native/price.h`).
+
+Formulas stay in `cost.pack_cost`, `cost.memory`, `cost.group_comm` and `cost.split_backward`; here they are only
+evaluated per stage. Made once for a planner; pricing a pack then multiplies and adds in the core.
+"""
+
+from evenload import _native
+from evenload.cost.activation import activation_bytes_per_token
+from evenload.cost.group_comm import CONTEXT_RINGS, context_token_bytes
+from evenload.cost.memory import HEAD_ROWS, byte_rates
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.split_backward import WEIGHT_SHARE, weight_elements_per_token
+from evenload.types.cluster import LinkSpec
+
+
+def native_table(costs: PackCosts) -> _native.CostTable:
+    """The numbers of `costs`."""
+    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
+    table = _native.CostTable()
+    table.num_stages, table.num_ranks = layout.num_stages, layout.pp
+    table.layout_cp, table.layout_tp = layout.cp, layout.tp
+    table.tile, table.causal = coefficients.attention_tile, model.causal
+    table.devices_per_node = coefficients.devices_per_node
+    table.windows = list(costs.windows)
+    table.forward, table.backward = (
+        _native.PassTable(
+            costs.stage_seconds[direction].ravel().tolist(),
+            float(context_token_bytes(model, layout.tp, direction)),
+            float(CONTEXT_RINGS[direction]),
+        )
+        for direction in ("forward", "backward")
+    )
+    table.context_hidden_share = coefficients.context_hidden_share
+    table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(coefficients.inter_node)
+    table.host = _link(coefficients.host_link)
+    layers = costs.layers()
+    table.layers = layers.astype(float).tolist()
+    table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in costs.linear_again_s)
+    offloaded = activation_bytes_per_token(model, "replay", layout.tp)
+    table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
+    table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
+    table.p2p = _native.Link(coefficients.p2p_bandwidth_bytes_per_s, coefficients.p2p_latency_s)
+    table.stage_to_rank = list(layout.stage_to_rank)
+    rates = byte_rates(model, layout)
+    table.static_bytes = rates.static_bytes.tolist()
+    table.chunk_bytes = rates.chunk.ravel().tolist()
+    table.forward_temp_bytes = rates.forward_temp.ravel().tolist()
+    table.backward_temp_bytes = rates.backward_temp.ravel().tolist()
+    table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
+    table.logits_bytes_per_row = rates.logits_per_row.tolist()
+    table.head_rows = HEAD_ROWS
+    table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
+    table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
+    table.weight_pack_s, table.weight_share = coefficients.backward.pack_s, WEIGHT_SHARE
+    inputs, gradients = weight_elements_per_token(model, layout.tp)
+    table.weight_held_bytes = (layers * (model.bytes_per_element * (inputs + gradients))).tolist()
+    table.weight_new_bytes = (layers * (model.bytes_per_element * gradients)).tolist()
+    return table
+
+
+def _link(link: LinkSpec | None) -> _native.Link:
+    return _native.Link(0.0, 0.0) if link is None else _native.Link(link.bandwidth_bytes_per_s, link.latency_s)

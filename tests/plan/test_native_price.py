@@ -1,0 +1,139 @@
+"""The core prices packs exactly as numpy does: the same bits in every column."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cost_samples import sample_coefficients, sample_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.cost.activation import OFFLOAD
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.plan.candidate import pipeline_tasks
+from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PipelineTasks
+
+LINKS = {
+    "intra_node": LinkSpec(bandwidth_bytes_per_s=700.0, latency_s=0.125),
+    "inter_node": LinkSpec(bandwidth_bytes_per_s=90.0, latency_s=0.75),
+    "host_link": LinkSpec(bandwidth_bytes_per_s=50.0, latency_s=0.3),
+    "devices_per_node": 4,
+    "attention_tile": 8,
+}
+
+
+def sliced(draw: st.DrawFn, num_tokens: list[int], pads: bool, ranks: bool, *, backward: bool) -> SliceColumns:
+    """Documents cut anywhere, pieces of a document in order (backward: last first), dealt into packs."""
+    pieces = []
+    for document, tokens in enumerate(num_tokens):
+        inner = [] if pads else draw(st.lists(st.integers(1, max(1, tokens - 1)), max_size=3))
+        edges = sorted({0, tokens, *(edge for edge in inner if edge < tokens)})
+        mine = list(zip([document] * len(edges), edges[:-1], edges[1:], strict=False))
+        pieces += mine[::-1] if backward else mine
+    closes = [draw(st.booleans()) for _ in pieces]
+    closes[-1] = True
+    offset = np.array([0, *(i + 1 for i, close in enumerate(closes) if close)], np.int64)
+    flat = np.array(pieces, np.int64).reshape(-1, 3)
+    longest = [int(flat[lo:hi, 2].max()) for lo, hi in zip(offset[:-1], offset[1:], strict=True)]
+    pad_to = np.array([tokens if pads and draw(st.booleans()) else 0 for tokens in longest], np.int64)
+    cp = None
+    if ranks:
+        of_document = np.array([draw(st.sampled_from([1, 2, 4, 8])) for _ in num_tokens], np.int64)
+        cp = of_document[flat[:, 0]]
+    return SliceColumns(flat[:, 0].astype(np.int32), flat[:, 1].copy(), flat[:, 2].copy(), offset, pad_to, cp)
+
+
+@st.composite
+def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumns, np.ndarray, np.ndarray | None]:
+    """A model, a layout and packs of its documents."""
+    num_tokens = draw(st.lists(st.integers(1, 300), min_size=1, max_size=7))
+    windows = draw(st.sampled_from([(), (0, 16, 16), (16, 16, 16), (0, 0, 40)]))
+    causal = bool(windows) or draw(st.booleans())
+    model: ModelSpec = sample_model(
+        sliding_windows=windows, causal=causal, num_heads=4, num_kv_heads=draw(st.sampled_from([1, 4]))
+    )
+    pads = not causal or draw(st.booleans())
+    shares = causal and draw(st.booleans())
+    layout = even_layout(
+        3,
+        dp=2,
+        pp=draw(st.integers(1, 3)),
+        cp=draw(st.sampled_from([1, 2])) if causal else 1,
+        tp=draw(st.sampled_from([1, 2])),
+    )
+    costs = PackCosts(model, sample_coefficients(**LINKS), layout)
+    forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
+    if pads:
+        backward = forward
+    codes = draw(st.lists(st.integers(0, 2), min_size=len(num_tokens), max_size=len(num_tokens)))
+    policy = draw(st.sampled_from([None, np.array(codes, np.int8)]))
+    return costs, forward, backward, np.array(num_tokens, np.int64), policy
+
+
+def assert_same(one: PipelineTasks, other: PipelineTasks) -> None:
+    for field in dataclasses.fields(one):
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        if field.name == "split":
+            for part in dataclasses.fields(first):
+                np.testing.assert_array_equal(getattr(first, part.name), getattr(second, part.name), part.name)
+            continue
+        np.testing.assert_array_equal(first, second, field.name)
+        assert first.dtype == second.dtype, field.name
+
+
+@given(priced_inputs())
+def test_native_prices_equal_their_twin(inputs: tuple) -> None:
+    """Slices, padding, windows, tiles, policies, shared documents, tp, cp, pp and split backwards."""
+    costs, forward, backward, num_tokens, policy = inputs
+    native, twin = (
+        pipeline_tasks(costs, forward, backward, num_tokens, policy, split=True, backend=backend)
+        for backend in ("native", "python")
+    )
+    assert_same(native, twin)
+
+
+def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
+    """A token sees the whole document, so a slice has no price."""
+    costs = PackCosts(sample_model(causal=False), sample_coefficients(), even_layout(3))
+    packs = SliceColumns(
+        np.zeros(2, np.int32), np.array([0, 4]), np.array([4, 8]), np.array([0, 1, 2]), np.zeros(2, np.int64)
+    )
+    for backend in ("native", "python"):
+        with pytest.raises(ConfigError, match="bidirectional"):
+            pipeline_tasks(costs, packs, packs, np.array([8]), backend=backend)
+
+
+def test_offloading_over_an_unknown_link_is_refused_by_both() -> None:
+    """Else the core would divide by a bandwidth of zero."""
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    packs = SliceColumns(np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64))
+    for backend in ("native", "python"):
+        with pytest.raises(ConfigError, match="host_link"):
+            pipeline_tasks(costs, packs, packs, np.array([8]), np.array([OFFLOAD], np.int8), backend=backend)
+
+
+def test_sharing_over_an_unknown_link_is_refused_by_both() -> None:
+    """Else keys and values would travel for nothing."""
+    costs = PackCosts(sample_model(num_heads=4, num_kv_heads=4), sample_coefficients(), even_layout(3, dp=2))
+    packs = SliceColumns(
+        np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64), np.array([2])
+    )
+    for backend in ("native", "python"):
+        with pytest.raises(ConfigError, match="no link"):
+            pipeline_tasks(costs, packs, packs, np.array([8]), backend=backend)
+
+
+def test_packs_of_other_documents_are_refused() -> None:
+    """The core reads memory by these numbers."""
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    packs = SliceColumns(np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="names document"):
+        pipeline_tasks(costs, packs, packs, np.empty(0, np.int64))
+    rest = dataclasses.replace(packs, start=np.array([4]))
+    with pytest.raises(ValueError, match="no backward slice from token 0"):
+        pipeline_tasks(costs, packs, rest, np.array([8]))
