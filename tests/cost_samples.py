@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.types.columns import SliceColumns
@@ -57,3 +58,18 @@ def sample_columns(packs: list[list[tuple[int, int, int]]]) -> SliceColumns:
         pack_offset=np.cumsum([0, *map(len, packs)], dtype=np.int64),
         pad_to=np.zeros(len(packs), np.int64),
     )
+
+
+@st.composite
+def cut_documents(draw) -> tuple[list[int], SliceColumns, SliceColumns]:
+    """Random documents, cut independently in both directions, a slice a pack."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    packs = []
+    for reverse in (False, True):
+        rows = []
+        for doc, length in enumerate(lengths):
+            inner = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
+            pieces = [(doc, a, b) for a, b in zip([0, *inner], [*inner, length], strict=True)]
+            rows += [[piece] for piece in (pieces[::-1] if reverse else pieces)]
+        packs.append(sample_columns(rows))
+    return lengths, packs[0], packs[1]

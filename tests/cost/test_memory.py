@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_columns, sample_model
+from cost_samples import cut_documents, sample_columns, sample_model
 from evenload.cost.memory import HEAD_ROWS, parameters_per_rank, pipeline_bytes, static_bytes
-from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.columns import whole_document_columns
 from evenload.types.layout import even_layout
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
@@ -31,21 +31,6 @@ def test_ledger_of_two_documents_by_hand() -> None:
     logits = np.array([0, 32 * (2 + 8)])
     np.testing.assert_array_equal(found.backward_temp_bytes[0], 2 * (plain + logits) + 10 * gradient)
     np.testing.assert_array_equal(found.backward_temp_bytes[2], 7 * (plain + logits))
-
-
-@st.composite
-def cut_documents(draw) -> tuple[list[int], SliceColumns, SliceColumns]:
-    """Random documents, cut independently in both directions, a slice a pack."""
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    packs = []
-    for reverse in (False, True):
-        rows = []
-        for doc, length in enumerate(lengths):
-            inner = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
-            pieces = [(doc, a, b) for a, b in zip([0, *inner], [*inner, length], strict=True)]
-            rows += [[piece] for piece in (pieces[::-1] if reverse else pieces)]
-        packs.append(sample_columns(rows))
-    return lengths, packs[0], packs[1]
 
 
 @settings(max_examples=100)

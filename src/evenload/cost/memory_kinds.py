@@ -1,0 +1,172 @@
+"""`bytes_by_kind`: the byte columns of `PipelineTasks` by kind of memory (DESIGN §4); they add up to them exactly.
+
+`cost.memory.bytes_at_rates` is linear in its rates, so a kind's bytes are what it gives with all other rates at zero.
+Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
+`types.timeline.MEMORY_KINDS`; their columns have one more axis, K = len(MEMORY_KINDS).
+
+What an I leaves for its W (`cost.split_backward`) is the kind "weight_gradient_inputs". Where ranks of a group hold
+different documents (DACP), a pack's kinds are those of its fullest rank, as its total is.
+
+Price: a dozen calls of `pipeline_bytes`, about 3 ms for a replica of 512 documents; for chosen plans.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
+from evenload.cost.memory import (
+    ByteRates,
+    PipelineBytes,
+    byte_rates,
+    bytes_at_rates,
+    optimizer_bytes_per_parameter,
+    parameters_per_rank,
+)
+from evenload.cost.owned_bytes import rank_view
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PipelineTasks
+from evenload.types.timeline import MEMORY_KINDS
+
+_WEIGHT_INPUTS = MEMORY_KINDS.index("weight_gradient_inputs")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KindBytes:
+    """The byte columns of `PipelineTasks` and `SplitBackward` with an axis of kinds; the last three only with a split.
+
+    Args:
+        static_bytes: int64[R, K].
+        forward_kept_bytes, forward_temp_bytes: int64[m_f, P, K].
+        backward_freed_bytes, backward_temp_bytes: int64[m_b, P, K].
+        input_freed_bytes, input_temp_bytes, weight_freed_bytes: int64[m_b, P, K].
+    """
+
+    static_bytes: NDArray[np.int64]
+    forward_kept_bytes: NDArray[np.int64]
+    forward_temp_bytes: NDArray[np.int64]
+    backward_freed_bytes: NDArray[np.int64]
+    backward_temp_bytes: NDArray[np.int64]
+    input_freed_bytes: NDArray[np.int64] | None = None
+    input_temp_bytes: NDArray[np.int64] | None = None
+    weight_freed_bytes: NDArray[np.int64] | None = None
+
+
+def bytes_by_kind(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    tasks: PipelineTasks,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
+    owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+) -> KindBytes:
+    """Bytes of one replica's packs by kind.
+
+    Args:
+        tasks: the packs as priced; only what I leaves for W is taken from there.
+        forward, backward: the same packs.
+        num_tokens: int64[num_documents] of the replica's documents, without padding.
+        policy: int8[num_documents]; None = all replay.
+        owners: int64[num_slices] forward and backward, the rank that holds a slice, -1 = all ranks; None = all shared.
+    """
+    if owners is None:
+        views = [(forward, backward)]
+    else:
+        views = [
+            (rank_view(forward, owners[0], rank), rank_view(backward, owners[1], rank)) for rank in range(layout.cp)
+        ]
+    rates = rates_by_kind(byte_rates(model, layout))
+    columns = {}
+    for field in ("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"):
+        columns[field] = np.zeros((len(views), *getattr(tasks, field).shape, len(MEMORY_KINDS)), np.int64)
+    for rank, view in enumerate(views):
+        for kind, of_kind in rates.items():
+            held = bytes_at_rates(of_kind, layout, *view, num_tokens, policy)
+            for field, column in columns.items():
+                column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
+    return _with_split(tasks, _static_bytes(model, layout), {name: _fullest(rows) for name, rows in columns.items()})
+
+
+def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
+    """Rates of every kind that packs hold, all others at zero; they add up to `rates` (without static bytes)."""
+    zeros: dict[str, Any] = {field.name: 0 * getattr(rates, field.name) for field in dataclasses.fields(ByteRates)}
+
+    def only(**kept: Any) -> ByteRates:
+        return ByteRates(**(zeros | kept))
+
+    def row(values: NDArray[np.int64], policy: int) -> NDArray[np.int64]:
+        return np.where(np.arange(len(POLICIES))[:, None] == policy, values, 0)
+
+    # Every policy has the layer buffers of replay; what it has beyond them is its own.
+    forward, backward = (np.zeros_like(temp) + temp[REPLAY] for temp in (rates.forward_temp, rates.backward_temp))
+    forward_extra, backward_extra = rates.forward_temp - forward, rates.backward_temp - backward
+    return {
+        **{f"activations_{name}": only(chunk=row(rates.chunk, code)) for code, name in enumerate(POLICIES)},
+        "keys_and_values": only(kv=rates.kv),
+        "key_value_gradients": only(kv_gradient=rates.kv_gradient),
+        "gathered_keys_and_values": only(
+            gathered_forward=rates.gathered_forward, gathered_backward=rates.gathered_backward
+        ),
+        "recompute_buffers": only(
+            forward_temp=row(forward_extra, RECOMPUTE), backward_temp=row(backward_extra, RECOMPUTE)
+        ),
+        "offload_buffers": only(forward_temp=row(forward_extra, OFFLOAD), backward_temp=row(backward_extra, OFFLOAD)),
+        "layer_buffers": only(forward_temp=forward, backward_temp=backward),
+        "head_logits": only(logits_per_row=rates.logits_per_row),
+    }
+
+
+def _static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
+    """What a rank holds all the time; int64[R, K]."""
+    element, parameters = model.bytes_per_element, parameters_per_rank(model, layout)
+    static = np.zeros((layout.pp, len(MEMORY_KINDS)), np.int64)
+    static[:, MEMORY_KINDS.index("weights")] = element * parameters
+    static[:, MEMORY_KINDS.index("gradients")] = max(element, 4) * parameters
+    shards = -(-parameters // (layout.dp * layout.cp))
+    static[:, MEMORY_KINDS.index("optimizer_state")] = optimizer_bytes_per_parameter(model) * shards
+    return static
+
+
+def _fullest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[ranks, packs, P, K] of the rank that holds most, pack by pack; of equals the first."""
+    if len(rows) == 1:
+        return rows[0]
+    rank = rows.sum(axis=3).argmax(axis=0)
+    return np.take_along_axis(rows, rank[None, :, :, None], axis=0)[0]
+
+
+def _with_split(
+    tasks: PipelineTasks, static_bytes: NDArray[np.int64], columns: dict[str, NDArray[np.int64]]
+) -> KindBytes:
+    """Columns of I and W: the whole backward's, and what I leaves for W as a kind of its own."""
+    if tasks.split is None:
+        return KindBytes(static_bytes=static_bytes, **columns)
+
+    def left(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        out = np.zeros((*num_bytes.shape, len(MEMORY_KINDS)), np.int64)
+        out[:, :, _WEIGHT_INPUTS] = num_bytes
+        return out
+
+    held = tasks.split.weight_freed_bytes
+    return KindBytes(
+        static_bytes=static_bytes,
+        **columns,
+        input_freed_bytes=columns["backward_freed_bytes"] - left(held),
+        input_temp_bytes=columns["backward_temp_bytes"]
+        + left(tasks.split.input_temp_bytes - tasks.backward_temp_bytes),
+        weight_freed_bytes=left(held),
+    )
+
+
+def total_bytes(kinds: KindBytes) -> PipelineBytes:
+    """All kinds added up: the columns that planners use."""
+    return PipelineBytes(
+        **{field.name: getattr(kinds, field.name).sum(axis=-1) for field in dataclasses.fields(PipelineBytes)}
+    )
