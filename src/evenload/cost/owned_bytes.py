@@ -5,6 +5,7 @@ fullest rank holds. Exact for packs that are freed before the next one starts (p
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,19 +33,36 @@ def owned_pipeline_bytes(
     Args:
         owners: int64[num_slices] of forward and of backward: the rank that holds a slice, -1 = all ranks.
     """
-    views = [
-        pipeline_bytes(
-            model,
-            layout,
-            rank_view(forward, owners[0], rank),
-            rank_view(backward, owners[1], rank),
-            num_tokens,
-            policy,
-        )
-        for rank in range(layout.cp)
-    ]
-    fields = [field.name for field in dataclasses.fields(PipelineBytes)]
-    return PipelineBytes(**{name: np.max([getattr(view, name) for view in views], axis=0) for name in fields})
+    cp = layout.cp
+    held = pipeline_bytes(
+        model,
+        layout,
+        _all_ranks(forward, owners[0], cp, len(num_tokens)),
+        _all_ranks(backward, owners[1], cp, len(num_tokens)),
+        np.tile(num_tokens, cp),
+        None if policy is None else np.tile(policy, cp),
+    )
+    fullest = {
+        field.name: getattr(held, field.name).reshape(cp, -1, layout.num_stages).max(axis=0)
+        for field in dataclasses.fields(PipelineBytes)
+        if field.name != "static_bytes"
+    }
+    return PipelineBytes(static_bytes=held.static_bytes, **fullest)
+
+
+def _all_ranks(columns: SliceColumns, owner: NDArray[np.int64], cp: int, num_documents: int) -> SliceColumns:
+    """The views of all ranks, one after the other, each with packs and documents of its own: priced in one call."""
+    views = [rank_view(columns, owner, rank) for rank in range(cp)]
+    ends = np.cumsum([0, *(view.pack_offset[-1] for view in views[:-1])])
+    offsets = [view.pack_offset[1:] + end for view, end in zip(views, ends, strict=True)]
+    return SliceColumns(
+        doc=np.concatenate([view.doc + rank * num_documents for rank, view in enumerate(views)]).astype(np.int32),
+        start=np.concatenate([view.start for view in views]),
+        stop=np.concatenate([view.stop for view in views]),
+        pack_offset=np.concatenate([[0], *offsets]).astype(np.int64),
+        pad_to=np.tile(columns.pad_to, cp),
+        cp=None if columns.cp is None else np.concatenate([view.cp for view in views]),  # type: ignore[misc]
+    )
 
 
 def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> SliceColumns:
@@ -63,8 +81,8 @@ def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> Sli
 
 def owned_sharding(columns: SliceColumns, owner: NDArray[np.int64]) -> tuple[str, ...]:
     """`MicroPack.sharding` of every pack."""
-    pieces = np.split(owner, columns.pack_offset[1:-1]) if columns.num_packs else []
-    return tuple(OWNED + ",".join(map(str, piece.tolist())) for piece in pieces)
+    names, edges = [str(rank) for rank in owner.tolist()], columns.pack_offset.tolist()
+    return tuple(OWNED + ",".join(names[low:high]) for low, high in itertools.pairwise(edges))
 
 
 def owners_from(shardings: list[str]) -> NDArray[np.int64] | None:

@@ -3,29 +3,51 @@
 Objective (eq. 1-2): the slowest rank's `max(transfers, local work) + shared work`; memory (eq. 7): no rank holds more
 than a bucket of tokens, local documents plus its share of the others.
 
-Algorithm 1, in ascending length: a document goes whole to the rank with the least work that has room, else to the
-emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
-document, which is shared by ALL ranks, and again while any rank is overfull. The paper frees the smallest and books
-the share on one rank only; 20 % of random schedules then exceed a bucket (oracle §5). Every roll-back makes one
-local document shared for good, so this ends; it fails only when the fullest rank has no local document left.
+1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that has room, else to the
+   emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
+   document, which is shared by ALL ranks, and again while any rank is overfull. The paper frees the smallest and books
+   the share on one rank only; 20 % of random schedules then exceed a bucket (oracle §5). Every roll-back makes one
+   local document shared for good, so this ends; it fails only when the fullest rank has no local document left.
+2. The s longest shared and the others longest first, for every s while the time falls: "avoid sharding" alone leaves
+   the longest document on one rank however much faster sharing it were.
+3. Descent from the fastest of these: the best of all moves of one document to another rank or to all, and of all swaps
+   of two owners, until none is faster.
+4. Few documents: branch and bound, longest document first, from there.
 
-Then two more kinds of answers are tried, because "avoid sharding" alone leaves the longest document on one rank
-however much faster sharing it were: the s longest shared and the others longest first, for growing s. The fastest
-that fits is kept, and for few documents improved by moves and swaps. O(n² log n) at worst for the n documents of a
-micro-batch, a few dozen.
+Each step ends early once the time is within `GOOD_ENOUGH` of what no owners can beat, the mean of all ranks when every
+document takes the cheaper of its two kinds. Price for n documents on cp ranks: O(n² cp) of 1 and 2, `evaluations` · cp
+of 3, `nodes` · cp of 4. `Effort` bounds the last two, so a plan takes bounded time and is the same every time.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-SHARED = -1
-"""Owner of a document that all ranks share."""
-IMPROVED_DOCUMENTS = 8
-"""Up to so many documents, moves of one and swaps of two are tried as well: with few, longest first is coarse."""
+from evenload import _native
+from evenload.plan.dacp_search import SHARED, GroupSearch
+from evenload.types.backend import Backend
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look for owners of one micro-batch.
+
+    Args:
+        evaluations: of neighbours in the descent; 0 = no descent.
+        nodes: of branch and bound; 0 = none.
+    """
+
+    evaluations: int
+    nodes: int
+
+
+QUICK = Effort(0, 0)
+"""To compare many micro-batches."""
+USUAL = Effort(400, 0)
+THOROUGH = Effort(20_000, 20_000)
+"""For micro-batches that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,20 +85,87 @@ class MicroBatch:
         """Tokens of one rank's share of every document, rounded up."""
         return -(-self.num_tokens // self.cp)
 
+    def least_s(self) -> NDArray[np.float64]:
+        """Seconds that each document adds at least to the mean rank; float64[n]."""
+        return np.minimum(self.local_s / self.cp, self.shared_s)
 
-def assign_owners(batch: MicroBatch) -> NDArray[np.int64] | None:
+
+@dataclass(frozen=True, eq=False)
+class OwnedGroups:
+    """Owners of the documents of several micro-batches.
+
+    Args:
+        owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
+        seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
+        offset: int64[groups + 1], where each group begins in `owner`.
+    """
+
+    owner: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    offset: NDArray[np.int64]
+
+    def of_group(self, group: int) -> NDArray[np.int64]:
+        """Owners of one group's documents."""
+        return self.owner[self.offset[group] : self.offset[group + 1]]
+
+
+def assign_groups(
+    step: MicroBatch,
+    groups: Sequence[NDArray[np.int64]] | Sequence[list[int]],
+    effort: Effort = THOROUGH,
+    *,
+    backend: Backend = "native",
+) -> OwnedGroups:
+    """Owners for several micro-batches at once, each by itself.
+
+    Args:
+        step: columns of all documents.
+        groups: document indices of every micro-batch.
+    """
+    offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
+    members = np.concatenate([np.asarray(group, np.int64) for group in groups]) if len(groups) else np.zeros(0, int)
+    return assign_members(step, members.astype(np.int64, copy=False), offset, effort, backend=backend)
+
+
+def assign_members(
+    step: MicroBatch,
+    members: NDArray[np.int64],
+    offset: NDArray[np.int64],
+    effort: Effort = THOROUGH,
+    *,
+    backend: Backend = "native",
+) -> OwnedGroups:
+    """As `assign_groups`, of columns: group g is `members[offset[g]:offset[g + 1]]`."""
+    if backend == "native":
+        owner, seconds = _native.assign_owners(
+            step.num_tokens, step.local_s, step.shared_s, step.gather_s, members, offset,
+            step.cp, step.bucket_tokens, effort.evaluations, effort.nodes,
+        )  # fmt: skip
+        return OwnedGroups(owner, seconds, offset)
+    owners: list[int] = []
+    times: list[float] = []
+    for low, high in zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True):
+        group = step.chosen(members[low:high])
+        search = GroupSearch(
+            group.num_tokens.tolist(),
+            group.local_s.tolist(),
+            group.shared_s.tolist(),
+            group.gather_s.tolist(),
+            group.cp,
+            group.bucket_tokens,
+        )
+        found = search.run(effort.evaluations, effort.nodes)
+        owners += [SHARED] * (high - low) if found is None else found
+        times.append(float("inf") if found is None else search.best_s)
+    return OwnedGroups(np.array(owners, np.int64), np.array(times, np.float64), offset)
+
+
+def assign_owners(
+    batch: MicroBatch, effort: Effort = THOROUGH, *, backend: Backend = "native"
+) -> NDArray[np.int64] | None:
     """Owner rank of every document, `SHARED` for all ranks; None where no answer was found that fits."""
-    found = [owner for owner in (_algorithm_1(batch), *_longest_shared(batch)) if owner is not None]
-    found = [owner for owner in found if rank_tokens(batch, owner).max(initial=0) <= batch.bucket_tokens]
-    if not found:
-        return None
-    best = min(found, key=lambda owner: float(rank_seconds(batch, owner).max(initial=0.0)))
-    return _improved(batch, best) if len(best) <= IMPROVED_DOCUMENTS else best
-
-
-def fits(batch: MicroBatch) -> bool:
-    """Some owners keep to the bucket; cheap where Algorithm 1 finds them."""
-    return _algorithm_1(batch) is not None or assign_owners(batch) is not None
+    found = assign_groups(batch, [np.arange(len(batch.num_tokens))], effort, backend=backend)
+    return found.owner if np.isfinite(found.seconds[0]) else None
 
 
 def rank_tokens(batch: MicroBatch, owner: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -91,113 +180,3 @@ def rank_seconds(batch: MicroBatch, owner: NDArray[np.int64]) -> NDArray[np.floa
     local = owner != SHARED
     local_s = np.bincount(owner[local], weights=batch.local_s[local], minlength=batch.cp)
     return np.maximum(batch.gather_s[~local].sum(), local_s) + batch.shared_s[~local].sum()
-
-
-def _algorithm_1(batch: MicroBatch) -> NDArray[np.int64] | None:
-    ranks = range(batch.cp)
-    tokens, shares = batch.num_tokens.tolist(), batch.share_tokens().tolist()
-    local_s, shared_s = batch.local_s.tolist(), batch.shared_s.tolist()
-    room, load_s = [batch.bucket_tokens] * batch.cp, [0.0] * batch.cp
-    local: list[list[int]] = [[] for _ in ranks]  # ascending length, so the last is the largest
-    owner = np.full(len(tokens), SHARED, np.int64)
-
-    def share(document: int) -> None:
-        owner[document] = SHARED
-        for rank in ranks:
-            room[rank] -= shares[document]
-            load_s[rank] += shared_s[document]
-
-    for document in sorted(range(len(tokens)), key=tokens.__getitem__):
-        while True:
-            rank = min(ranks, key=load_s.__getitem__)
-            if room[rank] < tokens[document]:
-                rank = max(ranks, key=room.__getitem__)
-            if room[rank] >= tokens[document]:
-                owner[document] = rank
-                local[rank].append(document)
-                room[rank] -= tokens[document]
-                load_s[rank] += local_s[document]
-                break
-            if min(room) >= shares[document]:
-                share(document)
-                break
-            overfull = True
-            while overfull:  # the first round makes room, the others repair what its share broke
-                rank = min(ranks, key=room.__getitem__)
-                if not local[rank]:
-                    return None
-                given_up = local[rank].pop()
-                room[rank] += tokens[given_up]
-                load_s[rank] -= local_s[given_up]
-                share(given_up)
-                overfull = min(room) < 0
-    return owner
-
-
-def _longest_shared(batch: MicroBatch) -> list[NDArray[np.int64]]:
-    """The s longest shared, the rest longest first to the least work that has room; s grows while time falls."""
-    order = np.argsort(-batch.local_s, kind="stable").tolist()
-    tokens, local_s, shares = batch.num_tokens.tolist(), batch.local_s.tolist(), batch.share_tokens().tolist()
-    found: list[NDArray[np.int64]] = []
-    best_s, worse = float("inf"), 0
-    room = batch.bucket_tokens
-    for shared in range(len(order) + 1):
-        if shared:
-            room -= shares[order[shared - 1]]
-        if room < 0 or worse > 2:
-            break
-        rest = order[shared:]
-        owner = _longest_first(rest, tokens, local_s, batch.cp, room, len(tokens))
-        if owner is None:  # balanced by tokens they may still fit
-            owner = _longest_first(rest, tokens, [float(count) for count in tokens], batch.cp, room, len(tokens))
-        if owner is None:
-            continue
-        time_s = float(rank_seconds(batch, owner).max())
-        worse = 0 if time_s < best_s else worse + 1
-        best_s = min(best_s, time_s)
-        found.append(owner)
-    return found
-
-
-def _longest_first(
-    order: list[int], tokens: list[int], local_s: list[float], cp: int, room: int, count: int
-) -> NDArray[np.int64] | None:
-    free, load_s = [room] * cp, [0.0] * cp
-    owner = np.full(count, SHARED, np.int64)
-    for document in order:
-        fitting = [rank for rank in range(cp) if free[rank] >= tokens[document]]
-        if not fitting:
-            return None
-        rank = min(fitting, key=load_s.__getitem__)
-        owner[document] = rank
-        free[rank] -= tokens[document]
-        load_s[rank] += local_s[document]
-    return owner
-
-
-def _improved(batch: MicroBatch, owner: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Descent: the best move of one document or swap of two, until none is faster within the bucket."""
-    best_s = float(rank_seconds(batch, owner).max(initial=0.0))
-    while True:
-        better = None
-        for other in _neighbours(owner, batch.cp):
-            time_s = float(rank_seconds(batch, other).max())
-            if time_s < best_s * (1 - 1e-9) and rank_tokens(batch, other).max() <= batch.bucket_tokens:
-                best_s, better = time_s, other
-        if better is None:
-            return owner
-        owner = better
-
-
-def _neighbours(owner: NDArray[np.int64], cp: int) -> Iterator[NDArray[np.int64]]:
-    for document in range(len(owner)):
-        for rank in (SHARED, *range(cp)):
-            if rank != owner[document]:
-                moved = owner.copy()
-                moved[document] = rank
-                yield moved
-    for first, second in itertools.combinations(range(len(owner)), 2):
-        if owner[first] != owner[second]:
-            swapped = owner.copy()
-            swapped[[first, second]] = swapped[[second, first]]
-            yield swapped

@@ -88,7 +88,7 @@ def exact_groups(
         raise ConfigError(f"exact: work of shape {work.shape} must be one finite column without negatives")
     if (num_tokens is None) != (capacity is None) or (num_tokens is not None and len(num_tokens) != len(work)):
         raise ConfigError("exact: give num_tokens (one per item) and capacity together, or neither")
-    highspy = _highspy()
+    highspy = require_highspy()
     if not len(work):
         return ExactGroups(((),) * num_groups, 0.0, 0.0)
     if start is None:
@@ -203,7 +203,12 @@ def _furthest(work: WorkCurve, start: int, most: int, room_s: float) -> int:
     return low
 
 
-def _highspy() -> Any:
+def require_highspy() -> Any:
+    """The solver's module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import highspy
     except ImportError as error:

@@ -1,41 +1,47 @@
 """`skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
-    1. documents to replicas by forward + backward time (Algorithm 2, line 1)
-    2. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
-    3. per replica, documents ascending, n micro-batches `Subset[j::n]`, which pairs long and short; n from
-       ceil(tokens / (bucket · cp)) upwards until every micro-batch holds at most bucket · cp tokens (eq. 10) and
-       DACP finds owners within the bucket (eq. 7): `plan.dacp`. The first n that works is kept.
-       Where a document fills more than half of what a micro-batch may hold, such documents are also dealt apart from
-       the others and the faster answer is kept: paired, they would force n up to one document a micro-batch.
-
-Right reading of Algorithm 2 (oracle §5): as printed it never stops on success, its slices repeat documents and a
-failure skips a micro-batch instead of starting anew. Here n ends at one document a micro-batch; where even that
-does not fit, the step is planned with the least bucket that can hold it and reported as beyond memory.
+    1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
+    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11): `plan.micro_batching`
+    3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7):
+       `plan.dacp`
 
 A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and backward each. Replicas
-wait for each other at the end of the step only. O(n · documents · cp) per tried n.
+wait for each other at the end of the step only. Where a document does not fit a micro-batch of its own, the step is
+planned with the least bucket that can hold it and reported as beyond memory. Price: that of `plan.micro_batching`.
 """
 
 import dataclasses
+import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import pipeline_bytes
+from evenload.cost.memory import PipelineBytes, pipeline_bytes
 from evenload.cost.owned_bytes import owned_pipeline_bytes, owned_sharding
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
-from evenload.plan.candidate import Candidate, candidate, forwards_needed, one_f_one_b_candidate
-from evenload.plan.dacp import SHARED, MicroBatch, assign_owners, fits, rank_seconds
-from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.candidate import candidate, forwards_needed, one_f_one_b_candidate
+from evenload.plan.dacp import SHARED, MicroBatch, assign_groups
+from evenload.plan.micro_batching import Groups, StepDocuments, deal_micro_batches
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
 
-MicroBatchOwners = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Documents of a micro-batch and the owner of each."""
+BUCKETS_TRIED = 512
+"""Bucket sizes priced at once: three rounds find the largest of 2^27."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
+
+    owner: NDArray[np.int64]
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    held: PipelineBytes
 
 
 def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -51,9 +57,44 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
             "use pp=1 (with cp for long documents), or slimpack"
         )
     problem.require_whole_documents_fit("skrull")
-    replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
     bucket = bucket_tokens(problem)
-    return tuple(ReplicaChoice(documents, _replica(problem, documents, bucket)) for documents in replicas)
+    step = step_documents(problem, bucket)
+    dealt = deal_micro_batches(step)
+    if dealt is None:
+        least = int(step.columns.share_tokens().max())
+        step = step_documents(problem, max(bucket, least))
+        dealt = deal_micro_batches(step, search=False)
+        assert dealt is not None, "a document of its own fits a bucket of its share"
+    priced = _price(problem, step.columns, dealt)
+    return tuple(_choice(problem, groups, found) for groups, found in zip(dealt, priced, strict=True))
+
+
+def can_fit(problem: StepProblem) -> bool:
+    """Whether memory holds every document in a micro-batch of its own; no other plan of the step fits otherwise."""
+    if problem.cap_bytes is None or not len(problem.num_tokens):
+        return True
+    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
+    least = np.array([-(-int(problem.num_tokens.max()) // problem.layout.cp)])
+    return bool((_peak_bytes(problem, least, codes) <= int(problem.cap_bytes.min())).all())
+
+
+def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
+    """The problem as GDS sees it: seconds of forward and backward together."""
+    costs, cp, num_tokens = problem.costs, problem.layout.cp, problem.num_tokens
+    limit = bucket * cp
+    if problem.options.max_pack_tokens is not None:
+        limit = min(limit, problem.options.max_pack_tokens)
+    columns = MicroBatch(
+        num_tokens,
+        costs.document_seconds(num_tokens, problem.policy, ranks=1),
+        problem.document_s,
+        _gather_seconds(costs, num_tokens),
+        cp,
+        bucket,
+    )
+    empty = whole_document_columns([[]], num_tokens)
+    pack_s = sum(float(costs.compute_seconds(empty, direction).sum()) for direction in ("forward", "backward"))
+    return StepDocuments(columns, problem.document_s, problem.layout.dp, limit, pack_s, problem.options.backend)
 
 
 def bucket_tokens(problem: StepProblem) -> int:
@@ -62,128 +103,90 @@ def bucket_tokens(problem: StepProblem) -> int:
     most = max(1, int(problem.num_tokens.sum()))
     if problem.cap_bytes is None:
         return most
-    codes = [0] if problem.policy is None else np.unique(problem.policy).tolist()
-    return min(_largest_bucket(problem, code, most) for code in codes)
-
-
-def _largest_bucket(problem: StepProblem, code: int, most: int) -> int:
+    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
+    cap = int(problem.cap_bytes.min())
     low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _peak_bytes(problem, middle, code) <= int(problem.cap_bytes.min()):  # type: ignore[union-attr]
-            low = middle
-        else:
-            high = middle - 1
+    while low < high:  # the most that fits lies in low..high; as many parts as are cheap to price at once
+        tried = np.unique(np.linspace(low, high, BUCKETS_TRIED + 1).astype(np.int64)[1:])
+        fitting = int((_peak_bytes(problem, tried, codes) <= cap).sum())  # bytes grow with tokens
+        low, high = (
+            int(tried[fitting - 1]) if fitting else low,
+            int(tried[fitting]) - 1 if fitting < len(tried) else high,
+        )
     return low
 
 
-def _peak_bytes(problem: StepProblem, bucket: int, code: int) -> int:
-    """With the bucket full of shared tokens, whose gathered keys and values make them the dearer kind."""
-    tokens = np.array([bucket * problem.layout.cp], np.int64)
-    columns = whole_document_columns([[0]], tokens)
-    held = pipeline_bytes(problem.costs.model, problem.layout, columns, columns, tokens, np.array([code], np.int8))
+def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray[np.int8]) -> NDArray[np.int64]:
+    """Of every bucket under the dearest policy, full of shared tokens, whose gathered keys and values make them the
+    dearer kind; int64[buckets]."""
+    tokens = np.tile(buckets * problem.layout.cp, len(codes))
+    columns = whole_document_columns([[index] for index in range(len(tokens))], tokens)
+    policy = np.repeat(codes, len(buckets))
+    held = pipeline_bytes(problem.costs.model, problem.layout, columns, columns, tokens, policy)
     temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes)
-    return int((held.static_bytes + held.forward_kept_bytes[0] + temporary[0]).max())
+    peak = (held.static_bytes + held.forward_kept_bytes + temporary).max(axis=1)
+    return peak.reshape(len(codes), len(buckets)).max(axis=0)
 
 
-def _replica(problem: StepProblem, documents: NDArray[np.int64], bucket: int) -> Candidate:
+def _price(problem: StepProblem, step: MicroBatch, dealt: list[Groups]) -> list[_Priced]:
+    """Owners, seconds and bytes of all replicas at once: numpy's price is by the call."""
+    costs, num_tokens, policy = problem.costs, problem.num_tokens, problem.policy
+    groups = [group for of_replica in dealt for group in of_replica]
+    owned = assign_groups(step, groups, backend=problem.options.backend)
+    assert np.isfinite(owned.seconds).all(), "GDS deals only micro-batches that DACP finds owners for"
+    columns = whole_document_columns(groups, num_tokens)
+    columns = dataclasses.replace(columns, cp=np.where(owned.owner == SHARED, problem.layout.cp, 1))
+    seconds = [_seconds(costs, columns, owned.owner, direction, policy) for direction in ("forward", "backward")]
+    owners = (owned.owner, owned.owner)
+    held = owned_pipeline_bytes(costs.model, costs.layout, columns, columns, num_tokens, policy, owners)
+    edges = np.cumsum([0, *map(len, dealt)]).tolist()
+    found = []
+    for low, high in itertools.pairwise(edges):
+        rows = {
+            field.name: getattr(held, field.name)[low:high]
+            for field in dataclasses.fields(held)
+            if field.name != "static_bytes"
+        }
+        owner = owned.owner[columns.pack_offset[low] : columns.pack_offset[high]]
+        bytes_ = dataclasses.replace(held, **rows)
+        found.append(_Priced(owner, seconds[0][low:high], seconds[1][low:high], bytes_))
+    return found
+
+
+def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaChoice:
+    documents = np.array(sorted(itertools.chain.from_iterable(groups)), np.int64)
     num_tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
-    if not len(documents):
-        empty = whole_document_columns([], num_tokens)
-        return one_f_one_b_candidate(
-            "no documents", empty, num_tokens, problem.costs, problem.cap_bytes, problem.options, policy
-        )
-    batches = _micro_batches(problem, num_tokens, policy, bucket)
-    if batches is None:
-        bucket = max(bucket, -(-int(num_tokens.max()) // problem.layout.cp))
-        batches = _micro_batches(problem, num_tokens, policy, bucket)
-        assert batches is not None, "a document of its own fits a bucket of its share"
-    columns = whole_document_columns([group.tolist() for group, _ in batches], num_tokens)
-    owner = np.concatenate([owners for _, owners in batches])
-    columns = dataclasses.replace(columns, cp=np.where(owner == SHARED, problem.layout.cp, 1))
-    tasks = _tasks(problem.costs, columns, owner, num_tokens, policy)
-    label = f"{len(batches)} micro-batches, {int((owner == SHARED).sum())} of {len(owner)} documents shared"
-    found = candidate(label, columns, columns, tasks, one_f_one_b(tasks), problem.cap_bytes, problem.options, policy)
-    return found if problem.layout.cp == 1 else dataclasses.replace(found, sharding=owned_sharding(columns, owner))
-
-
-def _micro_batches(
-    problem: StepProblem, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None, bucket: int
-) -> list[MicroBatchOwners] | None:
-    """The faster of both readings; None where neither finds micro-batches."""
     costs, cp = problem.costs, problem.layout.cp
-    limit = bucket * cp
-    if problem.options.max_pack_tokens is not None:
-        limit = min(limit, problem.options.max_pack_tokens)
-    if num_tokens.max() > limit:
-        return None
-    step = MicroBatch(
-        num_tokens,
-        costs.document_seconds(num_tokens, policy, ranks=1),
-        costs.document_seconds(num_tokens, policy),
-        _gather_seconds(costs, num_tokens),
-        cp,
-        bucket,
+    if not groups:
+        empty = whole_document_columns([], num_tokens)
+        return ReplicaChoice(
+            documents,
+            one_f_one_b_candidate("no documents", empty, num_tokens, costs, problem.cap_bytes, problem.options, policy),
+        )
+    place = dict(zip(documents.tolist(), range(len(documents)), strict=True))
+    columns = whole_document_columns([[place[document] for document in group] for group in groups], num_tokens)
+    columns = dataclasses.replace(columns, cp=np.where(priced.owner == SHARED, cp, 1))
+    tasks = PipelineTasks(
+        forward_s=priced.forward_s,
+        backward_s=priced.backward_s,
+        p2p_forward_s=np.zeros(len(groups)),
+        p2p_backward_s=np.zeros(len(groups)),
+        forwards_needed=forwards_needed(columns, columns, num_tokens),
+        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
+        **dataclasses.asdict(priced.held),
     )
-    ascending = np.argsort(num_tokens, kind="stable")
-    long = num_tokens[ascending] > limit / 2
-    apart = None
-    if long.any():
-        alone, paired = (_first_success(step, part, limit, len(part)) for part in (ascending[long], ascending[~long]))
-        apart = None if alone is None or paired is None else alone + paired
-    # Twice as many micro-batches are not faster, only dear to try.
-    most = len(ascending) if apart is None else 2 * len(apart)
-    found = [batches for batches in (_first_success(step, ascending, limit, most), apart) if batches is not None]
-    return min(found, key=lambda batches: _total_seconds(step, batches)) if found else None
-
-
-def _first_success(
-    step: MicroBatch, ascending: NDArray[np.int64], limit: int, most: int
-) -> list[MicroBatchOwners] | None:
-    """Algorithm 2 for some documents: the least n, up to `most`, whose micro-batches all fit."""
-    tokens = step.num_tokens[ascending]
-    if not len(tokens):
-        return []
-    for count in range(-(-int(tokens.sum()) // limit), min(most, len(tokens)) + 1):
-        rows = np.zeros(-(-len(tokens) // count) * count, np.int64)
-        rows[: len(tokens)] = tokens
-        if rows.reshape(-1, count).sum(axis=0).max() > limit:
-            continue
-        groups = [ascending[first::count] for first in range(count)]
-        if not all(fits(step.chosen(group)) for group in groups):
-            continue
-        owners = [assign_owners(step.chosen(group)) for group in groups]
-        return [(group, found) for group, found in zip(groups, owners, strict=True) if found is not None]
-    return None
-
-
-def _total_seconds(step: MicroBatch, batches: list[MicroBatchOwners]) -> float:
-    return sum(float(rank_seconds(step.chosen(group), owners).max()) for group, owners in batches)
+    shared = int((priced.owner == SHARED).sum())
+    label = f"{len(groups)} micro-batches, {shared} of {len(documents)} documents shared"
+    found = candidate(label, columns, columns, tasks, one_f_one_b(tasks), problem.cap_bytes, problem.options, policy)
+    if cp > 1:
+        found = dataclasses.replace(found, sharding=owned_sharding(columns, priced.owner))
+    return ReplicaChoice(documents, found)
 
 
 def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """Transfers of every document's keys and values, forward and backward, were it shared."""
     alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens)
     return sum(costs.context_seconds(alone, direction).sum(axis=1) for direction in ("forward", "backward"))  # type: ignore[return-value]
-
-
-def _tasks(
-    costs: PackCosts,
-    columns: SliceColumns,
-    owner: NDArray[np.int64],
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None,
-) -> PipelineTasks:
-    held = owned_pipeline_bytes(costs.model, costs.layout, columns, columns, num_tokens, policy, (owner, owner))
-    return PipelineTasks(
-        forward_s=_seconds(costs, columns, owner, "forward", policy),
-        backward_s=_seconds(costs, columns, owner, "backward", policy),
-        p2p_forward_s=np.zeros(columns.num_packs),
-        p2p_backward_s=np.zeros(columns.num_packs),
-        forwards_needed=forwards_needed(columns, columns, num_tokens),
-        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
-        **dataclasses.asdict(held),
-    )
 
 
 def _seconds(
