@@ -5,6 +5,7 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,7 +28,7 @@ from evenload.plan.delay import (
 from evenload.plan.options import PlanOptions
 from evenload.plan.policies import policy_levels
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies import DELAYING_STRATEGIES, strategy_named
+from evenload.plan.strategies import DELAYING_STRATEGIES, MEMORY_CHECKS, strategy_named
 from evenload.plan.time_split import split_step_time
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.types.document import Document
@@ -172,15 +173,15 @@ class StepPlanner:
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         can_offload = self.costs.coefficients.host_link is not None
         best: tuple[StepProblem, DelayedChoice] | None = None
-        for policy in policy_levels(num_tokens, self.options.policy, can_offload=can_offload):
-            problem = self._problem(step, documents, policy)
+        levels = policy_levels(num_tokens, self.options.policy, can_offload=can_offload)
+        for problem in _promising(strategy, (self._problem(step, documents, policy) for policy in levels)):
             if arrivals is None or delaying is None:
                 answer = DelayedChoice(planner(problem))
             else:
                 answer = delaying(problem, arrivals)
             if best is None or _score(answer.choices) < _score(best[1].choices):
                 best = problem, answer
-            if policy is None and not _score(answer.choices)[0]:
+            if problem.policy is None and not _score(answer.choices)[0]:
                 break  # every other policy costs time to save memory
         assert best is not None, "there is at least one level"
         problem, answer = best
@@ -323,6 +324,21 @@ class StepPlanner:
     @staticmethod
     def _longest(choices: tuple[ReplicaChoice, ...]) -> int:
         return max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)
+
+
+def _promising(strategy: str, problems: Iterator[StepProblem]) -> Iterator[StepProblem]:
+    """Without those that the strategy knows not to fit memory, unless there is no other."""
+    check = MEMORY_CHECKS.get(strategy)
+    refused: list[StepProblem] = []
+    fits = False
+    for problem in problems:
+        if check is None or check(problem):
+            fits = True
+            yield problem
+        else:
+            refused.append(problem)
+    if not fits:
+        yield from refused
 
 
 def _score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:

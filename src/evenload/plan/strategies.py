@@ -12,7 +12,7 @@ from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixe
 from evenload.plan.padded import plan_padded
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.sequential import plan_sequential
-from evenload.plan.skrull import plan_skrull
+from evenload.plan.skrull import can_fit, plan_skrull
 from evenload.plan.slimpack import plan_slimpack
 from evenload.plan.wlb import delay_wlb, plan_wlb
 
@@ -36,6 +36,9 @@ DELAYING_STRATEGIES: dict[str, Callable[[StepProblem, Arrivals], DelayedChoice]]
     "wlb": delay_wlb,
 }
 """Those that may put documents off to later steps, where a state is carried from step to step."""
+
+MEMORY_CHECKS: dict[str, Callable[[StepProblem], bool]] = {"skrull": can_fit}
+"""Those that know at a glance that a problem cannot fit memory: it is planned only where no policy fits."""
 
 SOLVER_STRATEGIES = ("fixed_exact",)
 """Need `evenload[exact]` and up to `solver_time_limit_s` a step, so they run only where they are named."""
