@@ -106,6 +106,18 @@ class PackCosts:
         layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, pack_ranks, gathered, direction)
         return np.outer(layer_s, self.layers())
 
+    def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs, P].
+
+        Args:
+            policy: int8[num_documents], indices into `cost.activation.POLICIES`.
+
+        Raises:
+            ConfigError: documents are offloaded and the link to the host is not known.
+        """
+        tokens = self._policy_tokens(columns, policy)[:, OFFLOAD]
+        return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
+
     def document_seconds(
         self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
     ) -> NDArray[np.float64]:
