@@ -225,6 +225,8 @@ class StepPlanner:
         for dp_rank, choice in enumerate(choices):
             found = choice.candidate
             doc_ids = problem.doc_ids[choice.documents]
+            slices = found.forward.pack_slices(doc_ids, layout_cp=layout_cp)
+            is_same = found.backward is found.forward
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
@@ -234,6 +236,7 @@ class StepPlanner:
                         _slowest_stage(found.tasks.forward_s),
                         layout_cp=layout_cp,
                         sharding=found.sharding or "mixed",
+                        slices=slices,
                     ),
                     backward=found.backward.packs(
                         "backward",
@@ -241,6 +244,7 @@ class StepPlanner:
                         _slowest_stage(found.tasks.backward_s),
                         layout_cp=layout_cp,
                         sharding=found.sharding or "mixed",
+                        slices=slices if is_same else None,
                     ),
                     policies=_policies(doc_ids, found.policy),
                 )

@@ -5,12 +5,16 @@ Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.types.document import Slice
 from evenload.types.micropack import Direction, MicroPack
+
+PackSlices = tuple[tuple[Slice, ...], ...]
+"""Per pack its slices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,21 @@ class SliceColumns:
         """Real tokens of each pack; int64[num_packs]."""
         return self.pack_sums(self.stop - self.start).astype(np.int64)
 
+    def pack_slices(self, doc_ids: NDArray[np.int64], *, layout_cp: int = 1) -> PackSlices:
+        """The slices of every pack as objects; both directions may share them where they have the same packs.
+
+        Args:
+            doc_ids: int64[num_documents], the id of each document index.
+            layout_cp: ranks that share a pack where `cp` is None.
+        """
+        cp = [layout_cp] * self.num_slices if self.cp is None else self.cp.tolist()
+        columns = (doc_ids[self.doc].tolist(), self.start.tolist(), self.stop.tolist(), cp)
+        slices = tuple(
+            Slice(doc_id=doc_id, start=start, stop=stop, cp=ranks)
+            for doc_id, start, stop, ranks in zip(*columns, strict=True)
+        )
+        return tuple(slices[lo:hi] for lo, hi in pairwise(self.pack_offset.tolist()))
+
     def packs(
         self,
         direction: Direction,
@@ -68,6 +87,7 @@ class SliceColumns:
         *,
         layout_cp: int = 1,
         sharding: str | Sequence[str] = "",
+        slices: PackSlices | None = None,
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -76,23 +96,20 @@ class SliceColumns:
             cost_s: float64[num_packs].
             layout_cp: ranks that share a pack where `cp` is None.
             sharding: how several ranks share a pack; one for all shared packs, or one for every pack.
+            slices: what `pack_slices` gave, where it is there already.
         """
-        ids = doc_ids[self.doc].tolist()
-        start, stop = self.start.tolist(), self.stop.tolist()
-        offset, pad_to, cost = self.pack_offset.tolist(), self.pad_to.tolist(), cost_s.tolist()
+        if slices is None:
+            slices = self.pack_slices(doc_ids, layout_cp=layout_cp)
+        pad_to, cost = self.pad_to.tolist(), cost_s.tolist()
         if isinstance(sharding, str):
             shardings = [sharding if shared else "" for shared in self.is_shared(layout_cp).tolist()]
         else:
             shardings = list(sharding)
-        cp = [layout_cp] * self.num_slices if self.cp is None else self.cp.tolist()
         return tuple(
             MicroPack(
                 index=i,
                 direction=direction,
-                slices=tuple(
-                    Slice(doc_id=ids[k], start=start[k], stop=stop[k], cp=cp[k])
-                    for k in range(offset[i], offset[i + 1])
-                ),
+                slices=slices[i],
                 pad_to=pad_to[i],
                 sharding=shardings[i],
                 cost_s=cost[i],

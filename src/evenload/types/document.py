@@ -2,8 +2,11 @@
 
 from evenload.types.base import Frozen
 
+# `gc=False`: a step has hundreds of thousands of these and they hold only numbers, so no cycle can start here; looking
+# for one took as long as planning.
 
-class Document(Frozen):
+
+class Document(Frozen, gc=False):
     """One training document of a step, without its tokens.
 
     Args:
@@ -17,7 +20,7 @@ class Document(Frozen):
     num_label_tokens: int
 
 
-class Slice(Frozen):
+class Slice(Frozen, gc=False):
     """Tokens `[start, stop)` of a document; `start` is also the length of its KV prefix.
 
     Args:

@@ -10,7 +10,7 @@ ActionKind = Literal["F", "I", "W", "B"]
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
-class Action(Frozen):
+class Action(Frozen, gc=False):  # holds numbers and a name only; see types/document.py
     """One computation: kinds as in PyTorch's schedules (F forward, B full backward, I input gradient,
     W weight gradient), `stage` the virtual stage, `pack` the forward or backward pack index."""
 
