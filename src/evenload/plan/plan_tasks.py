@@ -4,6 +4,7 @@ Durations come from the plan, bytes from the model: a plan stores no bytes, but 
 """
 
 import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +20,50 @@ from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
 
 
+@dataclass(frozen=True, eq=False)
+class ReplicaColumns:
+    """One replica's packs as columns; `SliceColumns.doc` counts the documents of the whole plan.
+
+    Args:
+        num_tokens: int64[n], of the plan's documents.
+        policy: int8[n], indices into `POLICIES`; None = all replay.
+        owners: int64[num_slices] forward and backward, the rank that computes a slice whole, -1 = all; None = all.
+    """
+
+    forward: SliceColumns
+    backward: SliceColumns
+    num_tokens: NDArray[np.int64]
+    policy: NDArray[np.int8] | None
+    owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None
+
+
+def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
+    """A replica's packs, as its planner had them."""
+    packs = plan.pack_plans[dp_rank]
+    index = {document.doc_id: position for position, document in enumerate(plan.documents)}
+    forward, backward = (owners_from([pack.sharding for pack in listed]) for listed in (packs.forward, packs.backward))
+    return ReplicaColumns(
+        forward=_columns(packs.forward, index),
+        backward=_columns(packs.backward, index),
+        num_tokens=np.array([document.num_tokens for document in plan.documents], np.int64),
+        policy=_policy(packs, index),
+        owners=None if forward is None or backward is None else (forward, backward),
+    )
+
+
 def replica_tasks(plan: StepPlan, dp_rank: int, model: ModelSpec) -> PipelineTasks:
     """The tasks of one replica, equal to those the planner simulated."""
+    return tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank))
+
+
+def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, columns: ReplicaColumns) -> PipelineTasks:
+    """As `replica_tasks`, of columns that are at hand."""
     packs, times, layout = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout
-    index = {document.doc_id: position for position, document in enumerate(plan.documents)}
-    num_tokens = np.array([document.num_tokens for document in plan.documents], np.int64)
-    backward = _columns(packs.backward, index)
-    forward = _columns(packs.forward, index)
-    owners = tuple(owners_from([pack.sharding for pack in listed]) for listed in (packs.forward, packs.backward))
-    policy = _policy(packs, index)
-    if owners[0] is None or owners[1] is None:
+    forward, backward, num_tokens, policy = columns.forward, columns.backward, columns.num_tokens, columns.policy
+    if columns.owners is None:
         held = pipeline_bytes(model, layout, forward, backward, num_tokens, policy)
     else:
-        held = owned_pipeline_bytes(model, layout, forward, backward, num_tokens, policy, (owners[0], owners[1]))
+        held = owned_pipeline_bytes(model, layout, forward, backward, num_tokens, policy, columns.owners)
     tasks = PipelineTasks(
         forward_s=np.array(times.forward_s, np.float64).reshape(len(packs.forward), layout.num_stages),
         backward_s=np.array(times.backward_s, np.float64).reshape(len(packs.backward), layout.num_stages),
