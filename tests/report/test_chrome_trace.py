@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from collections import defaultdict
 from itertools import pairwise
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from evenload.report.chrome_trace import write_chrome_trace
+from evenload.types.timeline import MEMORY_KINDS, SIDE_KINDS, SideTasks
 from report_samples import make_labels, make_timeline
 
 
@@ -120,3 +122,67 @@ def test_labels_reach_the_arguments_of_forward_and_backward(tmp_path, timelines)
                 assert args["content"] == 'doc "7"\n</script>'
             else:
                 assert (args["direction"], args["pack"]) == ("forward", 3)
+
+
+def with_details(timeline):
+    """Recompute inside the first backward of rank 0, two hops under way at once, a copy, the end of the step."""
+    first = int(np.flatnonzero((timeline.kind == 1) & (timeline.rank == 0) & (timeline.dp_rank == 0))[0])
+    start_s = float(timeline.start_s[first])
+    rows = [
+        ("recompute", 0, -1, timeline.stage[first], timeline.pack[first], start_s, start_s + 1e-3),
+        ("send_forward", 0, 1, 0, 0, 0.0, 3e-3),
+        ("send_forward", 0, 1, 0, 1, 1e-3, 4e-3),
+        ("send_forward", 0, 1, 0, 2, 3e-3, 5e-3),
+        ("offload", 2, -1, 2, 5, 1e-3, 2e-3),
+        ("reduction", 3, -1, -1, -1, timeline.end_s.max(), timeline.step_time_s),
+    ]
+    kind, rank, peer, stage, pack, start, end = zip(*rows, strict=True)
+    side = SideTasks(
+        dp_rank=np.zeros(len(rows), np.int32),
+        rank=np.array(rank, np.int32),
+        kind=np.array([SIDE_KINDS.index(name) for name in kind], np.uint8),
+        stage=np.array(stage, np.int32),
+        pack=np.array(pack, np.int32),
+        peer=np.array(peer, np.int32),
+        start_s=np.array(start, np.float64),
+        end_s=np.array(end, np.float64),
+    )
+    kinds = np.zeros((len(timeline.memory_bytes), len(MEMORY_KINDS)), np.int64)
+    kinds[:, 0] = timeline.memory_bytes.min()
+    kinds[:, 3] = timeline.memory_bytes - kinds[:, 0]
+    critical = np.zeros(timeline.num_tasks, bool)
+    critical[[0, first]] = True
+    return dataclasses.replace(timeline, side=side, memory_kind_bytes=kinds, is_critical=critical)
+
+
+def test_side_tasks_have_their_lanes_and_the_critical_path_is_marked(tmp_path):
+    path, timeline = tmp_path / "trace.json", with_details(make_timeline(2, 4, 8))
+    write_chrome_trace(path, {"predicted": timeline})
+    trace, _, threads = read_trace(path)
+    lanes = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            lanes[event["pid"], threads[event["pid"], event["tid"]]].append(event)
+    assert [event["name"] for event in lanes[1, "rank 0 to 1"]] == ["send_forward 0.0", "send_forward 0.2"]
+    assert [event["name"] for event in lanes[1, "rank 0 to 1 (2)"]] == ["send_forward 0.1"]
+    assert [event["name"] for event in lanes[1, "rank 2 copies"]] == ["offload 2.5"]
+    assert "reduction" in [event["name"] for event in lanes[1, "rank 3"]]
+    assert len({tid for _, tid in threads}) == len(threads)
+    (recompute,) = [event for event in lanes[1, "rank 0"] if event["cat"] == "recompute"]
+    (outer,) = [e for e in lanes[1, "rank 0"] if e["ts"] == recompute["ts"] and e["dur"] > recompute["dur"]]
+    names = [event["name"] for event in trace["traceEvents"]]
+    assert names.index(outer["name"]) < names.index(recompute["name"]), "viewers nest what comes later"
+    critical = [event for event in trace["traceEvents"] if "critical" in event.get("cat", "")]
+    assert len(critical) == 2
+    assert all(event["args"]["critical"] is True for event in critical)
+
+
+def test_memory_kinds_are_counters_that_add_up_with_what_never_changes(tmp_path):
+    path, timeline = tmp_path / "trace.json", with_details(make_timeline(2, 4, 8))
+    write_chrome_trace(path, {"predicted": timeline})
+    events = [event for event in read_trace(path)[0]["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
+    totals = [event["args"]["bytes"] for event in events if event["name"] == "memory bytes rank 2"]
+    moving = [event["args"] for event in events if event["name"] == "memory kinds rank 2"]
+    assert set(moving[0]) == {"activations_replay"}
+    constant = int(timeline.memory_bytes.min())
+    assert [constant + args["activations_replay"] for args in moving] == totals

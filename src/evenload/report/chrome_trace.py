@@ -1,7 +1,9 @@
 """Chrome/Perfetto `trace.json` of timelines: open it at ui.perfetto.dev or chrome://tracing.
 
 One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each
-pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank.
+pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a
+timeline knows them: events on the critical path have the category "critical" and say so in their arguments, bytes by
+kind are counters of their own, and recompute, copies, hops and reduction are drawn (`report.side_events`).
 Lanes of all timelines have equal names and order, so predicted and measured open side by side.
 
 The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are
@@ -17,7 +19,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from evenload.report.pack_label import PackKey, PackLabel
-from evenload.types.timeline import KINDS, Timeline
+from evenload.report.side_events import side_events
+from evenload.types.timeline import KINDS, MEMORY_KINDS, Timeline
 
 
 def write_chrome_trace(
@@ -57,7 +60,12 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
                 yield _metadata("thread_name", pid, tid, {"name": f"rank {rank}"})
                 yield _metadata("thread_sort_index", pid, tid, {"sort_index": rank})
             yield from _task_events(timeline, dp_rank, pid, threads, labels)
+            if timeline.side is not None:
+                for event in side_events(timeline.side, dp_rank, pid, threads, tid + 1):
+                    tid += event["name"] == "thread_name"
+                    yield event
             yield from _memory_events(timeline, dp_rank, pid)
+            yield from _memory_kind_events(timeline, dp_rank, pid)
 
 
 def _metadata(name: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
@@ -71,13 +79,15 @@ def _task_events(
     chosen = chosen[np.argsort(timeline.start_s[chosen], kind="stable")]
     start_ns = np.rint(timeline.start_s[chosen] * 1e9).astype(np.int64)
     duration_ns = np.rint(timeline.end_s[chosen] * 1e9).astype(np.int64) - start_ns
-    for rank, stage, kind, pack, start, duration in zip(
+    critical = np.zeros(len(chosen), bool) if timeline.is_critical is None else timeline.is_critical[chosen]
+    for rank, stage, kind, pack, start, duration, is_critical in zip(
         timeline.rank[chosen].tolist(),
         timeline.stage[chosen].tolist(),
         timeline.kind[chosen].tolist(),
         timeline.pack[chosen].tolist(),
         start_ns.tolist(),
         duration_ns.tolist(),
+        critical.tolist(),
         strict=True,
     ):
         letter = KINDS[kind]
@@ -91,10 +101,12 @@ def _task_events(
                 "slices": label.num_slices,
                 "content": label.text,
             }
+        if is_critical:
+            args["critical"] = True
         yield {
             "ph": "X",
             "name": f"{stage}{letter}{pack}",
-            "cat": direction,
+            "cat": f"{direction},critical" if is_critical else direction,
             "pid": pid,
             "tid": threads[rank],
             "ts": start / 1000,
@@ -112,3 +124,17 @@ def _memory_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[
         # A counter belongs to a process, so its name says the rank.
         name = f"memory bytes rank {rank}"
         yield {"ph": "C", "name": name, "pid": pid, "ts": time / 1000, "args": {"bytes": num_bytes}}
+
+
+def _memory_kind_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:
+    """Kinds that change within the step, for each rank; the others are constant and in the total."""
+    if timeline.memory_kind_bytes is None:
+        return
+    for rank in np.unique(timeline.memory_rank[timeline.memory_dp_rank == dp_rank]).tolist():
+        chosen = np.flatnonzero((timeline.memory_dp_rank == dp_rank) & (timeline.memory_rank == rank))
+        held = timeline.memory_kind_bytes[chosen]
+        moving = np.flatnonzero(held.max(axis=0) > held.min(axis=0)).tolist()
+        time_ns = np.rint(timeline.memory_time_s[chosen] * 1e9).astype(np.int64)
+        for time, row in zip(time_ns.tolist() if moving else (), held[:, moving].tolist(), strict=False):
+            args = {MEMORY_KINDS[kind]: num_bytes for kind, num_bytes in zip(moving, row, strict=True)}
+            yield {"ph": "C", "name": f"memory kinds rank {rank}", "pid": pid, "ts": time / 1000, "args": args}

@@ -1,0 +1,88 @@
+"""Trace events of what happens beside the packs (`SideTasks`): recompute, copies, hops, reduction, optimizer.
+
+Recompute lies inside its backward, reduction and optimizer after the packs, all on the rank's own thread. Copies have
+a thread for every rank ("rank 0 copies"), hops one for every link ("rank 0 to 1"). Hops that are under way at the
+same time, as edge delays allow, get further threads of the same link, because events on a thread must not overlap.
+Starts and ends are rounded to nanoseconds each, as those of the packs. O(n log n).
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.types.timeline import SIDE_KINDS, SideTasks
+
+_ON_THE_RANK = ("recompute", "reduction", "optimizer")
+
+
+def side_events(
+    side: SideTasks, dp_rank: int, pid: int, threads: Mapping[int, int], first_tid: int
+) -> Iterator[dict[str, object]]:
+    """Events of one replica, names of new threads first.
+
+    Args:
+        pid: the replica's process.
+        threads: thread of every pipeline rank.
+        first_tid: the first thread number that is free; new threads count up from it.
+    """
+    lanes: dict[str, list[int]] = {}
+    for row in np.flatnonzero(side.dp_rank == dp_rank).tolist():
+        kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
+        if kind in _ON_THE_RANK:
+            name = ""
+        else:
+            name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
+        lanes.setdefault(name, []).append(row)
+    tid = first_tid
+    for row in lanes.pop("", []):
+        yield _event(side, row, pid, threads[int(side.rank[row])])
+    for order, name in enumerate(sorted(lanes)):
+        for at, rows in enumerate(_apart(side, np.array(lanes[name]))):
+            lane = name if at == 0 else f"{name} ({at + 1})"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+            sort = {"sort_index": len(threads) + order}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": sort}
+            for row in rows:
+                yield _event(side, row, pid, tid)
+            tid += 1
+
+
+def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
+    """Rows by start, dealt into as few lanes as keep events of a lane from overlapping."""
+    lanes: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (end in ns, lane)
+    for row in rows[np.argsort(side.start_s[rows], kind="stable")].tolist():
+        start, end = _nanoseconds(float(side.start_s[row])), _nanoseconds(float(side.end_s[row]))
+        if free and free[0][0] <= start:
+            lane = heapq.heappop(free)[1]
+        else:
+            lane = len(lanes)
+            lanes.append([])
+        lanes[lane].append(row)
+        heapq.heappush(free, (end, lane))
+    return lanes
+
+
+def _event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:
+    kind = SIDE_KINDS[side.kind[row]]
+    start, end = _nanoseconds(float(side.start_s[row])), _nanoseconds(float(side.end_s[row]))
+    args: dict[str, object] = {}
+    if side.pack[row] >= 0:
+        args = {"stage": int(side.stage[row]), "pack": int(side.pack[row])}
+    name = f"{kind} {side.stage[row]}.{side.pack[row]}" if args else kind
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
+        "args": args,
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(np.rint(seconds * 1e9))
