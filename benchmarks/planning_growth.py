@@ -1,6 +1,7 @@
 """How planning time grows with the documents of a global batch, for every strategy.
 
-Lognormal lengths (those of benchmarks/planners.py), llama-7b on 32 H100, DP 8 x PP 4, packs of at most 32K tokens.
+Lognormal lengths (those of benchmarks/planners.py), llama-7b on 32 H100, DP 8 x PP 4 (skrull, which has no pipeline:
+DP 8 x CP 4), packs of at most 32K tokens.
 The time is that of `StepPlanner.propose`: assignment, cuts, prices, schedules, simulations, choice and the sealed
 plan. A strategy that took more than `GIVE_UP_S` for one plan is not asked for a larger one.
 
@@ -15,7 +16,7 @@ from evenload.errors import EvenloadError
 from evenload.plan.default_layout import usable_bytes
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.strategies import FLAT_STRATEGIES, STRATEGIES
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -33,13 +34,13 @@ PICTURE = HERE / "results" / "planning_growth.png"
 def measure(quick: bool) -> dict[str, dict[int, float]]:
     """Per strategy, documents to milliseconds."""
     model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
-    layout = even_layout(model.num_layers, dp=DP, pp=PP)
-    coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CAPACITY))
     times_ms: dict[str, dict[int, float]] = {}
     for strategy in STRATEGIES:
         if strategy in NEED_SOLVER:
             continue
+        layout = even_layout(model.num_layers, **_layout_of(strategy))
+        coefficients = analytic_coefficients(model, cluster, layout)
+        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CAPACITY))
         for count in DOCUMENTS[:2] if quick else DOCUMENTS:
             documents = tuple(
                 Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)
@@ -52,12 +53,16 @@ def measure(quick: bool) -> dict[str, dict[int, float]]:
                 print(f"{strategy}, {count} documents: {error}")
                 break
             first_s = time.perf_counter() - start_s
-            took_ms = median_ms(lambda d=documents, s=strategy: planner.propose(0, d, s))
+            took_ms = median_ms(lambda p=planner, d=documents, s=strategy: p.propose(0, d, s))
             times_ms.setdefault(strategy, {})[count] = took_ms
             print(f"{strategy:<14} {count:>7,} documents {took_ms:>10.1f} ms {took_ms / count * 1e3:>8.1f} us/document")
             if first_s > GIVE_UP_S:
                 break
     return times_ms
+
+
+def _layout_of(strategy: str) -> dict[str, int]:
+    return {"dp": DP, "cp": PP} if strategy in FLAT_STRATEGIES else {"dp": DP, "pp": PP}
 
 
 def rows_of(times_ms: dict[str, dict[int, float]]) -> list[Row]:
@@ -66,7 +71,8 @@ def rows_of(times_ms: dict[str, dict[int, float]]) -> list[Row]:
     for strategy, points in times_ms.items():
         first = min(points)
         for count, took_ms in points.items():
-            case = f"{strategy}, {count:,} documents, dp={DP} pp={PP}"
+            shape = " ".join(f"{axis}={size}" for axis, size in _layout_of(strategy).items())
+            case = f"{strategy}, {count:,} documents, {shape}"
             rows.append(Row("growth", case, "plan and choose", took_ms, "ms", ""))
             growth = took_ms / count / (points[first] / first)
             rows.append(Row("growth", case, "time per document", growth, "x", f"{first} documents"))

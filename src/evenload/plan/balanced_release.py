@@ -30,9 +30,9 @@ from evenload.types.backend import Backend
 
 TIGHT_DEGREE = 1.03
 """Degree within which a step counts as even, while delay is small."""
-EASY_DELAY_STEPS = 0.38
+EASY_DELAY_STEPS = 0.4
 """Recent mean token delay up to which the limit stays tight."""
-LOOSER_PER_STEP = 4.0
+LOOSER_PER_STEP = 5.0
 """By how much the limit grows per step of delay beyond that."""
 RESERVE_SHARE = 0.2
 """Of a batch's work: saved a step for a document that cannot be balanced otherwise."""

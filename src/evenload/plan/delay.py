@@ -20,8 +20,6 @@ from evenload.types.base import Frozen
 
 FADE = 31 / 32
 """Weight of a step in the recent delay, each step later."""
-SETTLED_BATCHES = 12
-"""Batches after which the recent delay is taken at its word."""
 
 
 class Waiting(Frozen):
@@ -57,11 +55,8 @@ class DelayState(Frozen):
     arrived_tokens: float = 0.0
 
     def recent_delay_steps(self) -> float:
-        """Mean token delay of the recent steps, by Little's law. The first steps are as if steps without any delay
-        had gone before: what waits after one step says little about the mean."""
-        if not self.arrived_tokens:
-            return 0.0
-        return self.waited_tokens / self.arrived_tokens * min(1.0, self.num_batches / SETTLED_BATCHES)
+        """Mean token delay of the recent steps, by Little's law; 0 before the first."""
+        return self.waited_tokens / self.arrived_tokens if self.arrived_tokens else 0.0
 
 
 @dataclass(frozen=True, eq=False)
