@@ -52,16 +52,16 @@ def owned_pipeline_bytes(
 
 def _all_ranks(columns: SliceColumns, owner: NDArray[np.int64], cp: int, num_documents: int) -> SliceColumns:
     """The views of all ranks, one after the other, each with packs and documents of its own: priced in one call."""
-    views = [rank_view(columns, owner, rank) for rank in range(cp)]
-    ends = np.cumsum([0, *(view.pack_offset[-1] for view in views[:-1])])
-    offsets = [view.pack_offset[1:] + end for view, end in zip(views, ends, strict=True)]
+    rank, piece = np.nonzero((owner == np.arange(cp)[:, None]) | (owner < 0))
+    pack = rank * columns.num_packs + columns.pack_of_slice()[piece]
+    counts = np.bincount(pack, minlength=cp * columns.num_packs)
     return SliceColumns(
-        doc=np.concatenate([view.doc + rank * num_documents for rank, view in enumerate(views)]).astype(np.int32),
-        start=np.concatenate([view.start for view in views]),
-        stop=np.concatenate([view.stop for view in views]),
-        pack_offset=np.concatenate([[0], *offsets]).astype(np.int64),
+        doc=(columns.doc[piece] + rank * num_documents).astype(np.int32),
+        start=columns.start[piece],
+        stop=columns.stop[piece],
+        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         pad_to=np.tile(columns.pad_to, cp),
-        cp=None if columns.cp is None else np.concatenate([view.cp for view in views]),  # type: ignore[misc]
+        cp=None if columns.cp is None else columns.cp[piece],
     )
 
 

@@ -19,6 +19,7 @@ document takes the cheaper of its two kinds. Price for n documents on cp ranks: 
 of 3, `nodes` · cp of 4. `Effort` bounds the last two, so a plan takes bounded time and is the same every time.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,11 +98,13 @@ class OwnedGroups:
     Args:
         owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
         seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
-        offset: int64[groups + 1], where each group begins in `owner`.
+        members: int64[documents], the document that each owner belongs to.
+        offset: int64[groups + 1], where each group begins in `owner` and `members`.
     """
 
     owner: NDArray[np.int64]
     seconds: NDArray[np.float64]
+    members: NDArray[np.int64]
     offset: NDArray[np.int64]
 
     def of_group(self, group: int) -> NDArray[np.int64]:
@@ -110,11 +113,7 @@ class OwnedGroups:
 
 
 def assign_groups(
-    step: MicroBatch,
-    groups: Sequence[NDArray[np.int64]] | Sequence[list[int]],
-    effort: Effort = THOROUGH,
-    *,
-    backend: Backend = "native",
+    step: MicroBatch, groups: Sequence[Sequence[int]], effort: Effort = THOROUGH, *, backend: Backend = "native"
 ) -> OwnedGroups:
     """Owners for several micro-batches at once, each by itself.
 
@@ -123,28 +122,16 @@ def assign_groups(
         groups: document indices of every micro-batch.
     """
     offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
-    members = np.concatenate([np.asarray(group, np.int64) for group in groups]) if len(groups) else np.zeros(0, int)
-    return assign_members(step, members.astype(np.int64, copy=False), offset, effort, backend=backend)
-
-
-def assign_members(
-    step: MicroBatch,
-    members: NDArray[np.int64],
-    offset: NDArray[np.int64],
-    effort: Effort = THOROUGH,
-    *,
-    backend: Backend = "native",
-) -> OwnedGroups:
-    """As `assign_groups`, of columns: group g is `members[offset[g]:offset[g + 1]]`."""
+    members = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(offset[-1]))
     if backend == "native":
         owner, seconds = _native.assign_owners(
             step.num_tokens, step.local_s, step.shared_s, step.gather_s, members, offset,
             step.cp, step.bucket_tokens, effort.evaluations, effort.nodes,
         )  # fmt: skip
-        return OwnedGroups(owner, seconds, offset)
+        return OwnedGroups(owner, seconds, members, offset)
     owners: list[int] = []
     times: list[float] = []
-    for low, high in zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True):
+    for low, high in itertools.pairwise(offset.tolist()):
         group = step.chosen(members[low:high])
         search = GroupSearch(
             group.num_tokens.tolist(),
@@ -157,14 +144,14 @@ def assign_members(
         found = search.run(effort.evaluations, effort.nodes)
         owners += [SHARED] * (high - low) if found is None else found
         times.append(float("inf") if found is None else search.best_s)
-    return OwnedGroups(np.array(owners, np.int64), np.array(times, np.float64), offset)
+    return OwnedGroups(np.array(owners, np.int64), np.array(times, np.float64), members, offset)
 
 
 def assign_owners(
     batch: MicroBatch, effort: Effort = THOROUGH, *, backend: Backend = "native"
 ) -> NDArray[np.int64] | None:
     """Owner rank of every document, `SHARED` for all ranks; None where no answer was found that fits."""
-    found = assign_groups(batch, [np.arange(len(batch.num_tokens))], effort, backend=backend)
+    found = assign_groups(batch, [range(len(batch.num_tokens))], effort, backend=backend)
     return found.owner if np.isfinite(found.seconds[0]) else None
 
 

@@ -114,7 +114,8 @@ def exact_micro_batches(
     if not len(tokens):
         return ExactMicroBatches(0.0, 0.0, [[] for _ in range(step.dp)])
     smallest = max(1, min(step.columns.bucket_tokens, step.limit_tokens))
-    model = _Model(step, slots=min(len(tokens), 1 + 2 * int(tokens.sum()) // smallest))
+    slots = min(len(tokens), 1 + 2 * int(tokens.sum()) // smallest)
+    model = _Model(step, max(slots, *(len(groups) for groups in start or ([],))))
     known = None
     if start is not None:
         known = [

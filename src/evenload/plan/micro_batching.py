@@ -5,12 +5,12 @@ most bucket · cp tokens (eq. 10, `limit_tokens`) and every rank at most a bucke
 
 1. Documents to replicas by time, longest first (Algorithm 2, line 1).
 2. Per replica several deals, of which the fastest is kept:
-   interleaved   ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits and two
-                 larger ones. Right reading of Algorithm 2 (oracle §5): as printed it never stops on success, its slices
-                 repeat documents and a failure skips a micro-batch instead of starting anew.
+   interleaved   ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits.
+                 Right reading of Algorithm 2 (oracle §5): as printed it never stops on success, its slices repeat
+                 documents and a failure skips a micro-batch instead of starting anew.
    apart         documents that fill more than half of what a micro-batch may hold, apart from the others; paired, they
                  would force n up to one document a micro-batch
-   longest first by work into n micro-batches under the token limit, for the same n
+   longest first by work into the fewest micro-batches that the tokens allow, more where they do not fit
    best fit      decreasing by tokens: the fewest micro-batches, so the least `pack_s`
    consecutive   filled in ascending and in descending length: documents of one length balance whole on their ranks
    one each      one document a micro-batch, which always fits
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.plan.bin_packing import best_fit_decreasing, longest_first
-from evenload.plan.dacp import QUICK, THOROUGH, USUAL, Effort, MicroBatch, assign_members
+from evenload.plan.dacp import QUICK, THOROUGH, USUAL, Effort, MicroBatch, assign_groups
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.subset_partition import best_partition
 from evenload.types.backend import Backend
@@ -73,10 +73,8 @@ class StepDocuments:
 
     def group_seconds(self, groups: Groups, effort: Effort) -> NDArray[np.float64]:
         """Of every micro-batch, its constant included; infinite where it does not fit."""
-        offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
-        members = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(offset[-1]))
-        found = assign_members(self.columns, members, offset, effort, backend=self.backend)
-        tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[members])])[offset]
+        found = assign_groups(self.columns, groups, effort, backend=self.backend)
+        tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[found.members])])[found.offset]
         return np.where(np.diff(tokens) > self.limit_tokens, np.inf, found.seconds + self.pack_s)
 
     def lower_bound_s(self) -> float:
@@ -144,29 +142,23 @@ def _deals(step: StepDocuments, documents: NDArray[np.int64]) -> Iterator[Groups
     ascending = documents[np.argsort(tokens, kind="stable")]
     long = step.columns.num_tokens[ascending] > step.limit_tokens / 2
     least = -(-int(tokens.sum()) // step.limit_tokens)
-    count = least
-    first = _interleaved(step, ascending, least)
-    if first is not None:
-        count = len(first)
-        yield first
-        for more in (count + 1, count + 1 + count // 4):
-            if more <= len(ascending):
-                yield [ascending[j::more].tolist() for j in range(more)]
+    interleaved = _interleaved(step, ascending, least)
+    if interleaved is not None:
+        yield interleaved
     if long.any() and not long.all():
         short = ascending[~long]
         paired = _interleaved(step, short, -(-int(step.columns.num_tokens[short].sum()) // step.limit_tokens))
         if paired is not None:
             yield [[document] for document in ascending[long].tolist()] + paired
     # Shares rounded up under the bucket: all documents shared then fit.
-    shares, bucket = step.columns.share_tokens()[documents], step.columns.bucket_tokens
-    work = step.columns.local_s[documents]
-    deals = [
-        longest_first(work, number, num_tokens=shares, capacity=bucket, backend=step.backend)
-        for number in sorted({least, count})
-    ]
-    deals.append(best_fit_decreasing(shares, bucket, backend=step.backend))
-    for deal in deals:
-        yield [documents[group].tolist() for group in deal if group]
+    shares = step.columns.share_tokens()[documents]
+    bucket = max(int(shares.max()), min(step.columns.bucket_tokens, step.limit_tokens // step.columns.cp))
+    work, listed = step.columns.local_s[documents], documents.tolist()
+    for deal in (
+        longest_first(work, least, num_tokens=shares, capacity=bucket, backend=step.backend),
+        best_fit_decreasing(shares, bucket, backend=step.backend),
+    ):
+        yield [[listed[index] for index in group] for group in deal if group]
     for order in (ascending, ascending[::-1]):
         yield _consecutive(step, order)
     yield [[document] for document in ascending.tolist()]

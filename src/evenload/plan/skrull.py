@@ -30,8 +30,8 @@ from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
 
-BUCKETS_TRIED = 512
-"""Bucket sizes priced at once: three rounds find the largest of 2^27."""
+BUCKETS_TRIED = 64
+"""Bucket sizes priced at once: four rounds find the largest of 2^24."""
 
 
 @dataclass(frozen=True, eq=False)
