@@ -97,7 +97,7 @@ def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
     [
         (["--search-layout"], "--search-layout looks for the layout, --layout"),
         (["--tokens", "5"], "exclude each other"),
-        (["--strategy", "flexpipe"], "not available in this version, planned"),
+        (["--known-steps", "0"], "known_steps is 0"),
         (["--window", "0"], "window is 0"),
         (["--strategy", "slimpak"], "did you mean 'slimpack'"),
         (["--strategy", ","], "names no strategy"),

@@ -153,6 +153,7 @@ def test_a_broken_jsonl_line_is_named(project):
         (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
         (["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
         (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
+        (["plan.strategy=flexpipe"], "live switching is not available in this version"),
         (["data.sources=corpus"], "data.sources"),
         (["model.path=nowhere"], "no config.json there"),
         (["parallel.tp=2"], "tp"),

@@ -12,7 +12,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import FLAT_STRATEGIES, PLANNED_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
+from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
 from evenload.plan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
@@ -115,12 +115,6 @@ def test_digest_changes_with_content() -> None:
 def test_left_out_documents_are_recorded() -> None:
     left = (LeftOut(doc_id=7, num_tokens=999, reason="dropped: longer than 256"),)
     assert tiny_planner().plan(0, documents([5]), "padded", left).left_out == left
-
-
-@pytest.mark.parametrize("name", PLANNED_STRATEGIES)
-def test_planned_strategies_are_refused_by_name(name) -> None:
-    with pytest.raises(ConfigError, match="not available in this version, planned"):
-        tiny_planner().plan(0, documents([5]), name)
 
 
 def test_unknown_strategy_offers_the_nearest() -> None:

@@ -18,6 +18,8 @@ from evenload.data.lengths import read_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.default_layout import default_layout, usable_bytes
 from evenload.plan.evaluate import Evaluation, evaluate_strategies
+from evenload.plan.flex_planner import FlexPlanner
+from evenload.plan.fmop import FlexOptions
 from evenload.plan.global_batch import sample_global_batches
 from evenload.plan.layout_search import LayoutResult, layout_sizes, search_layouts
 from evenload.plan.options import PlanOptions
@@ -81,7 +83,13 @@ def plan_command(
     max_delay_steps: Annotated[
         int, typer.Option(help="Most steps by which wlb and fixed_* with --window put a document off.")
     ] = 8,
-    steps: Annotated[int, typer.Option(help="Global batches to plan; wlb needs many to put documents off.")] = 1,
+    known_steps: Annotated[
+        int, typer.Option(help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay.")
+    ] = 1,
+    steps: Annotated[
+        int,
+        typer.Option(help="Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts."),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of the batches drawn from the lengths.")] = 0,
     cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None,
     search_layout: Annotated[
@@ -153,6 +161,11 @@ def plan_command(
     analytic = analytic_coefficients(spec, machines, chosen)  # also checks that the layout fits the cluster
     coefficients = measured or analytic
     planner = StepPlanner(spec, coefficients, chosen, cap_bytes, options)
+    flexible = FlexPlanner(
+        planner,
+        lambda one: measured or analytic_coefficients(spec, machines, one),
+        FlexOptions(known_steps=known_steps),
+    )
     inputs: dict[str, Any] = {
         "lengths": lengths,
         "model": model,
@@ -167,13 +180,14 @@ def plan_command(
         "dp_merge": dp_merge,
         "window": window,
         "max_delay_steps": max_delay_steps,
+        "known_steps": known_steps,
         "steps": steps,
         "seed": seed,
         "cost": str(cost) if cost else "analytic",
         "memory_cap_bytes": cap_bytes,
     }
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
-    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy, chosen))
+    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy, chosen), flexible)
     rows = [msgspec.to_builtins(result) for result in evaluation.results]
     if any(result.feasible for result in evaluation.results):
         console.print(comparison_table(rows, evaluation.best or ""))
@@ -236,9 +250,10 @@ def _bound_line(evaluation: Evaluation) -> str:
     dp_rank, path = proposal.critical_path()
     replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
     step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
-    after_s = proposal.plan.predicted.step_time_s - path.makespan_s
+    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
+    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
     return (
-        f"{evaluation.best}: critical path{step}: pipeline{replica} {format_seconds(path.makespan_s)}, "
+        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
         f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
     )
 

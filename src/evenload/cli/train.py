@@ -35,7 +35,7 @@ def train_command(
     """
     from evenload.cli.launch import run_local
     from evenload.cli.train_worker import run_worker
-    from evenload.plan.strategies import strategy_named
+    from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
     from evenload.runtime.trainer import layout_of, model_spec
 
@@ -47,7 +47,7 @@ def train_command(
         run_worker(settings, cache)
         return
     # Everything a user can get wrong is checked here, once, before processes start.
-    strategy_named(settings.plan.strategy)
+    require_trainable(settings.plan.strategy)
     layout = layout_of(settings, model_spec(settings).num_layers)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(

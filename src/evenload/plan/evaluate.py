@@ -1,14 +1,16 @@
 """One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
 
-`StrategyResult` has the fixed keys of DESIGN §11, `note`, and `time_split`: where the mean step time goes. Figures are means over the steps unless they say
-otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` (tokens that came
-later than their batch, each once) and `dropped_tokens` sums. A strategy that puts documents off trains the last ones
-with the last batch, so that all strategies train the same tokens in these steps. Imbalances are those of the worst
-replica of a step. A strategy that exceeds memory keeps
-its figures (what it would cost, were there memory) with `feasible` false; one that cannot be planned at all has none.
+`StrategyResult` has the fixed keys of DESIGN §11, `note`, and `time_split`: where the mean step time goes. Figures are
+means over the steps unless they say otherwise; `max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`,
+`deferred_tokens` (tokens that came later than their batch, each once) and `dropped_tokens` sums. A strategy that puts
+documents off trains the last ones with the last batch, so that all strategies train the same tokens in these steps.
+Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
+cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
+between steps, `layout` is that of most steps, step times include the switches, and the note counts them.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +19,10 @@ import numpy as np
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.delay import DelayState
+from evenload.plan.flex_planner import FlexPlanner, FlexProposal
 from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.strategies import strategy_named
+from evenload.plan.strategies import LAYOUT_STRATEGIES, strategy_named
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED
@@ -71,17 +74,29 @@ class Evaluation:
     proposals: dict[str, tuple[Proposal, ...]]
 
 
-def evaluate_strategies(planner: StepPlanner, batches: Sequence[GlobalBatch], strategies: Sequence[str]) -> Evaluation:
+def evaluate_strategies(
+    planner: StepPlanner,
+    batches: Sequence[GlobalBatch],
+    strategies: Sequence[str],
+    flexible: FlexPlanner | None = None,
+) -> Evaluation:
     """Plan every batch with every strategy.
 
+    Args:
+        flexible: for strategies that change the layout between steps; starts in the layout of `planner`.
+
     Raises:
-        ConfigError: an unknown or planned strategy.
+        ConfigError: an unknown strategy, or one that changes the layout without `flexible`.
     """
     for name in strategies:
         strategy_named(name)  # a misspelt name is the user's error, not a strategy that cannot be planned
+        if name in LAYOUT_STRATEGIES and flexible is None:
+            raise ConfigError(
+                f"strategy {name} needs the costs of other layouts: give evaluate_strategies a FlexPlanner"
+            )
     results, proposals = [], {}
     for name in strategies:
-        result, proposals[name] = _evaluate(planner, batches, name)
+        result, proposals[name] = _evaluate(planner, batches, name, flexible)
         results.append(result)
     # A baseline that cannot run is no baseline.
     times = {result.name: result.mean_step_time_s for result in results if result.feasible}
@@ -99,27 +114,20 @@ def evaluate_strategies(planner: StepPlanner, batches: Sequence[GlobalBatch], st
 
 
 def _evaluate(
-    planner: StepPlanner, batches: Sequence[GlobalBatch], name: str
+    planner: StepPlanner, batches: Sequence[GlobalBatch], name: str, flexible: FlexPlanner | None
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
     layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     dropped = sum(batch.dropped_tokens for batch in batches)
-    proposals: list[Proposal] = []
-    plan_time_s: list[float] = []
-    state, carried, deferred_tokens = DelayState(), (), 0
+    note = ""
     try:
-        for step, batch in enumerate(batches):
-            documents: tuple[Document, ...] = (*carried, *batch.documents)
-            is_last = step == len(batches) - 1
-            started = time.perf_counter()
-            proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
-            plan_time_s.append(time.perf_counter() - started)
-            proposals.append(proposal)
-            state = proposal.state or DelayState()
-            put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
-            deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
-            carried = tuple(document for document in documents if document.doc_id in put_off)
+        if flexible is not None and name in LAYOUT_STRATEGIES:
+            flexed, plan_time_s = _flexed(flexible, batches)
+            proposals, deferred_tokens = [one.proposal for one in flexed], 0
+            layout, note = _most_used(flexed), _switch_note(flexed)
+        else:
+            proposals, plan_time_s, deferred_tokens = _planned(planner, batches, name)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
         # not hide the others; its row says why.
@@ -150,9 +158,66 @@ def _evaluate(
         dropped_tokens=dropped,
         mean_token_delay_steps=_mean_token_delay_steps(proposals),
         layout=layout,
-        note=next((proposal.note for proposal in proposals if proposal.note), ""),
+        note=note or next((proposal.note for proposal in proposals if proposal.note), ""),
         time_split=mean_time_split([proposal.time_split() for proposal in proposals]),
     ), tuple(proposals)
+
+
+def _planned(
+    planner: StepPlanner, batches: Sequence[GlobalBatch], name: str
+) -> tuple[list[Proposal], list[float], int]:
+    """Every step in one layout; seconds each took to plan; tokens put off."""
+    proposals: list[Proposal] = []
+    plan_time_s: list[float] = []
+    state, carried, deferred_tokens = DelayState(), (), 0
+    for step, batch in enumerate(batches):
+        documents: tuple[Document, ...] = (*carried, *batch.documents)
+        is_last = step == len(batches) - 1
+        started = time.perf_counter()
+        proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state or DelayState()
+        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
+        carried = tuple(document for document in documents if document.doc_id in put_off)
+    return proposals, plan_time_s, deferred_tokens
+
+
+def _flexed(flexible: FlexPlanner, batches: Sequence[GlobalBatch]) -> tuple[list[FlexProposal], list[float]]:
+    """Every step in the layout chosen for it; seconds each took to plan."""
+    proposals: list[FlexProposal] = []
+    plan_time_s: list[float] = []
+    state = flexible.initial_state()
+    for step, batch in enumerate(batches):
+        coming = [later.documents for later in batches[step + 1 : step + flexible.options.known_steps]]
+        started = time.perf_counter()
+        proposal = flexible.propose(step, batch.documents, batch.left_out, state=state, coming=coming)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state
+    return proposals, plan_time_s
+
+
+def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
+    """Sizes of the layout of most steps, the first of equals."""
+    used = Counter((one.proposal.plan.layout.dp, one.proposal.plan.layout.pp) for one in proposals)
+    dp, pp = used.most_common(1)[0][0]
+    layout = proposals[0].proposal.plan.layout
+    return {"dp": dp, "cp": layout.cp, "pp": pp, "tp": layout.tp}
+
+
+def _switch_note(proposals: Sequence[FlexProposal]) -> str:
+    """How often and to what the layout changed, and what that costs."""
+    used = Counter(one.proposal.plan.layout.describe() for one in proposals)
+    layouts = ", ".join(f"{name} ({steps})" for name, steps in used.items())
+    switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
+    switch_s = sum(one.proposal.switch_s for one in proposals)
+    saving = sum(one.decision.action == "save memory" for one in proposals)
+    return (
+        f"layout switched {switches} times, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}"
+        + (f"; {saving} steps kept it by recomputing or offloading" if saving else "")
+    )
 
 
 def _failed(name: str, why: str, lower_bound_s: float, dropped: int, layout: dict[str, int]) -> StrategyResult:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
 import numpy as np
 
 from evenload.cost.activation import POLICIES, REPLAY
@@ -53,6 +54,7 @@ class Proposal:
         max_pack_tokens: of the largest pack, padding included.
         cap_violations: packs above the token limit of the options.
         costs: with which the step was planned.
+        switch_s: of a change of layout before the step, part of its step time.
         state: for the next step; None where the step was planned without one.
     """
 
@@ -67,6 +69,7 @@ class Proposal:
     cap_violations: int
     costs: PackCosts
     state: DelayState | None = None
+    switch_s: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -80,7 +83,7 @@ class Proposal:
 
     def time_split(self) -> TimeSplit:
         """Where the step's time goes, by cause; computed when asked for."""
-        return split_step_time(self.costs, self.choices)
+        return msgspec.structs.replace(split_step_time(self.costs, self.choices), switch_s=self.switch_s)
 
     def critical_path(self) -> tuple[int, CriticalPath]:
         """Of the slowest replica: (dp rank, path)."""

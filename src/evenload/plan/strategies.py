@@ -9,6 +9,7 @@ from evenload.plan.balanced import plan_balanced
 from evenload.plan.best_fit import plan_best_fit
 from evenload.plan.delay import Arrivals, DelayedChoice
 from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixed_exact, plan_fixed_greedy
+from evenload.plan.flexpipe import plan_flexpipe
 from evenload.plan.padded import plan_padded
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.sequential import plan_sequential
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]] = {
     "wlb": plan_wlb,
     "skrull": plan_skrull,
     "slimpack": plan_slimpack,
+    "flexpipe": plan_flexpipe,
     "auto": lambda problem: plan_auto(problem, _within_auto()),
 }
 """Available strategies, naive first. Each plans one global batch whole."""
@@ -46,27 +48,39 @@ SOLVER_STRATEGIES = ("fixed_exact",)
 FLAT_STRATEGIES = ("skrull",)
 """Know no pipeline: refused where pp > 1."""
 
-PLANNED_STRATEGIES = ("flexpipe",)
-"""Names that a later version fills; known, so that they are refused with the right reason."""
+LAYOUT_STRATEGIES = ("flexpipe",)
+"""Change the layout between steps: `plan.flex_planner` plans with them; here they pack inside one layout."""
 
 
 def _within_auto() -> dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]]:
-    """What `auto` chooses from: everything but itself and what needs a solver."""
-    return {name: plan for name, plan in STRATEGIES.items() if name not in ("auto", *SOLVER_STRATEGIES)}
+    """What `auto` chooses from: everything but itself, what needs a solver, and what chooses a layout."""
+    apart = ("auto", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
+    return {name: plan for name, plan in STRATEGIES.items() if name not in apart}
 
 
 def strategy_named(name: str) -> Callable[[StepProblem], tuple[ReplicaChoice, ...]]:
     """The planner of a name.
 
     Raises:
-        ConfigError: planned for a later version, or unknown (the message offers the nearest name).
+        ConfigError: unknown (the message offers the nearest name).
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    if name in PLANNED_STRATEGIES:
-        raise ConfigError(
-            f"strategy '{name}' is not available in this version, planned; available: {', '.join(STRATEGIES)}"
-        )
-    near = difflib.get_close_matches(name, [*STRATEGIES, *PLANNED_STRATEGIES], n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise ConfigError(f"unknown strategy '{name}'; {hint}available: {', '.join(STRATEGIES)}")
+
+
+def require_trainable(name: str) -> None:
+    """Refuse what `evenload plan` predicts and the runtime of this version cannot run.
+
+    Raises:
+        ConfigError: unknown, or it changes the layout during the run.
+    """
+    strategy_named(name)
+    if name in LAYOUT_STRATEGIES:
+        raise ConfigError(
+            f"strategy '{name}' changes the layout between steps, and live switching is not available in this version; "
+            f"'evenload plan --strategy {name}' predicts it; to train, choose from "
+            f"{', '.join(other for other in STRATEGIES if other not in LAYOUT_STRATEGIES)}"
+        )

@@ -23,6 +23,7 @@ from evenload.data.state import encode_state
 from evenload.errors import EvenloadError
 from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
+from evenload.plan.strategies import require_trainable
 from evenload.plan.validate import validate_plan
 from evenload.runtime.mesh import Mesh
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
@@ -58,6 +59,9 @@ class StepSource:
         last_step: stop before this step; None = when the data ends.
         strategy: planner's name.
         planner_state: after the step before the first.
+
+    Raises:
+        ConfigError: a strategy that the runtime cannot run.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class StepSource:
         max_pack_tokens: int,
         planner_state: DelayState,
     ) -> None:
+        require_trainable(strategy)
         self._loader, self._planner, self._strategy, self._mesh = loader, planner, strategy, mesh
         self._first, self._last = first_step, last_step
         self._max_pack_tokens = max_pack_tokens

@@ -37,7 +37,8 @@ class Prediction(Frozen):
     """What the simulator expects of the step.
 
     Args:
-        step_time_s: slowest replica plus gradient reduction and optimizer.
+        step_time_s: slowest replica plus gradient reduction and optimizer, and the switch of layout before the step
+            where there is one.
         per_replica_s: pipeline makespan of every replica.
         peak_memory_bytes: of the fullest rank, over time.
     """

@@ -28,6 +28,7 @@ CAUSE_LABELS = {
     "dp_imbalance_s": "dp imbalance",
     "reduction_s": "gradient reduction",
     "optimizer_s": "optimizer",
+    "switch_s": "switch of layout",
 }
 """Names of the causes for tables and pictures, by field."""
 
@@ -52,6 +53,7 @@ class TimeSplit(Frozen):
         dp_imbalance_s: replicas that wait for the slowest.
         reduction_s: gradients summed and weights spread over replicas.
         optimizer_s: the update.
+        switch_s: weights and optimizer state that move to other devices before the step (`flexpipe`).
     """
 
     useful_s: float
@@ -70,6 +72,7 @@ class TimeSplit(Frozen):
     dp_imbalance_s: float
     reduction_s: float
     optimizer_s: float
+    switch_s: float = 0.0
 
     def parts(self) -> tuple[tuple[str, float], ...]:
         """(label, seconds) of every cause in order, also of those that cost nothing."""

@@ -1,0 +1,209 @@
+"""Bytes and seconds of changing the layout between two steps (FlexPipe §4; its T(S'Pi_G' -> S Pi_G) of §5).
+
+Between steps a device holds the weights of its stage and its shard of the optimizer state: of every unit (embedding,
+one layer, head) an equal share over dp·cp ranks. Devices keep their numbers, so what a device must receive follows
+from both layouts:
+
+    weights     units of its new stage that were not of its old one, from any device that holds them, one of its own
+                node if there is one
+    optimizer   its new share of every unit of its new stage, less what it holds already, from the one owner
+
+Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
+ways at once; the switch lasts as long as its busiest device. Price: O(devices · units) numpy.
+
+Where we differ from the paper: nothing hides behind the steps before and after, no copies in host memory, no fixed
+cost of making groups (they are made at the start of a run); `overhead_s` of the planner stands for what remains.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
+from evenload.errors import ConfigError
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+
+def switch_seconds(model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout) -> float:
+    """Seconds between two steps in which everything moves that must; 0 where nothing does.
+
+    Args:
+        coefficients: for the links.
+
+    Raises:
+        ConfigError: the coefficients know no link that the bytes cross, or cp or tp change.
+    """
+    needed = _holds(new)
+    arriving = [part * needed for part in _missing_bytes(model, coefficients.devices_per_node, old, new)]
+    leaving = _sent_bytes(model, coefficients.devices_per_node, old, new, arriving)
+    seconds = [0.0]
+    for link, received, sent in zip(_links(coefficients), arriving, leaving, strict=True):
+        latency_s = link.latency_seconds(int((received > 0).sum(axis=1).max(initial=0)))
+        for moved in (received.sum(axis=1), sent):
+            seconds.append(float(link.seconds(moved).max(initial=0.0)) + latency_s)
+    return max(seconds)
+
+
+def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout) -> int:
+    """Bytes that all devices together receive."""
+    needed = _holds(new)
+    return round(sum(float((part * needed).sum()) for part in _missing_bytes(model, devices_per_node, old, new)))
+
+
+class ReceiveSeconds:
+    """Seconds for which a stage's devices receive, by its range of layers: the part of a switch that a search over
+    mappings needs stage by stage. Without the senders' side and latency, so never above `switch_seconds`.
+
+    Args:
+        new: gives the sizes of the dimensions; its layers do not matter.
+
+    Raises:
+        ConfigError: the coefficients know no link that the bytes cross.
+    """
+
+    def __init__(
+        self, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
+    ) -> None:
+        parts = _missing_bytes(model, coefficients.devices_per_node, old, new)
+        seconds = [links.seconds(part) for links, part in zip(_links(coefficients), parts, strict=True)]
+        # Up to every unit; by link, stage, device of the stage, unit.
+        sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
+        self._sums = sums.reshape(2, new.pp, -1, sums.shape[2])
+        self._num_layers = model.num_layers
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def of_stage(self, rank: int, first: int, last: int) -> float:
+        """Seconds until pipeline rank `rank` holds the layers `[first, last)` on all its devices."""
+        key = rank, first, last
+        if key not in self._known:
+            low = 0 if first == 0 else first + 1
+            high = self._num_layers + 2 if last == self._num_layers else last + 1
+            stage = self._sums[:, rank]
+            self._known[key] = float((stage[:, :, high] - stage[:, :, low]).max())
+        return self._known[key]
+
+
+class _Link:
+    """What joins devices of one node, or of different nodes; must be known only where it carries something."""
+
+    def __init__(self, coefficients: CostCoefficients, span_devices: int) -> None:
+        self._coefficients, self._span = coefficients, span_devices
+
+    def seconds(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of every device, without latency."""
+        if not moved_bytes.any():
+            return moved_bytes
+        return moved_bytes / self._coefficients.group_link(self._span).bandwidth_bytes_per_s
+
+    def latency_seconds(self, messages: int) -> float:
+        """One after the other."""
+        return messages * self._coefficients.group_link(self._span).latency_s if messages else 0.0
+
+
+def _links(coefficients: CostCoefficients) -> tuple[_Link, _Link]:
+    """Inside a node, and between nodes."""
+    return _Link(coefficients, 1), _Link(coefficients, coefficients.devices_per_node + 1)
+
+
+def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
+    """Of embedding, layers, head (with the final norm) on one tensor-parallel rank; float64[U]."""
+    embedding, layer = embedding_parameters(model, layout.tp), layer_parameters(model, layout.tp)
+    head = 0 if model.tied_embeddings and layout.pp == 1 else embedding
+    return np.array([embedding, *[layer] * model.num_layers, head + model.hidden_size], np.float64)
+
+
+def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
+    """The pipeline rank of every unit; int64[U]."""
+    rank = np.zeros(layout.num_layers + 2, np.int64)
+    for (first, last), owner in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
+        rank[first + 1 : last + 1] = owner
+    rank[0], rank[-1] = layout.stage_to_rank[0], layout.stage_to_rank[-1]
+    return rank
+
+
+def _places(layout: ParallelLayout, devices: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pipeline rank (-1: no rank runs there) and place among the dp·cp ranks of every device; int64[D] each."""
+    device = np.arange(devices)
+    rank = np.where(device < layout.world_size, device // (layout.dp * layout.cp * layout.tp), -1)
+    return rank, device // layout.tp % (layout.dp * layout.cp)
+
+
+def _holds(layout: ParallelLayout, devices: int | None = None) -> NDArray[np.bool_]:
+    """Units of every device's stage; bool[D, U]."""
+    rank, _ = _places(layout, layout.world_size if devices is None else devices)
+    return rank[:, None] == _owners(layout)[None, :]
+
+
+def _missing_bytes(
+    model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What every device of `new` lacks of every unit, were the unit on its stage: from its node, and from others;
+    float64[D, U] each."""
+    if (old.cp, old.tp) != (new.cp, new.tp):
+        raise ConfigError(
+            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
+            "cp and tp may not"
+        )
+    devices = new.world_size
+    held = _holds(old, devices)
+    parameters = _unit_parameters(model, new)
+    weights = model.bytes_per_element * parameters * ~held
+    near = _node_sums(_holds(old), devices_per_node, devices) > 0
+    inside, outside = _shares_elsewhere(new, old, devices_per_node)
+    state = optimizer_bytes_per_parameter(model) * parameters
+    return weights * near + state * inside, weights * ~near + state * outside
+
+
+def _sent_bytes(
+    model: ModelSpec,
+    devices_per_node: int,
+    old: ParallelLayout,
+    new: ParallelLayout,
+    arriving: list[NDArray[np.float64]],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What every device of `old` sends inside its node and to others; weights by all holders alike; float64[D]."""
+    held = _holds(old)
+    state = optimizer_bytes_per_parameter(model) * _unit_parameters(model, new)
+    sent = []
+    receiving = _shares_elsewhere(new, old, devices_per_node)
+    leaving = _shares_elsewhere(old, new, devices_per_node)
+    for arrived, received_share, leaving_share in zip(arriving, receiving, leaving, strict=True):
+        weights = (arrived - state * received_share * _holds(new)).sum(axis=0) / np.maximum(held.sum(axis=0), 1)
+        sent.append((held * (weights + state * leaving_share)).sum(axis=1))
+    return sent[0], sent[1]
+
+
+def _shares_elsewhere(
+    mine: ParallelLayout, theirs: ParallelLayout, devices_per_node: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of the share of a unit's optimizer state that a device has in `mine`, were the unit on its stage: what other
+    devices of its node have in `theirs`, and what devices of other nodes have; float64[D, U] each."""
+    devices, span = mine.world_size, theirs.dp * theirs.cp * theirs.tp
+    _, place = _places(mine, devices)
+    low = (place / (mine.dp * mine.cp))[:, None]
+    high = ((place + 1) / (mine.dp * mine.cp))[:, None]
+
+    def overlap(first: NDArray, last: NDArray) -> NDArray[np.float64]:
+        """With the shares of the owners' devices `[first, last)`, counted from the first of their stage."""
+        begin = np.clip(first // theirs.tp, 0, span // theirs.tp) * theirs.tp / span
+        end = np.clip(-(-last // theirs.tp), 0, span // theirs.tp) * theirs.tp / span
+        return np.clip(np.minimum(high, end) - np.maximum(low, begin), 0.0, None)
+
+    start = (_owners(theirs) * span)[None, :]
+    device = np.arange(devices)[:, None]
+    node = device // devices_per_node * devices_per_node
+    near = overlap(node - start, node + devices_per_node - start)
+    # A device's tensor-parallel neighbours hold other columns; the clip leaves out devices of other stages.
+    own = np.where((device >= start) & (device < start + span), overlap(device - start, device - start + 1), 0.0)
+    return near - own, (high - low) - near
+
+
+def _node_sums(held: NDArray[np.bool_], devices_per_node: int, devices: int) -> NDArray[np.int64]:
+    """For every device, how many devices of its node hold each unit; int64[devices, U]."""
+    rows = max(len(held), devices)
+    nodes = -(-rows // devices_per_node)
+    padded = np.zeros((nodes * devices_per_node, held.shape[1]), np.int64)
+    padded[: len(held)] = held
+    counts = padded.reshape(nodes, devices_per_node, -1).sum(axis=1)
+    return np.repeat(counts, devices_per_node, axis=0)[:devices]

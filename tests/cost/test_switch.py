@@ -1,0 +1,153 @@
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
+from evenload.cost.switch import ReceiveSeconds, switch_bytes, switch_seconds
+from evenload.errors import ConfigError
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import ParallelLayout, even_layout
+
+FAST, SLOW = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=0.0), LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+
+
+def linked(devices_per_node: int = 2, **changes):
+    return sample_coefficients(intra_node=FAST, inter_node=SLOW, devices_per_node=devices_per_node, **changes)
+
+
+def layout_of(counts: list[int], dp: int, cp: int = 1, tp: int = 1) -> ParallelLayout:
+    edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    return ParallelLayout(
+        dp=dp,
+        cp=cp,
+        pp=len(counts),
+        tp=tp,
+        stage_layers=tuple(itertools.pairwise(edges)),
+        stage_to_rank=tuple(range(len(counts))),
+    )
+
+
+def test_staying_costs_nothing() -> None:
+    layout = even_layout(3, dp=2, pp=3)
+    model = sample_model()
+    assert switch_seconds(model, linked(), layout, layout) == 0.0
+    assert switch_bytes(model, 2, layout, layout) == 0
+
+
+def test_two_stages_become_two_replicas_by_hand() -> None:
+    """A layer has 592 weights (2 bytes, 12 of optimizer state), embedding and head 256, the final norm 8."""
+    model = sample_model(num_layers=2)
+    assert layer_parameters(model) == 592
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    # Device 0 lacks layer 1 and the head, and the first half of their state; device 1 layer 0 and the embedding.
+    first = 2 * (592 + 264) + 12 * (592 + 264) / 2
+    second = 2 * (592 + 256) + 12 * (592 + 256) / 2
+    assert switch_bytes(model, 2, old, new) == first + second
+    # The fuller side of the fuller device; both ways at once.
+    assert switch_seconds(model, linked(2), old, new) == pytest.approx(first / 4.0)
+    assert switch_seconds(model, linked(1), old, new) == pytest.approx(first / 1.0)
+
+
+def test_dropping_replicas_for_a_stage_sends_state_only() -> None:
+    """Replicas hold the weights of all stages already (FlexPipe §4, adding a stage)."""
+    model = sample_model(num_layers=2)
+    old, new = layout_of([2], dp=2), layout_of([1, 1], dp=1)
+    assert switch_bytes(model, 2, old, new) == 12 * ((592 + 256) + (592 + 264)) / 2
+
+
+def test_tied_head_is_not_moved_to_a_rank_that_has_the_embedding() -> None:
+    tied, untied = sample_model(num_layers=2, tied_embeddings=True), sample_model(num_layers=2)
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    assert switch_bytes(untied, 2, old, new) - switch_bytes(tied, 2, old, new) == 256 * (2 + 12 / 2)
+
+
+def test_latency_counts_once_a_unit() -> None:
+    model = sample_model(num_layers=2)
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    late = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=100.0)
+    slower = sample_coefficients(intra_node=late, inter_node=SLOW, devices_per_node=2)
+    assert switch_seconds(model, slower, old, new) == pytest.approx(200.0 + switch_seconds(model, linked(), old, new))
+
+
+def test_unknown_link_and_other_groups_are_refused() -> None:
+    old, new = layout_of([2, 1], dp=1), layout_of([1, 2], dp=1)
+    with pytest.raises(ConfigError, match="know no link"):
+        switch_seconds(sample_model(), sample_coefficients(), old, new)
+    with pytest.raises(ConfigError, match="cp and tp may not"):
+        switch_seconds(sample_model(), linked(), old, layout_of([3], dp=1, cp=2))
+
+
+@st.composite
+def layout_pairs(draw):
+    num_layers, cp, tp = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+
+    def one() -> ParallelLayout:
+        cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=3)) if num_layers > 1 else set()
+        edges = [0, *sorted(cuts), num_layers]
+        return layout_of([b - a for a, b in itertools.pairwise(edges)], draw(st.integers(1, 4)), cp, tp)
+
+    return num_layers, one(), one(), draw(st.sampled_from([2, 4, 8])), draw(st.booleans())
+
+
+@given(layout_pairs())
+def test_equals_a_count_device_by_device(case) -> None:
+    """Brute force: every device, every unit, every shard in exact fractions."""
+    num_layers, old, new, devices_per_node, tied = case
+    model = sample_model(num_layers=num_layers, num_heads=2, num_kv_heads=2, tied_embeddings=tied)
+    received = {device: [Fraction(0), Fraction(0)] for device in range(new.world_size)}
+    sent = {device: [Fraction(0), Fraction(0)] for device in range(old.world_size)}
+    for unit, size in enumerate(unit_sizes(model, new)):
+        old_share, new_share = shares(old, unit), shares(new, unit)
+        for device, (low, high) in new_share.items():
+            holders = [other for other in old_share if other % old.tp == device % old.tp]
+            near = [other for other in holders if other // devices_per_node == device // devices_per_node]
+            if device not in old_share:
+                received[device][not near] += model.bytes_per_element * size
+                for other in holders:
+                    sent[other][not near] += Fraction(model.bytes_per_element * size, len(holders))
+            for other in holders:
+                both = min(high, old_share[other][1]) - max(low, old_share[other][0])
+                if both > 0 and other != device:
+                    is_far = other // devices_per_node != device // devices_per_node
+                    received[device][is_far] += optimizer_bytes_per_parameter(model) * size * both
+                    sent[other][is_far] += optimizer_bytes_per_parameter(model) * size * both
+    assert switch_bytes(model, devices_per_node, old, new) == pytest.approx(
+        float(sum(sum(pair) for pair in received.values())), abs=1
+    )
+    seconds = [max(float(near) / 4.0, float(far)) for near, far in received.values()]
+    receive = ReceiveSeconds(model, linked(devices_per_node), old, new)
+    found = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
+    assert found == pytest.approx(max(seconds))
+    # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only.
+    total = switch_seconds(model, linked(devices_per_node), old, new)
+    assert total >= found - 1e-9
+    if old.tp == 1:
+        assert total == pytest.approx(
+            max([*seconds, *(max(float(near) / 4.0, float(far)) for near, far in sent.values())])
+        )
+
+
+def unit_sizes(model, layout: ParallelLayout) -> list[int]:
+    embedding = embedding_parameters(model, layout.tp)
+    head = 0 if model.tied_embeddings and layout.pp == 1 else embedding
+    return [embedding, *[layer_parameters(model, layout.tp)] * model.num_layers, head + model.hidden_size]
+
+
+def shares(layout: ParallelLayout, unit: int) -> dict[int, tuple[Fraction, Fraction]]:
+    """Devices that hold a unit, and which part of its optimizer state."""
+    layer = min(max(unit - 1, 0), layout.num_layers - 1)
+    rank = next(r for r, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)
+    count = layout.dp * layout.cp
+    return {
+        layout.global_rank(pp_rank=rank, dp_rank=dp, cp_rank=cp, tp_rank=tp): (
+            Fraction(dp * layout.cp + cp, count),
+            Fraction(dp * layout.cp + cp + 1, count),
+        )
+        for dp in range(layout.dp)
+        for cp in range(layout.cp)
+        for tp in range(layout.tp)
+    }

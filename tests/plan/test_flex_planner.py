@@ -1,0 +1,229 @@
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.switch import switch_seconds
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.plan.evaluate import evaluate_strategies
+from evenload.plan.flex_planner import FlexPlanner
+from evenload.plan.fmop import FlexOptions, FlexState
+from evenload.plan.global_batch import GlobalBatch
+from evenload.plan.options import PlanOptions
+from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.planner import StepPlanner
+from evenload.plan.predicted_timeline import predicted_timeline
+from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES, require_trainable
+from evenload.plan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+
+SHORT, MIDDLE, LONG = [20] * 16, [100] * 8, [300, 200]
+PUBLISHED = {"margin": 0.0, "patience_steps": 1}
+ROOM, TIGHT, NARROW = 200_000, 300_000, 240_000
+"""For short batches at any depth; for long ones with a memory plan at dp=4; for long ones only in a pipeline."""
+
+
+def documents(lengths) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
+
+
+def make(dp: int, pp: int, cap: int | None, bytes_per_s: float = 1e6, *, num_layers: int = 4, **options) -> FlexPlanner:
+    link = LinkSpec(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
+    coefficients = sample_coefficients(
+        intra_node=link,
+        inter_node=link,
+        devices_per_node=8,
+        host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0),
+        reduce_bandwidth_bytes_per_s=1e6,
+        reduce_latency_s=0.0,
+        p2p_bandwidth_bytes_per_s=1e6,
+        p2p_latency_s=0.0,
+    )
+    planner = StepPlanner(
+        sample_model(num_layers=num_layers),
+        coefficients,
+        even_layout(num_layers, dp=dp, pp=pp),
+        cap,
+        PlanOptions(max_pack_tokens=1000, policy="choose", candidates=3),
+    )
+    return FlexPlanner(planner, lambda _: coefficients, FlexOptions(**options))
+
+
+def run(flex: FlexPlanner, batches: list[list[int]]) -> list:
+    """All steps, the state handed on as bytes."""
+    found, state = [], flex.initial_state()
+    for step, lengths in enumerate(batches):
+        coming = [documents(later) for later in batches[step + 1 :]]
+        found.append(flex.propose(step, documents(lengths), state=state, coming=coming))
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(found[-1].state), type=FlexState)
+    return found
+
+
+def sizes(proposal) -> tuple[int, int]:
+    return proposal.proposal.plan.layout.dp, proposal.proposal.plan.layout.pp
+
+
+def test_stays_where_the_layout_fits_and_is_the_fastest() -> None:
+    flex = make(4, 1, ROOM, **PUBLISHED)
+    found = flex.propose(0, documents(SHORT))
+    assert found.decision.describe() == "stay (A B C D)"
+    assert found.proposal.plan == flex.start.propose(0, documents(SHORT), "flexpipe").plan
+    assert (found.state, found.proposal.switch_s) == (flex.initial_state(), 0.0)
+
+
+def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
+    flex = make(2, 2, ROOM, **PUBLISHED)
+    found = flex.propose(0, documents(SHORT))
+    assert found.decision.action == "switch"
+    assert found.decision.fits
+    assert sizes(found) == (4, 1)
+    plan = found.proposal.plan
+    assert plan.layout.generation == 1
+    assert found.state == FlexState(layout=plan.layout, switched_at=0)
+    alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "flexpipe").plan.predicted.step_time_s
+    moved_s = switch_seconds(flex.start.costs.model, flex.start.costs.coefficients, flex.start.layout, plan.layout)
+    assert moved_s > 0
+    assert plan.predicted.step_time_s == pytest.approx(alone + moved_s)
+    assert found.proposal.time_split().total_s() == pytest.approx(plan.predicted.step_time_s)
+
+
+def test_stays_where_the_switch_costs_more_than_it_gains() -> None:
+    gain_s = 3208.3 - 2516.2
+    moved = make(2, 2, ROOM, **PUBLISHED).propose(0, documents(SHORT)).proposal.switch_s * 1e6
+    assert (
+        make(2, 2, ROOM, moved / (gain_s * 0.99), **PUBLISHED).propose(0, documents(SHORT)).decision.action == "switch"
+    )
+    assert make(2, 2, ROOM, moved / (gain_s * 1.01), **PUBLISHED).propose(0, documents(SHORT)).decision.action == "stay"
+
+
+def test_saves_memory_where_switching_is_dearer() -> None:
+    """Not A, C and D: the long batch needs a memory plan at dp=4, and the links are slow."""
+    flex = make(4, 1, TIGHT, 1.0, **PUBLISHED)
+    found = flex.propose(0, documents(LONG))
+    assert found.decision.describe() == "save memory (not A not B C D)"
+    assert sizes(found) == (4, 1)
+    assert found.proposal.feasible
+    assert any(packs.policies for packs in found.proposal.plan.pack_plans)
+
+
+def test_grows_where_that_beats_the_memory_plan() -> None:
+    """Not A, C, not D."""
+    found = make(4, 1, TIGHT, **PUBLISHED).propose(0, documents(LONG))
+    assert found.decision.describe() == "switch (not A not B C not D)"
+    assert sizes(found)[1] > 1
+    assert not any(packs.policies for packs in found.proposal.plan.pack_plans)
+
+
+def test_grows_where_no_memory_plan_fits() -> None:
+    """Not A, not C: the printed conditions have no answer where D holds by a rounding of infinities."""
+    found = make(4, 1, NARROW, 10.0, **PUBLISHED).propose(0, documents(LONG))
+    assert found.decision.action == "switch"
+    assert not found.decision.fits_saving
+    assert found.proposal.feasible
+    # The even split does not fit at this depth; HBSA moves a layer.
+    assert sizes(found) == (2, 2)
+    assert not make(2, 2, NARROW).start.propose(0, documents(LONG), "flexpipe").feasible
+
+
+def test_alternating_batches_do_not_move_the_model_back_and_forth() -> None:
+    """The published decision switches at every step; each switch pays alone, all of them together do not settle."""
+    batches = [SHORT, LONG] * 5
+    published = run(make(4, 1, NARROW, **PUBLISHED), batches)
+    ours = run(make(4, 1, NARROW), batches)
+    assert sum(one.decision.action == "switch" for one in published) == 9
+    assert sum(one.decision.action == "switch" for one in ours) == 1
+    assert all(one.proposal.feasible for one in ours)
+    # When short batches stay, the layout follows.
+    assert sizes(run(make(4, 1, NARROW), [LONG, SHORT, SHORT])[-1]) == (4, 1)
+
+
+def test_known_steps_amortise_a_switch() -> None:
+    gain_s = 3208.3 - 2516.2
+    moved = make(2, 2, ROOM, **PUBLISHED).propose(0, documents(SHORT)).proposal.switch_s * 1e6
+    slow = moved / (2.5 * gain_s)  # pays over three steps, not over one
+    batches = [SHORT] * 4
+    one, three = (run(make(2, 2, ROOM, slow, known_steps=n, **PUBLISHED), batches) for n in (1, 3))
+    assert [sizes(step) for step in one] == [(2, 2)] * 4
+    assert [sizes(step) for step in three] == [(4, 1)] * 4
+    assert sum(step.proposal.plan.predicted.step_time_s for step in three) < sum(
+        step.proposal.plan.predicted.step_time_s for step in one
+    )
+
+
+def test_nothing_fits_is_infeasible_with_stage_and_gib() -> None:
+    flex = make(4, 1, 30_000)
+    found = flex.propose(0, documents(LONG))
+    assert not found.proposal.feasible
+    message = r"no layout of 4 devices holds the batch .* GiB on pipeline rank \d"
+    with pytest.raises(InfeasiblePlanError, match=message):
+        flex.plan(0, documents(LONG))
+
+
+def test_plans_are_valid_deterministic_and_can_be_written() -> None:
+    batches = [SHORT, LONG, MIDDLE, SHORT, SHORT, [7], LONG]
+    found, again = (run(make(2, 2, NARROW), batches) for _ in range(2))
+    plans = [one.proposal.plan for one in found]
+    assert [plan.digest for plan in plans] == [one.proposal.plan.digest for one in again]
+    assert len({plan.layout.generation for plan in plans}) > 2
+    for plan, lengths in zip(plans, batches, strict=True):
+        validate_plan(plan, max_pack_tokens=1000)
+        assert plan.strategy == "flexpipe"
+        assert [document.num_tokens for document in plan.documents] == lengths
+        assert plan.layout.world_size <= 4
+        timeline = predicted_timeline(plan, sample_model(num_layers=4))
+        assert timeline.step_time_s == plan.predicted.step_time_s
+        assert timeline.end_s.max() == pytest.approx(max(plan.predicted.per_replica_s))
+    assert decode_plan_file(encode_plan_file(plans)) == tuple(plans)
+
+
+def test_layouts_that_leave_devices_idle_are_possible() -> None:
+    """Five devices in three stages: FlexPipe gives the others to some stage; a ParallelLayout cannot."""
+    found = make(5, 1, 95_000, num_layers=6).propose(0, documents([60] * 10))
+    assert found.proposal.feasible
+    assert found.proposal.plan.layout.world_size <= 5
+
+
+def test_empty_batch_stays() -> None:
+    assert make(2, 2, ROOM).propose(0, ()).decision.action == "stay"
+
+
+def test_unknown_links_are_refused_by_name() -> None:
+    """Measured cost files of one device know no links; a switch must not count as free then."""
+    coefficients = sample_coefficients()
+    planner = StepPlanner(sample_model(num_layers=4), coefficients, even_layout(4, dp=2, pp=2), None, PlanOptions())
+    with pytest.raises(ConfigError, match="know no link"):
+        FlexPlanner(planner, lambda _: coefficients).propose(0, documents(SHORT))
+
+
+def test_row_counts_switches_and_their_seconds() -> None:
+    flex = make(4, 1, NARROW)
+    batches = [GlobalBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
+    found = evaluate_strategies(flex.start, batches, ["balanced", "flexpipe"], flex)
+    balanced, flexpipe = found.results
+    steps = found.proposals["flexpipe"]
+    assert not balanced.feasible
+    assert flexpipe.feasible
+    assert found.best == "flexpipe"
+    assert flexpipe.layout == {"dp": 2, "cp": 1, "pp": 2, "tp": 1}
+    assert flexpipe.note.startswith("layout switched 1 times, ")
+    assert "dp=2 pp=2 (3)" in flexpipe.note
+    assert flexpipe.step_time_s == tuple(step.plan.predicted.step_time_s for step in steps)
+    assert flexpipe.time_split is not None
+    assert flexpipe.time_split.switch_s == pytest.approx(np.mean([step.switch_s for step in steps]))
+    assert steps[0].switch_s > 0
+    with pytest.raises(ConfigError, match="give evaluate_strategies a FlexPlanner"):
+        evaluate_strategies(flex.start, batches, ["flexpipe"])
+
+
+def test_training_refuses_strategies_that_change_the_layout() -> None:
+    for name in STRATEGIES:
+        if name not in LAYOUT_STRATEGIES:
+            require_trainable(name)
+    with pytest.raises(
+        ConfigError, match=r"live switching is not available in this version; 'evenload plan --strategy"
+    ):
+        require_trainable("flexpipe")
+    with pytest.raises(ConfigError, match="did you mean 'flexpipe'"):
+        require_trainable("flexpip")

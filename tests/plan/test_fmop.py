@@ -1,0 +1,77 @@
+import math
+
+import msgspec
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.plan.fmop import FlexOptions, FlexState, Outlook, decide, state_after
+from evenload.types.layout import even_layout
+
+NEVER = math.inf
+PUBLISHED = FlexOptions(margin=0.0, patience_steps=1)
+STATE = FlexState(layout=even_layout(4, dp=2, pp=2))
+
+
+@pytest.mark.parametrize(
+    ("keep_s", "save_s", "new_s", "switch_s", "action", "letters"),
+    [
+        (10.0, 10.0, 9.0, 1.0, "stay", "A B C D"),  # equal: nothing is won
+        (10.0, 10.0, 8.0, 1.0, "switch", "A not B C not D"),
+        # T of a layout beyond memory is infinite, hence FlexPipe's "B must also be false".
+        (NEVER, 12.0, 11.0, 1.0, "save memory", "not A not B C D"),
+        (NEVER, 12.0, 10.0, 1.0, "switch", "not A not B C not D"),
+        (NEVER, NEVER, 10.0, 1.0, "switch", "not A not B not C not D"),
+        (10.0, 10.0, NEVER, 0.0, "stay", "A B C D"),  # no other layout holds the batch
+        (NEVER, 12.0, NEVER, 0.0, "save memory", "not A B C D"),
+    ],
+)
+def test_every_case_of_equation_7(keep_s, save_s, new_s, switch_s, action, letters) -> None:
+    found = decide(Outlook(keep_s, save_s, new_s, switch_s), STATE, PUBLISHED)
+    assert found.action == action
+    assert found.describe() == f"{action} ({letters})"
+
+
+def test_margin_asks_for_more_than_nothing() -> None:
+    options = FlexOptions(margin=0.1)
+    assert decide(Outlook(10.0, 10.0, 8.5, 0.6), STATE, options).action == "stay"
+    assert decide(Outlook(10.0, 10.0, 8.3, 0.6), STATE, options).action == "switch"
+    assert decide(Outlook(NEVER, 10.0, 8.5, 0.6), STATE, options).action == "save memory"
+
+
+def test_only_a_switch_that_pays_several_times_in_a_row_is_made() -> None:
+    """Batches that alternate between two layouts must not move the model back and forth."""
+    options = FlexOptions(margin=0.0, patience_steps=2)
+    faster, slower = Outlook(10.0, 10.0, 1.0, 1.0), Outlook(10.0, 10.0, 20.0, 1.0)
+    saving, forced = Outlook(NEVER, 10.0, 1.0, 1.0), Outlook(NEVER, NEVER, 1.0, 1.0)
+
+    def actions(outlooks: list[Outlook], state: FlexState) -> list[str]:
+        found = []
+        for step, outlook in enumerate(outlooks):
+            decision = decide(outlook, state, options)
+            found.append(decision.action)
+            state = state_after(decision, step, state, state.layout if decision.action == "switch" else None)
+        return found
+
+    switched = FlexState(layout=STATE.layout, switched_at=5)
+    assert actions([faster, slower] * 3, switched) == ["stay"] * 6
+    assert actions([faster, faster, faster], switched) == ["stay", "switch", "stay"]
+    assert actions([saving, faster], switched) == ["save memory", "switch"]
+    assert actions([forced, forced], switched) == ["switch", "switch"]
+    assert actions([faster, faster], STATE) == ["switch", "stay"]
+    assert "patient" in decide(faster, switched, options).describe()
+
+
+def test_state_round_trips() -> None:
+    for state in (STATE, FlexState(layout=even_layout(5, pp=2, tp=2, generation=3), switched_at=7, paying_steps=1)):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=FlexState) == state
+        assert msgspec.json.decode(msgspec.json.encode(state), type=FlexState) == state
+    assert len(msgspec.msgpack.encode(STATE)) < 200
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"known_steps": 0}, {"finalists": 0}, {"patience_steps": 0}, {"overhead_s": -0.1}, {"margin": 1.0}],
+)
+def test_options_that_nothing_can_satisfy_are_refused(options) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        FlexOptions(**options)
