@@ -13,7 +13,8 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import decode_plan_file, encode_plan_file
 from evenload.plan.planner import StepPlanner
 from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.slimpack import _plan_merged
+from evenload.plan.slimpack import slimpack_rules
+from evenload.plan.step_search import search_merged
 from evenload.plan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
@@ -83,13 +84,15 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
     merge = merge_documents(problem)
     if merge is None:
         return
+    found = search_merged(problem, merge, slimpack_rules(problem), 0.9)
+    assert found is not None
     plan = step._step_plan(
         0,
         documents([*short, *long]),
         "slimpack",
         (),
         problem,
-        _plan_merged(problem, merge),
+        found.choices(),
         np.zeros(len(short) + len(long), np.int64),
     )
     validate_plan(plan, max_pack_tokens=1024)

@@ -79,6 +79,18 @@ def require_known_links(
         costs.context_seconds(backward, "backward")
 
 
+def require_links_of_group(costs: PackCosts, ranks: int, policy: NDArray[np.int8] | None) -> None:
+    """As `require_known_links`, for packs that so many ranks share.
+
+    Raises:
+        ConfigError: the group's link, or the host's, is not known.
+    """
+    if policy is not None and (policy == OFFLOAD).any():
+        costs.host_link()
+    if ranks > 1:
+        costs.coefficients.group_link(ranks * costs.layout.tp)
+
+
 def _arrays(columns: SliceColumns) -> tuple[NDArray, ...]:
     ranks = np.empty(0, np.int64) if columns.cp is None else columns.cp
     return columns.doc, columns.start, columns.stop, columns.pack_offset, columns.pad_to, ranks

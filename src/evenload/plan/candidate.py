@@ -22,6 +22,7 @@ from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.backend import Backend
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.work import sum_in_order
 
 UNLIMITED_BYTES = 2**62
 """Cap of the list schedule where no memory limit is given."""
@@ -178,4 +179,5 @@ def imbalance(pack_s: NDArray[np.float64]) -> float:
     if not len(pack_s):
         return 1.0
     slowest = pack_s.max(axis=1)
-    return float(slowest.max() / slowest.mean())
+    total_s = sum_in_order(slowest)
+    return float(slowest.max()) / (total_s / len(slowest)) if total_s else 1.0

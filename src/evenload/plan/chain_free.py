@@ -22,7 +22,7 @@ from evenload.cost.flops import causal_pairs
 from evenload.plan.bin_packing import longest_first
 from evenload.types.backend import Backend
 from evenload.types.columns import SliceColumns
-from evenload.types.work import WorkCurve
+from evenload.types.work import WorkCurve, sum_in_order
 
 
 def chain_free_columns(
@@ -45,7 +45,7 @@ def chain_free_columns(
         max_pack_tokens: limit of a pack.
     """
     work = work_below(curves, num_tokens)
-    target = work.sum() / num_packs
+    target = sum_in_order(work) / num_packs
     order = np.argsort(-work, kind="stable")
     # The slack keeps rounding from turning a document of exactly k targets into k - 1 packs and a sliver.
     slim_count = np.floor(work / target * (1 + 1e-9)).astype(np.int64)
@@ -130,9 +130,9 @@ def _tokens_of_work(curves: tuple[WorkCurve, ...], wanted: NDArray[np.float64], 
             low, high = np.where(below, np.minimum(middle + 1, high), low), np.where(below, high, middle)
         return high
     # Without windows the work is a·n² + b·n + c; the root in the form that stays exact for a = 0.
-    a = sum(coefficient for coefficient, _ in terms) / 2
-    b = sum(curve.linear_s for curve in curves) + a
-    above = np.maximum(wanted - sum(curve.slice_s for curve in curves), 0.0)
+    a = sum_in_order(np.array([coefficient for coefficient, _ in terms])) / 2
+    b = sum_in_order(np.array([curve.linear_s for curve in curves])) + a
+    above = np.maximum(wanted - sum_in_order(np.array([curve.slice_s for curve in curves])), 0.0)
     return np.minimum(np.ceil(2 * above / (b + np.sqrt(b * b + 4 * a * above))), longest).astype(np.int64)
 
 
@@ -146,7 +146,7 @@ def _columns(
     rank = {document: position for position, document in enumerate(cuts)}
     whole = len(rank)
     groups = [sorted(group, key=lambda d: (rank.get(d, whole), -work[d], d)) for group in groups]
-    groups.sort(key=lambda group: (rank.get(group[0], whole), -sum(work[d] for d in group), group[0]))
+    groups.sort(key=lambda group: (rank.get(group[0], whole), -sum_in_order(work[group]), group[0]))
     forward: list[list[tuple[int, int, int]]] = []
     backward: list[list[tuple[int, int, int]]] = []
     done: set[int] = set()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from evenload.plan.candidate import Candidate, candidate
 from evenload.plan.problem import StepProblem
 from evenload.types.columns import SliceColumns
-from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 
 Block = tuple[int, int]
 """(first replica, number of replicas), aligned: first is a multiple of the number, a power of two."""
@@ -45,6 +45,15 @@ class Merge:
 
     blocks: dict[Block, NDArray[np.int64]]
     own: list[NDArray[np.int64]]
+
+    def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+        """The other documents dealt again, longest first to the least loaded replica.
+
+        Args:
+            document_s: float64[n], of all documents.
+            load_s: float64[dp], what the shared documents take of every replica's time.
+        """
+        return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
 
     def blocks_of(self, replica: int) -> list[Block]:
         """Blocks with this replica, largest first."""
@@ -145,8 +154,15 @@ def _joined_tasks(parts: list[PipelineTasks]) -> PipelineTasks:
         *("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"),
     )
     needed = [part.forwards_needed + count for part, count in zip(parts, before, strict=False)]
+    splits = [part.split for part in parts if part.split is not None]
+    assert len(splits) in (0, len(parts)), "all phases are priced with I and W, or none"
+    split = None
+    if splits:
+        names = [field.name for field in dataclasses.fields(splits[0])]
+        split = SplitBackward(**{name: np.concatenate([getattr(one, name) for one in splits]) for name in names})
     return dataclasses.replace(
         parts[0],
+        split=split,
         forwards_needed=np.concatenate(needed).astype(np.int32),
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in rows},
     )

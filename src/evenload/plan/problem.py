@@ -1,5 +1,6 @@
 """`StepProblem` in, `ReplicaChoice` out: what every strategy function maps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,3 +87,7 @@ class ReplicaChoice:
     documents: NDArray[np.int64]
     candidate: Candidate
     note: str = ""
+
+
+Planner = Callable[[StepProblem], tuple[ReplicaChoice, ...]]
+"""A strategy: one global batch in, one choice a replica out."""

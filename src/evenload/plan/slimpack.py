@@ -10,52 +10,31 @@
 
 Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
 monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
-when to come back and its memory grows (oracle §5). Without a pipeline, packs of whole documents are tried too.
-DP-Merge (`plan.dp_merge`) where the options allow it and the simulated step is faster.
+when to come back and its memory grows (oracle §5). Without a pipeline, packs of whole documents are tried too, and
+for documents that replicas share. DP-Merge (`plan.dp_merge`) where the options allow it and the step is faster.
 
-Search: the replica with the most work prices every (m, cuts) and simulates every order of those that are evenly
-cut. The others, which hold nearly equal work, walk down its ranking to the first trial that is even and fits.
-Then the slowest replica, for which the step waits, tries the upper ranks too, a few times. Deterministic: the
-amount of search depends on the options and the batch, never on the clock.
+The replica with the most work rates every (m, cuts, order); the others, which hold nearly equal work, the best of
+those; then replicas are evened out (`plan.step_search`).
 """
 
-from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenload.cost.activation import RECOMPUTE
-from evenload.errors import ConfigError
-from evenload.plan.bin_packing import longest_first
-from evenload.plan.candidate import PACKFLOW_ORDERS, Candidate, imbalance, packflow_candidate, pipeline_tasks
-from evenload.plan.chain_free import chain_free_columns, work_below
+from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.dp_balance import assign_replicas
-from evenload.plan.dp_merge import Block, Merge, in_phases, merge_documents
+from evenload.plan.dp_merge import merge_documents
 from evenload.plan.pack_counts import pack_counts
-from evenload.plan.partition import partition_by_work
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.pipeline import PipelineTasks
-from evenload.types.work import WorkCurve
-
-ALIGN_FROM_TILES = 16
-"""Cut at whole attention tiles where the shortest slices hold at least this many: a cut then moves by at most
-half a tile, 1/32 of the slice, which is what the incomplete tile would have cost."""
+from evenload.plan.replica_search import ReplicaSearch, TrialScore
+from evenload.plan.step_search import FoundStep, SearchRules, search_merged, search_step
+from evenload.plan.trial_space import ORDERS, Cut, Order, Setting, Trial
 
 EVENNESS_WORTH = 1.1
 """Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
 room, a few of their packs in flight can take three times as long."""
 EVEN_REPLICAS = 1.01
-"""Max/mean makespan of replicas above which merging documents is tried."""
-REFINED_REPLICAS = 3
-"""How often the slowest replica is searched further."""
-REFINED_TRIALS = 6
-"""Ranks of the first search that it tries."""
-
-Setting = tuple[int, str]
-"""(pack count, cuts)."""
-Trial = tuple[Setting, str]
-"""A setting under one order of `candidate.PACKFLOW_ORDERS`."""
+"""Max/mean time of replicas above which merging documents is tried."""
+SHARED_TRIALS = 6
+"""Best trials of the first replica that the others rate."""
 
 
 def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -63,274 +42,74 @@ def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
     Raises:
         ConfigError: a bidirectional model, whose documents cannot be sliced.
+        InfeasiblePlanError: no number of packs meets the token limit.
     """
     if not problem.costs.model.causal:
         raise ConfigError(
             f"strategy slimpack: model {problem.costs.model.name} is bidirectional, every token sees the whole "
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
+    found = search_with_merging(problem, slimpack_rules(problem))
+    if found is None:
+        raise InfeasiblePlanError(
+            f"strategy slimpack: no number of packs meets max_pack_tokens {problem.options.max_pack_tokens} with "
+            f"slices of at least {problem.options.min_slice_tokens} tokens; raise the one or lower the other"
+        )
+    return found.choices()
+
+
+def slimpack_rules(problem: StepProblem) -> SearchRules:
+    """Every setting once; no improvement after that."""
+    return SearchRules(first=_first_trials, worth=partial(_worth, problem), shared=SHARED_TRIALS)
+
+
+def search_with_merging(problem: StepProblem, rules: SearchRules, *, always: bool = False) -> FoundStep | None:
+    """Replicas apart and, where they end apart or lack memory, with documents that groups of them share.
+
+    Args:
+        always: try sharing even where replicas end together.
+    """
     replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
-    apart = _plan_replicas(problem, replicas)
-    merge = merge_documents(problem) if problem.options.dp_merge and not _is_even_and_fits(apart) else None
+    apart = search_step(problem, replicas, rules)
+    if not problem.options.dp_merge or (apart and not always and _is_even_and_fits(apart)):
+        return apart
+    merge = merge_documents(problem)
     if merge is None:
         return apart
-    return min(apart, _plan_merged(problem, merge), key=_step_score)
+    merged = search_merged(problem, merge, rules, _pipeline_share(problem, apart))
+    options = [found for found in (apart, merged) if found]
+    return min(options, key=FoundStep.worth, default=None)
 
 
-def _plan_merged(problem: StepProblem, merge: Merge) -> tuple[ReplicaChoice, ...]:
-    """Merged documents first, planned once a block, then each replica's own."""
-    blocks: dict[Block, Candidate] = {}
-    for block, documents in merge.blocks.items():
-        search = _ReplicaSearch(problem, documents, block[1] * problem.layout.cp)
-        search.try_all()
-        blocks[block] = search.best()
-    choices = []
-    for replica, own in enumerate(_plan_replicas(problem, merge.own)):
-        mine = merge.blocks_of(replica)
-        documents = [*(merge.blocks[block] for block in mine), own.documents]
-        found = in_phases(problem, [*(blocks[block] for block in mine), own.candidate], documents)
-        choices.append(ReplicaChoice(np.concatenate(documents), found) if mine else own)
-    return tuple(choices)
+def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
+    """Of all ranks' time, what computes packs."""
+    seconds = 0.0 if found is None else float(found.seconds().sum())
+    return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
 
-def _is_even_and_fits(choices: tuple[ReplicaChoice, ...]) -> bool:
+def _is_even_and_fits(found: FoundStep) -> bool:
     """Merging would gain nothing: replicas end together, within memory."""
-    makespan_s = np.array([choice.candidate.makespan_s for choice in choices])
-    return _step_score(choices)[0] == 0 and makespan_s.max() <= EVEN_REPLICAS * makespan_s.mean()
+    seconds = found.seconds()
+    return not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
 
 
-def _step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
-    """Memory first, then time, of the worst replica."""
-    found = [choice.candidate for choice in choices]
-    return max(one.excess_bytes for one in found), max(one.makespan_s for one in found)
+def _worth(problem: StepProblem, score: TrialScore) -> tuple[int, float]:
+    """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
+    uneven = max(score.imbalance_forward, score.imbalance_backward)
+    # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
+    is_even = problem.layout.num_stages == 1 or uneven <= problem.options.max_imbalance
+    return score.excess_bytes, score.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
 
 
-def _plan_replicas(problem: StepProblem, replicas: list[NDArray[np.int64]]) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica for documents that are already dealt."""
-    searches = [_ReplicaSearch(problem, documents) for documents in replicas]
-    probe = max(searches, key=lambda search: float(problem.document_s[search.documents].sum()))
-    probe.try_all()
-    ranking = probe.ranking()
-    if probe.best().excess_bytes:
-        # Nothing fits one replica, so the step does not fit: its numbers are shown, more search is in vain.
-        for search in searches:
-            search.try_trial_or_all(ranking[0][0])
-        return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
-    for search in searches:
-        if search is not probe:
-            search.try_until_acceptable(ranking)
-    refined = [probe]
-    for _ in range(REFINED_REPLICAS):
-        slowest = max(searches, key=lambda search: search.best().score())
-        if slowest in refined:
-            break
-        for trial, _ in ranking[:REFINED_TRIALS]:
-            slowest.try_trial(trial)
-        refined.append(slowest)
-    return tuple(ReplicaChoice(search.documents, search.best()) for search in searches)
-
-
-@dataclass(frozen=True, eq=False)
-class _Priced:
-    """Packs of one setting, priced once for all orders."""
-
-    forward: SliceColumns
-    backward: SliceColumns
-    tasks: PipelineTasks
-    imbalance: float
-
-
-class _ReplicaSearch:
-    """Candidates of one replica, each trial simulated once."""
-
-    def __init__(self, problem: StepProblem, documents: NDArray[np.int64], ranks: int | None = None) -> None:
-        self.problem = problem
-        self.ranks = ranks
-        self.documents = documents
-        self.num_tokens = problem.num_tokens[documents]
-        self.forward_work = problem.costs.forward_work()
-        self.policy = problem.policy_of(documents)
-        self.backward_work = problem.costs.backward_work(recomputed_share=self._recomputed_share())
-        forward_s = work_below((self.forward_work,), self.num_tokens)
-        self.order = np.argsort(-forward_s, kind="stable").astype(np.int32)
-        self.priced: dict[Setting, _Priced | None] = {}
-        self.found: dict[Trial, Candidate] = {}
-
-    def try_all(self) -> None:
-        """Every setting and order that the options allow; unevenly cut ones only where memory binds the others."""
-        settings = self._settings()
-        for even in (True, False):
-            for setting in settings:
-                priced = self._price(setting)
-                if priced and self._is_even(priced) == even:
-                    for order in self._orders():
-                        self.try_trial((setting, order))
-            if self.found and not any(found.excess_bytes for found in self.found.values()):
-                return
-        while not self.found:
-            # Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every
-            # rest shorter, down to single tokens, so this ends.
-            settings = [(2 * count, cut) for count, cut in settings]
-            for setting in settings:
-                for order in self._orders():
-                    self.try_trial((setting, order))
-
-    def try_until_acceptable(self, trials: list[tuple[Trial, float]]) -> None:
-        """The first trial that fits memory and is cut evenly, or as evenly as where it was ranked; all settings
-        where none is."""
-        for trial, imbalance_there in trials:
-            priced = self._price(trial[0])
-            if priced and (self._is_even(priced) or priced.imbalance <= imbalance_there):
-                self.try_trial(trial)
-                if trial in self.found and not self.found[trial].excess_bytes:
-                    return
-        self.try_all()
-
-    def try_trial_or_all(self, trial: Trial) -> None:
-        """One trial, whatever it costs; everything where its cuts are not possible here."""
-        self.try_trial(trial)
-        if not self.found:
-            self.try_all()
-
-    def try_trial(self, trial: Trial) -> None:
-        """Simulate one trial, unless it was or its cuts are not possible."""
-        priced = None if trial in self.found else self._price(trial[0])
-        if priced:
-            (_, cut), order = trial
-            counts = f"{priced.forward.num_packs} forward and {priced.backward.num_packs} backward packs"
-            label = f"{cut} cuts, {counts}, {order}"
-            self.found[trial] = packflow_candidate(
-                label,
-                priced.forward,
-                priced.backward,
-                priced.tasks,
-                order,
-                self.problem.cap_bytes,
-                self.problem.options,
-                self.policy,
-            )
-
-    def best(self) -> Candidate:
-        """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
-        return self.found[min(self.found, key=self._score)]
-
-    def ranking(self) -> list[tuple[Trial, float]]:
-        """Trials with their max/mean pack time, best first."""
-        return [(trial, self._priced_of(trial).imbalance) for trial in sorted(self.found, key=self._score)]
-
-    def _score(self, trial: Trial) -> tuple[int, float]:
-        excess, makespan_s = self.found[trial].score()
-        return excess, makespan_s * (1.0 if self._is_even(self._priced_of(trial)) else EVENNESS_WORTH)
-
-    def _priced_of(self, trial: Trial) -> _Priced:
-        priced = self.priced[trial[0]]
-        assert priced is not None, "only priced settings are simulated"
-        return priced
-
-    def _is_even(self, priced: _Priced) -> bool:
-        return self._is_flat or priced.imbalance <= self.problem.options.max_imbalance
-
-    @property
-    def _is_flat(self) -> bool:
-        """Without a pipeline no pack waits for another, so neither cuts nor evenness are needed."""
-        return self.problem.layout.num_stages == 1
-
-    def _recomputed_share(self) -> float:
-        """Of the replica's tokens; backward cuts are balanced as if all recomputed alike."""
-        if self.policy is None or not len(self.num_tokens):
-            return 0.0
-        return float(self.num_tokens[self.policy == RECOMPUTE].sum() / self.num_tokens.sum())
-
-    def _settings(self) -> list[Setting]:
-        options = self.problem.options
-        counts = pack_counts(
-            int(self.num_tokens.sum()), self.problem.layout.pp, options.candidates, options.max_pack_tokens
-        )
-        cuts = ("asymmetric", "symmetric") if options.cuts == "choose" else (options.cuts,)
+def _first_trials(search: ReplicaSearch) -> list[Trial]:
+    """Every setting and order that the options allow."""
+    options, layout = search.problem.options, search.problem.layout
+    counts = pack_counts(int(search.num_tokens.sum()), layout.pp, options.candidates, options.max_pack_tokens)
+    cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
+    if options.cuts != "choose":
+        cuts = (options.cuts,)
+    elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks):
         # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
-        longest = int(self.num_tokens.max(initial=0))
-        if (
-            options.cuts == "choose"
-            and (self._is_flat or self.ranks)
-            and longest <= (options.max_pack_tokens or longest)
-        ):
-            cuts = (*cuts, "whole")
-        return [(count, cut) for count in counts for cut in cuts]
-
-    def _orders(self) -> tuple[str, ...]:
-        wanted = self.problem.options.schedule
-        return tuple(name for name in PACKFLOW_ORDERS if wanted == "choose" or name.startswith(wanted))
-
-    def _price(self, setting: Setting) -> _Priced | None:
-        """Packs of a setting with their costs; None where its cuts cannot meet the token limit."""
-        if setting not in self.priced:
-            packs = self._shared(self._packs(*setting))
-            if packs is None:
-                self.priced[setting] = None
-            else:
-                tasks = pipeline_tasks(self.problem.costs, *packs, self.num_tokens, self.policy)
-                # In a pipeline one whole document is never even, though its only pack equals the mean.
-                uneven = max(imbalance(tasks.forward_s), imbalance(tasks.backward_s))
-                if setting[1] == "whole" and not self._is_flat:
-                    uneven = float("inf")
-                self.priced[setting] = _Priced(*packs, tasks, uneven)
-        return self.priced[setting]
-
-    def _shared(self, packs: tuple[SliceColumns, SliceColumns] | None) -> tuple[SliceColumns, SliceColumns] | None:
-        """Packs of a group of replicas say how many ranks share them."""
-        if packs is None or self.ranks is None:
-            return packs
-        forward, backward = (replace(packs_, cp=np.full(packs_.num_slices, self.ranks, np.int64)) for packs_ in packs)
-        return forward, backward
-
-    def _packs(self, count: int, cut: str) -> tuple[SliceColumns, SliceColumns] | None:
-        options, num_tokens = self.problem.options, self.num_tokens
-        if not len(num_tokens):
-            empty = whole_document_columns([], num_tokens)
-            return empty, empty
-        if cut == "whole":
-            groups = longest_first(
-                self.problem.document_s[self.documents],
-                min(count, len(num_tokens)),
-                num_tokens=None if options.max_pack_tokens is None else num_tokens,
-                capacity=options.max_pack_tokens,
-                backend=options.backend,
-            )
-            columns = whole_document_columns([group for group in groups if group], num_tokens)
-            return columns, columns
-        if cut == "asymmetric":
-            return self._partition(count, self.forward_work, False), self._partition(count, self.backward_work, True)
-        return chain_free_columns(
-            num_tokens,
-            (self.forward_work, self.backward_work),
-            count,
-            align=self._align(count, self.forward_work, self.backward_work),
-            min_slice_tokens=options.min_slice_tokens,
-            max_pack_tokens=options.max_pack_tokens,
-            backend=options.backend,
-        )
-
-    def _partition(self, count: int, work: WorkCurve, last_first: bool) -> SliceColumns:
-        options = self.problem.options
-        return partition_by_work(
-            self.num_tokens,
-            self.order,
-            work,
-            count,
-            align=self._align(count, work),
-            min_slice_tokens=options.min_slice_tokens,
-            max_pack_tokens=options.max_pack_tokens,
-            last_first=last_first,
-            backend=options.backend,
-        )
-
-    def _align(self, count: int, *curves: WorkCurve) -> int:
-        """The attention tile where slices are long compared with it, else 1."""
-        tile, limit = self.problem.costs.coefficients.attention_tile, self.problem.options.max_pack_tokens
-        if tile == 1 or (limit is not None and limit < ALIGN_FROM_TILES * tile):
-            return 1
-        # The last token of the longest document is the dearest; a pack of only such tokens is the shortest.
-        longest = int(self.num_tokens.max())
-        edge = work_below(curves, np.array([longest - 1, longest]))
-        target = float(work_below(curves, self.num_tokens).sum()) / count
-        return tile if target >= ALIGN_FROM_TILES * tile * float(edge[1] - edge[0]) else 1
+        cuts = (*cuts, "whole")
+    orders: list[Order] = [order for order in ORDERS if options.schedule == "choose" or order.startswith(options.schedule)]
+    return [Trial(Setting(cut, count), order) for count in counts for cut in cuts for order in orders]

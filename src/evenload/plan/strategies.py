@@ -11,13 +11,13 @@ from evenload.plan.delay import Arrivals, DelayedChoice
 from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixed_exact, plan_fixed_greedy
 from evenload.plan.flexpipe import plan_flexpipe
 from evenload.plan.padded import plan_padded
-from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.plan.problem import Planner, StepProblem
 from evenload.plan.sequential import plan_sequential
 from evenload.plan.skrull import can_fit, plan_skrull
 from evenload.plan.slimpack import plan_slimpack
 from evenload.plan.wlb import delay_wlb, plan_wlb
 
-STRATEGIES: dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]] = {
+STRATEGIES: dict[str, Planner] = {
     "padded": plan_padded,
     "sequential": plan_sequential,
     "best_fit": plan_best_fit,
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]] = {
     "skrull": plan_skrull,
     "slimpack": plan_slimpack,
     "flexpipe": plan_flexpipe,
-    "auto": lambda problem: plan_auto(problem, _within_auto()),
+    "auto": lambda problem: plan_auto(problem, _within_auto(), WHOLE_STRATEGIES),
 }
 """Available strategies, naive first. Each plans one global batch whole."""
 
@@ -45,6 +45,9 @@ MEMORY_CHECKS: dict[str, Callable[[StepProblem], bool]] = {"skrull": can_fit}
 SOLVER_STRATEGIES = ("fixed_exact",)
 """Need `evenload[exact]` and up to `solver_time_limit_s` a step, so they run only where they are named."""
 
+WHOLE_STRATEGIES = ("padded", "best_fit", "fixed_greedy", "fixed_exact", "balanced", "wlb")
+"""Never cut a document, nor share one among replicas."""
+
 FLAT_STRATEGIES = ("skrull",)
 """Know no pipeline: refused where pp > 1."""
 
@@ -52,13 +55,13 @@ LAYOUT_STRATEGIES = ("flexpipe",)
 """Change the layout between steps: `plan.flex_planner` plans with them; here they pack inside one layout."""
 
 
-def _within_auto() -> dict[str, Callable[[StepProblem], tuple[ReplicaChoice, ...]]]:
+def _within_auto() -> dict[str, Planner]:
     """What `auto` chooses from: everything but itself, what needs a solver, and what chooses a layout."""
     apart = ("auto", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
     return {name: plan for name, plan in STRATEGIES.items() if name not in apart}
 
 
-def strategy_named(name: str) -> Callable[[StepProblem], tuple[ReplicaChoice, ...]]:
+def strategy_named(name: str) -> Planner:
     """The planner of a name.
 
     Raises:

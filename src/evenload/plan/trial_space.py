@@ -1,20 +1,29 @@
-"""The space `auto` searches for one replica: a `Trial` is a point, `neighbours` are one step away from it.
+"""The space that `slimpack` and `auto` search for one replica: a `Trial` is a point, `neighbours` are one step away.
 
 cut          "symmetric" chain-free slices, "asymmetric" cuts of both directions, "whole" documents by LPT
 count        packs aimed at, before tapering
 token_weight what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ of oracle §3)
 taper        halvings of the first forward and of the last backward pack (`plan.pack_halving`)
-alternate, lookahead, split    of the list schedule (`schedule.packflow`)
+order        "list", "list alternate": the memory-capped list schedule, backward or forward first after a backward;
+             "word", "word inject": PackFlow's static word, catching up or injecting forwards
+lookahead, split    of the list schedule (`schedule.packflow`)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Cut = Literal["symmetric", "asymmetric", "whole"]
+import numpy as np
+from numpy.typing import NDArray
 
+Cut = Literal["symmetric", "asymmetric", "whole"]
+Order = Literal["list", "list alternate", "word", "word inject"]
+
+CUTS: tuple[Cut, ...] = ("symmetric", "asymmetric", "whole")
+ORDERS: tuple[Order, ...] = ("list", "list alternate", "word", "word inject")
 LOOKAHEADS: tuple[int | None, ...] = (None, 3, 0)
 TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 3))
+UNLIMITED_LOOKAHEAD = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Packs under one list schedule."""
+    """Packs under one schedule."""
 
     setting: Setting
-    alternate: bool = False
+    order: Order = "list"
     lookahead: int | None = None
     split: bool = False
+
+    def with_count(self, count: int) -> "Trial":
+        """The same with another number of packs."""
+        return replace(self, setting=replace(self.setting, count=count))
 
     def describe(self) -> str:
         """For reports."""
@@ -43,29 +56,49 @@ class Trial:
             f"{setting.cut} cuts" if setting.cut != "whole" else "whole documents",
             f"token weight {setting.token_weight}" if setting.token_weight != 1 else "",
             f"taper {setting.taper[0]}+{setting.taper[1]}" if setting.taper != (0, 0) else "",
-            "list alternate" if self.alternate else "list",
+            self.order,
             f"look-ahead {self.lookahead}" if self.lookahead is not None else "",
             "I and W" if self.split else "",
         ]
         return ", ".join(part for part in parts if part)
 
 
+def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
+    """As the core reads them: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
+    rows = [
+        (
+            CUTS.index(trial.setting.cut),
+            trial.setting.count,
+            trial.setting.token_weight,
+            *trial.setting.taper,
+            ORDERS.index(trial.order),
+            UNLIMITED_LOOKAHEAD if trial.lookahead is None else trial.lookahead,
+            int(trial.split),
+        )
+        for trial in trials
+    ]
+    return np.array(rows, np.int64).reshape(-1, 8)
+
+
 def neighbours(trial: Trial, *, pp: int, cuts: tuple[Cut, ...], may_split: bool) -> Iterator[Trial]:
     """Trials that differ in one coordinate; the cheap ones, which keep the packs, first."""
+    setting = trial.setting
     if pp > 1:
-        yield replace(trial, alternate=not trial.alternate)
+        yield replace(trial, order="list alternate" if trial.order == "list" else "list")
         for lookahead in LOOKAHEADS:
             if lookahead != trial.lookahead:
                 yield replace(trial, lookahead=lookahead)
         if may_split:
             yield replace(trial, split=not trial.split)
-        at = TAPERS.index(trial.setting.taper)
+        at = TAPERS.index(setting.taper)
         for taper in TAPERS[max(0, at - 1) : at + 2]:
-            if taper != trial.setting.taper:
-                yield replace(trial, setting=replace(trial.setting, taper=taper))
-    yield replace(trial, setting=replace(trial.setting, token_weight=3 - trial.setting.token_weight))
-    for count in (trial.setting.count * 3 // 2, trial.setting.count * 3 // 4, trial.setting.count + pp):
-        yield replace(trial, setting=replace(trial.setting, count=max(1, count)))
+            if taper != setting.taper:
+                yield replace(trial, setting=replace(setting, taper=taper))
+    yield replace(trial, setting=replace(setting, token_weight=3 - setting.token_weight))
+    counts = (setting.count * 3 // 2, setting.count * 3 // 4, setting.count + pp)
+    for count in dict.fromkeys(max(1, count) for count in counts):
+        if count != setting.count:
+            yield replace(trial, setting=replace(setting, count=count))
     for cut in cuts:
-        if cut != trial.setting.cut:
-            yield replace(trial, setting=replace(trial.setting, cut=cut))
+        if cut != setting.cut:
+            yield replace(trial, setting=replace(setting, cut=cut))

@@ -68,3 +68,8 @@ def _prefix_pairs_of(num_tokens: NDArray[np.int64], window: int) -> NDArray[np.i
     if window == 0:
         return full
     return np.where(num_tokens <= window, full, window * (window + 1) // 2 + (num_tokens - window) * window)
+
+
+def sum_in_order(values: NDArray[np.float64]) -> float:
+    """One addition after the other, as the core adds (numpy's own sum adds in pairs)."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0

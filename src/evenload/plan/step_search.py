@@ -1,0 +1,270 @@
+"""Search over all replicas of a step: what `slimpack` and `auto` share.
+
+    1  the heaviest replica, and the one with the longest document, rate the first trials
+    2  the heaviest one improves: neighbours of its best trials (`auto` only)
+    3  every other replica, which holds nearly equal work, rates the best few of those
+    4  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
+    5  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better or
+       it is near its bound
+
+Documents that groups of replicas share (DP-Merge) come before, each block's in its own search; replicas then start
+from different times, which steps 4 and 5 take into account. Everything is counted in trials, never by the clock
+(unless the options ask), so plans are deterministic.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.plan.candidate import Candidate
+from evenload.plan.dp_merge import Block, Merge, in_phases
+from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.plan.replica_search import ReplicaSearch, TrialScore, by_time, idle_candidate, score
+from evenload.plan.trial_space import Trial
+
+PROBE_SHARE = 0.5
+"""Of the budget: what the first replica may use to find good trials for all."""
+EVEN_REPLICAS = 1.003
+"""Max/mean time of replicas at which no more documents move."""
+MOST_MOVES = 3
+"""Documents moved, for each replica."""
+MOVED_TRIALS = 2
+"""Best trials of a replica that are rated again when its documents change."""
+MORE_PACKS = 12
+"""Doublings of the pack count where no cut meets the token limit."""
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """How far to search.
+
+    Args:
+        first: trials that probes rate, given a replica.
+        worth: ranks trials.
+        shared: best trials of the probe that every replica rates.
+        budget: trials over all replicas; those of `first` and `shared` are always rated.
+        may_split: backwards may run as I and W.
+        time_budget_s: ends the search by the clock too.
+    """
+
+    first: Callable[[ReplicaSearch], list[Trial]]
+    worth: Callable[[TrialScore], tuple[int, float]] = by_time
+    shared: int = 3
+    budget: int = 0
+    may_split: bool = False
+    time_budget_s: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundStep:
+    """Searches with a best trial each, not yet made into candidates.
+
+    Args:
+        own: per replica what it runs alone.
+        blocks: what groups of replicas share, before that; larger blocks first.
+    """
+
+    own: list[ReplicaSearch]
+    blocks: dict[Block, ReplicaSearch]
+
+    def start_s(self, replica: int) -> float:
+        """When a replica's own documents begin: after those it shares."""
+        return _start_s(self.blocks, replica)
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Simulated time of every replica; float64[dp]."""
+        return np.array([self.start_s(i) + search.best().makespan_s for i, search in enumerate(self.own)])
+
+    def worth(self) -> tuple[int, float, float]:
+        """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
+        excess = max(search.best().excess_bytes for search in (*self.own, *self.blocks.values()))
+        seconds = self.seconds()
+        return excess, float(seconds.max()), float(seconds.sum())
+
+    def choices(self) -> tuple[ReplicaChoice, ...]:
+        """Candidates of the best trials."""
+        # Phases are joined column by column, so all are priced with I and W where any runs them.
+        used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
+        split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
+        shared = {block: _built(search, split) for block, search in self.blocks.items()}
+        choices = []
+        for replica, search in enumerate(self.own):
+            mine = [block for block in self.blocks if block[0] <= replica < block[0] + block[1]]
+            parts = [(shared[block], self.blocks[block].documents) for block in mine]
+            if len(search.documents):
+                parts.append((_built(search, split), search.documents))
+            if not parts:
+                parts.append((idle_candidate(search.problem), search.documents))
+            if len(parts) == 1:
+                choices.append(ReplicaChoice(parts[0][1], parts[0][0]))
+                continue
+            candidates, documents = ([part[i] for part in parts] for i in (0, 1))
+            choices.append(ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents)))
+        return tuple(choices)
+
+
+def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rules: SearchRules) -> FoundStep | None:
+    """The best found for documents dealt to replicas; None where no trial of theirs is possible.
+
+    Args:
+        replicas: per replica its documents, indices into the problem's arrays.
+    """
+    return _search(problem, list(replicas), {}, rules)
+
+
+def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> FoundStep | None:
+    """As `search_step`, where blocks of replicas share some documents.
+
+    Args:
+        pipeline_share: of a pipeline's time that computes, from an earlier search: a replica's own documents are dealt
+            by the time that the shared ones leave it.
+    """
+    blocks = {
+        block: ReplicaSearch(problem, documents, block[1] * problem.layout.cp, rules.worth)
+        for block, documents in merge.blocks.items()
+    }
+    score([(search, rules.first(search)) for search in blocks.values()])
+    if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in blocks.values()):
+        return None
+    load_s = np.array([_start_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
+    return _search(problem, merge.deal_own(problem.document_s / pipeline_share, load_s), blocks, rules)
+
+
+def _search(
+    problem: StepProblem,
+    replicas: list[NDArray[np.int64]],
+    blocks: dict[Block, ReplicaSearch],
+    rules: SearchRules,
+) -> FoundStep | None:
+    searches = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in replicas]
+    found = FoundStep(searches, blocks)
+    busy = [search for search in searches if len(search.documents)]
+    if not busy:
+        return found
+    budget = _Budget(rules, busy)
+    probe = max(busy, key=lambda search: search.work_s)
+    longest = max(busy, key=lambda search: int(search.num_tokens.max()))
+    score([(search, rules.first(search)) for search in dict.fromkeys((probe, longest))])
+    if not _has_trial(probe) and not _rate_more_packs(probe, rules):
+        return None
+    _improve(probe, budget, rules, PROBE_SHARE)
+    shared = probe.ranking()[: rules.shared]
+    others = [search for search in busy if search is not probe]
+    score([(search, shared) for search in others])
+    # Where the probe's trials do not fit, or cannot cut these documents, everything is tried.
+    lacking = [search for search in others if _lacks(search, probe)]
+    score([(search, rules.first(search)) for search in lacking])
+    if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in lacking):
+        return None
+    _even_out(found, rules)
+    stuck: set[int] = set()
+    while budget.left():
+        slowest = int(found.seconds().argmax())
+        search = found.own[slowest]
+        if slowest in stuck or not len(search.documents) or search.is_near_bound():
+            break  # the step waits for it, so the others need no search
+        if not _improve(search, budget, rules, 1.0):
+            stuck.add(slowest)
+    return found
+
+
+class _Budget:
+    """Trials that are left."""
+
+    def __init__(self, rules: SearchRules, searches: list[ReplicaSearch]) -> None:
+        self.searches = searches
+        self.limit = rules.budget
+        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
+
+    def left(self, share: float = 1.0) -> int:
+        """Of the share of the budget."""
+        if self.deadline_s is not None and time.monotonic() > self.deadline_s:
+            return 0
+        return max(0, int(share * self.limit) - sum(search.num_scored for search in self.searches))
+
+
+def _improve(search: ReplicaSearch, budget: _Budget, rules: SearchRules, share: float) -> bool:
+    """Rate neighbours of the best trials while the budget lasts; whether the best got better."""
+    before = search.worth(search.best())
+    while not search.is_near_bound():
+        room = budget.left(share)
+        around = search.frontier(rules.may_split) if room else []
+        if not around:
+            break
+        score([(search, around[:room])])
+    return search.worth(search.best()) < before
+
+
+def _even_out(found: FoundStep, rules: SearchRules) -> None:
+    """Move documents from the slowest replica to the fastest while that makes the slower of both faster."""
+    problem = found.own[0].problem
+    for _ in range(MOST_MOVES * len(found.own)):
+        seconds = found.seconds()
+        slow, fast = int(seconds.argmax()), int(seconds.argmin())
+        if seconds[slow] <= EVEN_REPLICAS * seconds.mean() or len(found.own[slow].documents) < 2:
+            return
+        one, other = found.own[slow], found.own[fast]
+        busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
+        wanted_s = (seconds[slow] - seconds[fast]) / 2 * problem.layout.pp * busy_share
+        work_s = problem.document_s[one.documents]
+        moved = int(np.abs(work_s - wanted_s).argmin())
+        trials = one.ranking()[:MOVED_TRIALS]
+        lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=rules.worth)
+        heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=rules.worth)
+        score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
+        if not (_has_trial(lighter) and _has_trial(heavier)):
+            return
+        excess = max(lighter.best().excess_bytes, heavier.best().excess_bytes)
+        slower_s = max(found.start_s(slow) + lighter.best().makespan_s, found.start_s(fast) + heavier.best().makespan_s)
+        if (excess, slower_s) >= (max(one.best().excess_bytes, other.best().excess_bytes), seconds[slow]):
+            return
+        found.own[slow], found.own[fast] = lighter, heavier
+
+
+def _slower(
+    rules: SearchRules, starts_s: tuple[float, float], searches: tuple[ReplicaSearch, ReplicaSearch]
+) -> tuple[int, float]:
+    """What two replicas are worth together: the worse of both."""
+    worth = [rules.worth(search.best()) for search in searches]
+    return (
+        max(excess for excess, _ in worth),
+        max(start_s + seconds for start_s, (_, seconds) in zip(starts_s, worth, strict=True)),
+    )
+
+
+def _lacks(search: ReplicaSearch, probe: ReplicaSearch) -> bool:
+    """No trial, or none that fits memory or is good otherwise (`worth`) although the probe's are."""
+    if not _has_trial(search):
+        return True
+    here, there = search.best(), probe.best()
+    if here.excess_bytes:
+        return not there.excess_bytes
+    return search.worth(here)[1] > here.makespan_s and probe.worth(there)[1] <= there.makespan_s
+
+
+def _has_trial(search: ReplicaSearch) -> bool:
+    return any(found is not None for found in search.scores.values())
+
+
+def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
+    """Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every rest shorter."""
+    trials = rules.first(search)
+    for _ in range(MORE_PACKS):
+        trials = [trial.with_count(2 * trial.setting.count) for trial in trials]
+        score([(search, trials)])
+        if _has_trial(search):
+            return True
+    return False
+
+
+def _start_s(blocks: dict[Block, ReplicaSearch], replica: int) -> float:
+    return sum(search.best().makespan_s for (first, size), search in blocks.items() if first <= replica < first + size)
+
+
+def _built(search: ReplicaSearch, split: bool) -> Candidate:
+    found = search.build(search.ranking()[0], split=split)
+    assert found is not None, "only possible trials are ranked"
+    return found
