@@ -14,8 +14,9 @@ are the documents of every strategy.
                 and then the longest document alone is far above the mean micro-batch
     slimpack    beside them: packs of slices, nothing put off
 
-Imbalance is the mean over all steps but the last, which trains whatever still waits. All within 80 GB by the same activation policies. Context parallelism is costed with `mixed` sharding for all of them,
-so WLB-LLM's own gain from adaptive sharding (1.05x of its 1.33x at 7B-128K) is not in these ratios.
+Imbalance is the mean over all steps but the last, which trains whatever still waits. All within 80 GB by the same
+activation policies. Context parallelism is costed with `mixed` sharding for all of them, so WLB-LLM's own gain from
+adaptive sharding (1.05x of its 1.33x at 7B-128K) is not in these ratios.
 
     python benchmarks/paper_wlb.py [--quick] [--append]
 """

@@ -17,7 +17,7 @@ Two more rules. The limit follows the delay of the recent steps: tight as long a
 at `max_delay_steps` anyway; while it waits, the steps before save up to `RESERVE_SHARE` of a batch's work each (the
 longest documents: least tokens for that work), so that the step which trains it is large.
 
-Degrees are first estimated for all places at once from sums, the best few are then packed. O(n log n).
+Degrees are first estimated for all places at once from sums, a few are then packed. O(n log n).
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ LOOSER_PER_STEP = 5.0
 RESERVE_SHARE = 0.2
 """Of a batch's work: saved a step for a document that cannot be balanced otherwise."""
 PLACES_TRIED = 8
-"""Estimated places that are packed to know their degree."""
+"""Places whose degree is found by packing: of those that may be even, and of all if none is."""
 WAITING_PER_MICRO_BATCH = 6
 """Most documents that wait, in micro-batches: beyond, a step would train next to nothing."""
 
@@ -90,12 +90,12 @@ def release_balanced(hand: AtHand, *, backend: Backend = "native") -> NDArray[np
         waiting = int(even.argmax())
         enough = even & (waiting_s[: most + 1] >= _reserve_s(hand, free[:waiting]))
         even = enough if enough.any() else even
-    places = np.flatnonzero(even)[:PLACES_TRIED].tolist()
-    fallback = int(np.where(is_edge, degrees, np.inf).argmin())
-    best, best_degree = fallback, np.inf
-    for place in places if fallback in places else [*places, fallback]:
+    places = np.flatnonzero(even)[:PLACES_TRIED]
+    least = np.argsort(np.where(is_edge, degrees, np.inf), kind="stable")[:PLACES_TRIED]
+    best, best_degree = 0, np.inf
+    for place in dict.fromkeys([*places.tolist(), *least[is_edge[least]].tolist()]):
         degree = _degree(np.concatenate([fixed_works, works[place:]]), hand.num_micro_batches, backend)
-        if degree < best_degree:
+        if (degree, place) < (best_degree, best):
             best, best_degree = place, degree
         if degree <= limit:
             break
@@ -112,16 +112,14 @@ def _estimate(
 ) -> NDArray[np.float64]:
     """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1].
 
-    The longest micro-batch is at least the longest document, the mean, and the N-th and next longest together; the
-    last only where no fixed document interferes.
+    The longest micro-batch is at least the longest document, the mean, and the N-th and next longest together, because
+    two of the N + 1 longest share one.
     """
     num_free = len(works)
     total_s = fixed_works.sum() + np.maximum(waiting_s[-1] - waiting_s, 0.0)
     longest = np.append(works, 0.0)
-    if not len(fixed_works) or fixed_works[0] <= works[-1]:
-        pairs = num_free - n
-        if pairs > 0:
-            longest[:pairs] = np.maximum(longest[:pairs], works[n - 1 : num_free - 1] + works[n:])
+    if num_free > n:
+        longest[: num_free - n] = np.maximum(longest[: num_free - n], works[n - 1 : num_free - 1] + works[n:])
     longest = np.maximum(longest, fixed_works[0] if len(fixed_works) else 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         degrees = np.maximum(longest, total_s / n) * n / total_s
@@ -134,7 +132,8 @@ def _reserve_s(hand: AtHand, waiting: NDArray[np.int64]) -> float:
         return 0.0
     steps = int(hand.age_steps[waiting].max()) + 1
     wanted_s = hand.num_micro_batches * float(hand.work_s[waiting[0]]) - hand.new_work_s
-    return min(wanted_s * steps / hand.max_delay_steps, RESERVE_SHARE * hand.new_work_s * steps)
+    saved_s = float(hand.work_s[hand.may_wait & (hand.age_steps > 0)].sum())
+    return min(wanted_s * steps / hand.max_delay_steps, saved_s + RESERVE_SHARE * hand.new_work_s)
 
 
 def _degree(work_s: NDArray[np.float64], n: int, backend: Backend) -> float:
