@@ -132,8 +132,12 @@ def _chunk_tokens(tokens: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
     base, extra = np.divmod(tokens, 2 * cp)
     first = np.cumsum(extra) - extra  # the next rank in turn
     turn = (np.arange(cp)[None, :] - first[:, None]) % cp
-    head = base[:, None] + (turn < extra[:, None])
-    tail = base[:, None] + (turn + cp < extra[:, None])
+    once, twice = (turn < extra[:, None]).astype(np.int64), (turn + cp < extra[:, None]).astype(np.int64)
+    # In the early chunk in one round of ranks, in the late one in the next: a token that opens a tile costs by what
+    # it sees, and always early would be cheap for rank 0 and dear for the last.
+    is_late = (first // cp % 2 == 1)[:, None]
+    head = base[:, None] + np.where(is_late, twice, once)
+    tail = base[:, None] + np.where(is_late, once, twice)
     return np.concatenate([head, tail[:, ::-1]], axis=1)
 
 
