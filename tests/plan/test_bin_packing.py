@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -104,3 +106,23 @@ def test_bad_inputs_are_refused():
         longest_first(np.array([1.0]), 1, capacity=4)
     with pytest.raises(ConfigError, match="2 works but 1 lengths"):
         longest_first(np.array([1.0, 2.0]), 1, num_tokens=column([4]), capacity=4)
+
+
+@pytest.mark.parametrize("sizes", [[30, 29, 28, 5, 4, 3], [26] * 9, [50, 1, 49, 2, 25, 25, 26]])
+@given(st.integers(1, 4), st.lists(st.floats(0, 9), min_size=9, max_size=9))
+def test_groups_without_room_are_found_again_when_a_shorter_item_comes(sizes, num_groups, work):
+    """The native core sets groups without room aside; sizes that do not descend with works make it take them back."""
+    works = np.array(work[: len(sizes)])
+    expected = plain_longest_first(works.tolist(), num_groups, sizes, 50)
+    for backend in ("native", "python"):
+        got = longest_first(works, num_groups, num_tokens=column(sizes), capacity=50, backend=backend)
+        assert got == expected
+
+
+def test_many_groups_without_room_take_no_quadratic_time():
+    """40,000 items over half a group each: looking at every group for each of them would take half a minute."""
+    sizes = 16_385 + np.arange(40_000) % 100
+    start_s = time.perf_counter()
+    groups = longest_first(sizes.astype(float), 1, num_tokens=sizes, capacity=32_768)
+    assert len(groups) == len(sizes)
+    assert time.perf_counter() - start_s < 2
