@@ -118,7 +118,13 @@ def test_resume_at_every_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_pa
 
 
 DELAYING = {
-    "wlb": ["plan.strategy=wlb", "plan.options.outlier_lengths=[120]", "plan.options.max_delay_steps=3"],
+    "wlb": ["plan.strategy=wlb", "plan.options.max_delay_steps=3"],
+    "wlb queues": [
+        "plan.strategy=wlb",
+        "plan.options.release=queues",
+        "plan.options.outlier_lengths=[120]",
+        "plan.options.max_delay_steps=3",
+    ],
     "fixed_greedy": ["plan.strategy=fixed_greedy", "plan.options.window=3"],
 }
 
