@@ -4,10 +4,18 @@ import numpy as np
 
 from evenload.report.metrics_file import METRIC_KEYS
 from evenload.report.pack_label import PackLabel
+from evenload.types.document import Document, Slice
+from evenload.types.layout import even_layout
+from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan
+from evenload.types.schedule import Schedule
+from evenload.types.time_split import CAUSE_LABELS, TimeSplit
 from evenload.types.timeline import KINDS, Timeline
 
 
-def make_timeline(num_dp=1, num_ranks=4, num_packs=8, seed=0, noise=0.0, memory=True, split=False) -> Timeline:
+def make_timeline(
+    num_dp=1, num_ranks=4, num_packs=8, seed=0, noise=0.0, memory=True, split=False, critical=None
+) -> Timeline:
     """A 1F1B step with random pack times: dependencies and order are kept, so no two tasks of a rank overlap."""
     rng = np.random.default_rng(seed)
     tasks, samples = [], []
@@ -58,6 +66,7 @@ def make_timeline(num_dp=1, num_ranks=4, num_packs=8, seed=0, noise=0.0, memory=
         memory_rank=np.array([s[1] for s in samples], np.int32),
         memory_time_s=np.array([s[2] for s in samples], np.float64),
         memory_bytes=np.array([s[3] for s in samples], np.int64),
+        is_critical=None if critical is None else np.isin(np.arange(len(tasks)), critical),
     )
 
 
@@ -76,6 +85,52 @@ def make_labels(num_dp=1, num_packs=8, text="doc 812 [0, 4096) of 20.0K, 813 (51
         for direction in ("forward", "backward")
         for pack in range(num_packs)
     }
+
+
+def make_plan(num_dp=1, num_packs=8, num_ranks=4, step=3, reason="") -> StepPlan:
+    """Every pack holds 4,096 tokens of the replica's long document (800 + dp) and a whole one of 512 + pack tokens.
+
+    Documents and packs are those of `make_timeline`; schedules and times are left empty, as reports do not read them.
+    """
+    documents, replicas = [], []
+    for dp in range(num_dp):
+        long = Document(doc_id=800 + dp, num_tokens=4096 * num_packs, num_label_tokens=1)
+        short = [
+            Document(doc_id=1000 * (dp + 1) + pack, num_tokens=512 + pack, num_label_tokens=1)
+            for pack in range(num_packs)
+        ]
+        documents += [long, *short]
+        packs = {}
+        for direction in ("forward", "backward"):
+            order = range(num_packs) if direction == "forward" else range(num_packs - 1, -1, -1)
+            packs[direction] = tuple(
+                MicroPack(
+                    index=index,
+                    direction=direction,
+                    slices=(
+                        Slice(doc_id=long.doc_id, start=4096 * k, stop=4096 * (k + 1)),
+                        Slice(doc_id=short[index].doc_id, start=0, stop=short[index].num_tokens),
+                    ),
+                )
+                for index, k in enumerate(order)
+            )
+        replicas.append(PackPlan(dp_rank=dp, **packs, policies={long.doc_id: "recompute"}))
+    return StepPlan(
+        step=step,
+        strategy="slimpack",
+        layout=even_layout(num_ranks, dp=num_dp, pp=num_ranks),
+        documents=tuple(documents),
+        num_label_tokens=1,
+        pack_plans=tuple(replicas),
+        schedules=(Schedule(ranks=()),) * num_dp,
+        times=(PackTimes(forward_s=(), backward_s=(), p2p_forward_s=(), p2p_backward_s=()),) * num_dp,
+        predicted=Prediction(step_time_s=1.0, per_replica_s=(1.0,), peak_memory_bytes=1),
+        left_out=(LeftOut(doc_id=7, num_tokens=99, reason=reason),) if reason else (),
+    )
+
+
+def make_split(**seconds: float) -> TimeSplit:
+    return TimeSplit(**(dict.fromkeys(CAUSE_LABELS, 0.0) | seconds))
 
 
 def make_row(step: int, **values):

@@ -2,30 +2,39 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from plotly.offline import get_plotlyjs
 
 from evenload.errors import ConfigError
 from evenload.report.html import render_report, write_report
-from evenload.report.run_report import RunReport, RunSection
-from report_samples import make_labels, make_row, make_timeline
+from evenload.report.run_report import RunReport, RunSection, StepView
+from report_samples import make_plan, make_row, make_split, make_timeline
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&\"'"
 
 
 def make_report(text="auto") -> RunReport:
     rows = tuple(make_row(step) for step in range(1, 6))
+    view = StepView(
+        step=3,
+        predicted=make_timeline(2, 4, 8, critical=np.arange(0, 60, 7)),
+        measured=make_timeline(2, 4, 8, noise=0.2),
+        plan=make_plan(2, 8, reason=text),
+    )
     trained = RunSection(
         name=text,
         metrics=rows,
-        predicted=make_timeline(2, 4, 8),
-        measured=make_timeline(2, 4, 8, noise=0.2),
-        timeline_step=3,
-        task_labels=make_labels(2, 8, text=text),
+        steps=(view,),
+        time_split=make_split(useful_s=1.0, padding_s=0.25),
         memory_limit_bytes=80 * 2**30,
         notes=(text,),
     )
-    simulated = RunSection(name="best_fit", predicted=make_timeline(2, 4, 8, seed=1))
+    simulated = RunSection(
+        name="best_fit",
+        steps=tuple(StepView(step=step, predicted=make_timeline(2, 4, 8, seed=step)) for step in (1, 2)),
+        time_split=make_split(useful_s=1.0, dependency_s=1.0),
+    )
     comparison = (
         {"name": text, "mean_step_time_s": 1.2, "layout": text},
         {"name": "padded", "feasible": False, "why": text},
@@ -86,7 +95,7 @@ def test_hostile_strings_stay_text_everywhere():
     harmless, hostile = Page(render_report(make_report())), Page(render_report(make_report(EVIL)))
     assert hostile.tags == harmless.tags
     text = "".join(hostile.text)
-    # Title twice, fact name and value, nav, note, heading, comparison name, layout and reason, ledger.
+    # Title twice, fact name and value, note with its name, heading, comparison name, layout and reason, ledger.
     assert text.count(EVIL) >= 10
     assert len(hostile.data) == len(harmless.data)
 
@@ -94,13 +103,23 @@ def test_hostile_strings_stay_text_everywhere():
 def test_figure_data_is_json_and_complete():
     parsed = Page(render_report(make_report()))
     figures = {name: json.loads(data) for name, data in parsed.data.items() if name.endswith("-data")}
+    steps = figures.pop("step-view-data")
     assert set(figures) == {
+        "all-split-data",
         "all-packs-data",
-        "all-speed-data",
-        "all-loss-data",
-        *(f"run-0-{kind}-data" for kind in ("timeline", "time", "speed", "loss", "packs", "memory")),
-        *(f"run-1-{kind}-data" for kind in ("timeline", "packs", "memory")),
+        *(f"run-0-{kind}-data" for kind in ("time", "speed", "loss")),
     }
+    assert [len(section["steps"]) for section in steps["sections"]] == [1, 2]
+    blocks = [name for name in parsed.data if name.startswith("block-")]
+    used = [
+        part["block"]
+        for s in steps["sections"]
+        for t in s["steps"]
+        for part in (*t["views"].values(), t["plan"])
+        if part
+    ]
+    assert sorted(used) == sorted(blocks)
+    assert len(blocks) == 3 + 2
     for figure in figures.values():
         assert figure["data"]
         assert figure["layout"]["height"] > 100
@@ -110,12 +129,20 @@ def test_figure_data_is_json_and_complete():
 
 def test_page_says_what_is_predicted_measured_and_missing():
     text = "".join(Page(render_report(make_report())).text)
-    assert "Timeline of step 3, predicted and measured" in text
-    assert "Timeline, predicted" in text
-    assert "Not in this report: measured timeline, loss and speed over steps." in text
+    assert "Step time, predicted and measured" in text
     rows = [make_row(step) for step in range(1, 6)]
     error = sum(abs(row["predicted_step_time_s"] / row["step_time_s"] - 1) for row in rows) / 5
     assert f"Mean absolute error of the prediction over 5 steps: {100 * error:.1f} %." in text
+    unmeasured = RunSection(
+        name="a", metrics=tuple(rows), steps=(StepView(step=1, predicted=make_timeline(memory=False)),)
+    )
+    text = "".join(Page(render_report(RunReport(title="t", sections=(unmeasured,)))).text)
+    assert "Not in this report: measured timeline, predicted memory over time." in text
+
+
+def test_page_says_why_a_strategy_is_refused_and_what_to_know_about_it():
+    text = "".join(Page(render_report(make_report())).text)
+    assert "auto: auto" in text  # name and note
     assert "padded" in text
     assert "not feasible: auto" in text
 

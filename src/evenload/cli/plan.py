@@ -12,11 +12,14 @@ from rich.console import Console
 
 from evenload.cli.layout_option import parse_layout
 from evenload.cli.layout_table import layout_table
+from evenload.cli.output_file import require_writable, write_output
+from evenload.cli.plan_report import plan_report
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.default_layout import default_layout, usable_bytes
+from evenload.plan.detailed_timeline import detailed_timeline
 from evenload.plan.evaluate import Evaluation, evaluate_strategies
 from evenload.plan.flex_planner import FlexPlanner
 from evenload.plan.fmop import FlexOptions
@@ -25,17 +28,14 @@ from evenload.plan.layout_search import LayoutResult, layout_sizes, search_layou
 from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import encode_plan_file
 from evenload.plan.planner import StepPlanner
-from evenload.plan.predicted_timeline import predicted_timeline
 from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
-from evenload.report.run_report import RunReport, RunSection
 from evenload.report.table import comparison_table
 from evenload.report.units import format_seconds
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
 
 DEFAULT_DOCUMENTS = 512
@@ -100,7 +100,9 @@ def plan_command(
         ),
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with table and timelines.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page: table, losses, timelines, memory, documents.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None,
     emit_plan: Annotated[Path | None, typer.Option(help="Write every planned step as JSON.")] = None,
 ) -> None:
@@ -203,15 +205,15 @@ def plan_command(
         content = {"version": version("evenload"), "inputs": inputs, "strategies": rows, "best": evaluation.best}
         if search_layout:
             content["layouts"] = [msgspec.to_builtins(result) for result in layouts]
-        _write(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        write_output(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     if emit_plan:
         plans = [proposal.plan for name in evaluation.proposals for proposal in evaluation.proposals[name]]
-        _write(emit_plan, encode_plan_file(plans))
+        write_output(emit_plan, encode_plan_file(plans))
     if html:
-        _writable(html)
-        write_report(html, _report(inputs, rows, evaluation, spec, cap_bytes))
+        require_writable(html)
+        write_report(html, plan_report(inputs, rows, evaluation, batches, cap_bytes))
     if trace:
-        _write_trace(trace, evaluation, spec)
+        _write_trace(trace, evaluation)
     if evaluation.best is None:
         closest = min(evaluation.results, key=lambda result: result.peak_memory_bytes or float("inf"))
         raise InfeasiblePlanError(f"no strategy fits; the closest: {closest.why}")
@@ -258,49 +260,11 @@ def _bound_line(evaluation: Evaluation) -> str:
     )
 
 
-def _report(
-    inputs: dict[str, Any], rows: list[dict[str, Any]], evaluation: Evaluation, model: ModelSpec, cap_bytes: int
-) -> RunReport:
-    """The first step of every strategy that could be planned."""
-    sections = tuple(
-        RunSection(
-            name=name,
-            predicted=predicted_timeline(proposals[0].plan, model),
-            timeline_step=proposals[0].plan.step,
-            task_labels=label_packs(proposals[0].plan),
-            memory_limit_bytes=cap_bytes,
-            notes=(proposals[0].why,) if proposals[0].why else (),
-        )
-        for name, proposals in evaluation.proposals.items()
-        if proposals
-    )
-    return RunReport(
-        title="Evenload plan",
-        facts=tuple((name, str(value)) for name, value in inputs.items() if value is not None),
-        sections=sections,
-        comparison=tuple(rows),
-        best=evaluation.best or "",
-    )
-
-
-def _write_trace(path: Path, evaluation: Evaluation, model: ModelSpec) -> None:
+def _write_trace(path: Path, evaluation: Evaluation) -> None:
     planned = [name for name, proposals in evaluation.proposals.items() if proposals]
     if not planned:
         raise InfeasiblePlanError(f"--trace {path}: no strategy could be planned, so there is no timeline to write")
     proposal = evaluation.proposals[evaluation.best or planned[0]][0]
-    _writable(path)
-    write_chrome_trace(path, {"predicted": predicted_timeline(proposal.plan, model)}, label_packs(proposal.plan))
-
-
-def _writable(path: Path) -> None:
-    """Refuse early and in words what the report package would raise as OSError."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: its folder does not exist or it is a folder")
-
-
-def _write(path: Path, content: bytes) -> None:
-    _writable(path)
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    require_writable(path)
+    timeline = detailed_timeline(proposal.plan, proposal.costs)
+    write_chrome_trace(path, {"predicted": timeline}, label_packs(proposal.plan))

@@ -22,7 +22,7 @@ from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
 from evenload.report.pack_label import label_packs
-from evenload.report.run_report import RunReport, RunSection
+from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.trainer import StepReport
 from evenload.types.base import Frozen
@@ -85,7 +85,8 @@ class RunWriter:
         )
         (self._directory / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
         section, facts = read_run(self._directory)
-        write_chrome_trace(self._directory / "trace.json", section.timelines(), section.task_labels)
+        (view,) = section.steps
+        write_chrome_trace(self._directory / "trace.json", view.timelines(), label_packs(last.plan))
         write_report(
             self._directory / "report.html",
             RunReport(
@@ -108,13 +109,16 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         (plan,) = decode_plan_file((directory / "plan.json").read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
+    view = StepView(
+        step=plan.step,
+        predicted=predicted_timeline(plan, facts.model),
+        measured=read_timeline(directory / "measured.npz"),
+        plan=plan,
+    )
     section = RunSection(
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
-        predicted=predicted_timeline(plan, facts.model),
-        measured=read_timeline(directory / "measured.npz"),
-        timeline_step=plan.step,
-        task_labels=label_packs(plan),
+        steps=(view,),
         memory_limit_bytes=facts.memory_cap_bytes,
     )
     return section, facts

@@ -1,8 +1,8 @@
 """`report.html`: one page about a run or a comparison, readable anywhere and without a network.
 
-Order: facts, comparison of strategies, figures over all runs, then one section a run: headline numbers,
-timelines predicted over measured, speed, pack times, memory, loss. Nothing is drawn for what is not known;
-the page says what is missing instead.
+Order: facts, comparison of strategies, figures over all of them (where the time goes, pack times, speed, loss), the
+step view (timelines, memory and documents of any step), then one section for each trained run, document lengths and the
+token ledger. Nothing is drawn for what is not known; the page says what is missing instead.
 """
 
 import os
@@ -14,18 +14,19 @@ import numpy as np
 
 from evenload.errors import ConfigError
 from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
-from evenload.report.figures import (
-    loss_figure,
-    memory_figure,
-    metric_column,
-    pack_time_figure,
-    step_time_figure,
-    tokens_per_s_figure,
+from evenload.report.figures import loss_figure, metric_column, step_time_figure, tokens_per_s_figure
+from evenload.report.length_figures import (
+    READ_CLASSES,
+    READ_CUMULATIVE,
+    cumulative_lengths_figure,
+    length_classes_figure,
 )
 from evenload.report.metrics_file import MetricRow, latest_per_step
+from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import figure_html, page_html
 from evenload.report.run_report import RunReport, RunSection
-from evenload.report.timeline_figure import choose_replicas, timeline_figure
+from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
+from evenload.report.time_split_figure import time_split_figure
 from evenload.report.units import (
     format_bytes,
     format_change,
@@ -35,12 +36,6 @@ from evenload.report.units import (
     format_seconds,
 )
 
-_READ_TIMELINE = (
-    "Every row is a pipeline rank, every bar one pack on one stage: <b>blue</b> forward, <b>orange</b> backward, "
-    "light and dark in turn so that neighbours show. <b>Grey</b> is time in which the rank computes no pack. "
-    "Predicted and measured share the time axis: bars that stand in the same place were predicted right. Point at a "
-    "bar for its content; drag sideways to zoom in, double-click to see the whole step again."
-)
 _READ_STEP_TIME = (
     "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "
     "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan."
@@ -51,14 +46,16 @@ _READ_LOSS = (
     "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps)."
 )
 _READ_PACKS = (
-    "Each box is the time of the packs of a step: the box holds the middle half, its solid line is the median, the "
-    "dashed line the mean. A pipeline moves at the pace of its slowest pack, so the number beside a box is what "
-    "counts, <b>max/mean</b>: 1.000 is perfectly even, 1.300 loses up to 30 %. Hollow grey is predicted, filled blue "
-    "is measured."
+    "Each shape is the time of all packs of a strategy, relative to the mean pack of the same replica and step: the "
+    "wider it is at a place, the more packs take that long; the box holds the middle half. A pipeline has the pace "
+    "of its slowest pack, so the number beside a shape is what counts, <b>max/mean</b>: 1.000 is perfectly even, 1.300 "
+    "loses up to 30 %. Few packs are drawn one by one."
 )
-_READ_MEMORY = (
-    "Bytes each pipeline rank holds at every moment of the step. The highest point of any line must stay under the "
-    "limit; early ranks hold the activations of more packs in flight."
+_READ_SPLIT = (
+    "Every bar is a step of the average device, from left to right: useful work (the lower bound, equal for all "
+    "strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the end of "
+    "the step. The parts add up to the step time. Point at a part for its seconds and share; click a name to take a "
+    "cause out."
 )
 
 
@@ -76,117 +73,104 @@ def render_report(report: RunReport) -> str:
     names = [section.name for section in report.sections]
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
+    trained = [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
     blocks = [f"<h1>{escape(report.title)}</h1>", _definitions("facts", report.facts)]
-    if len(report.sections) > 1:
-        links = (f'<a href="#run-{i}">{escape(name)}</a>' for i, name in enumerate(names))
+    if len(trained) > 1:
+        links = (f'<a href="#{identifier}">{escape(section.name)}</a>' for identifier, section in trained)
         blocks.append(f"<nav>{''.join(links)}</nav>")
     if report.comparison:
         blocks.append("<h2>Comparison</h2>")
         blocks.append(_comparison(report.comparison, report.best))
-    if len(report.sections) > 1:
-        blocks += _overview(report.sections)
-    for index, section in enumerate(report.sections):
-        blocks += _section(f"run-{index}", section)
+    blocks += _notes(report.sections)
+    blocks += _overview(report)
+    refused = [str(row["name"]) for row in report.comparison if not is_feasible(row)]
+    step_view = step_view_html(report.sections, report.best, refused)
+    if step_view:
+        blocks += ["<h2>Inside a step</h2>", step_view]
+    for identifier, section in trained:
+        blocks += _training(identifier, section)
+    if report.lengths is not None:
+        blocks.append("<h2>Documents of these steps</h2>")
+        blocks.append(figure_html("classes", "Lengths", READ_CLASSES, length_classes_figure(report.lengths)))
+        blocks.append(
+            figure_html("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(report.lengths))
+        )
     if report.ledger:
         blocks.append("<h2>Token ledger</h2>")
         blocks.append("<p>Every token read is trained, masked, deferred or dropped with a reason.</p>")
         blocks.append(f"<pre>{escape(chr(10).join(report.ledger))}</pre>")
-    return page_html(report.title, [block for block in blocks if block])
+    return page_html(report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if step_view else ())
 
 
-def _overview(sections: Sequence[RunSection]) -> list[str]:
+def _notes(sections: Sequence[RunSection]) -> list[str]:
+    several = len(sections) > 1
+    return [
+        f'<p class="note">{escape(f"{section.name}: " if several else "")}{escape(note)}</p>'
+        for section in sections
+        for note in section.notes
+    ]
+
+
+def _overview(report: RunReport) -> list[str]:
     """Figures that put all runs into one picture."""
-    blocks = ["<h2>All runs</h2>"]
-    with_times = {section.name: section.timelines() for section in sections if section.timelines()}
+    sections = report.sections
+    blocks = ["<h2>All strategies</h2>" if len(sections) > 1 else ""]
+    splits = {section.name: section.time_split for section in sections if section.time_split is not None}
+    if splits:
+        blocks.append(figure_html("all-split", "Where the time goes", _READ_SPLIT, time_split_figure(splits)))
+    with_times = {section.name: section.timelines() for section in sections if section.steps}
     if with_times:
         blocks.append(figure_html("all-packs", "Pack times", _READ_PACKS, pack_time_figure(with_times)))
     trained = {section.name: section.metrics for section in sections if section.metrics}
-    if trained:
+    if len(trained) > 1:
         blocks.append(figure_html("all-speed", "Tokens per second", _READ_TOKENS, tokens_per_s_figure(trained)))
         blocks.append(figure_html("all-loss", "Loss", _READ_LOSS, loss_figure(trained)))
     return blocks if len(blocks) > 1 else []
 
 
-def _section(identifier: str, section: RunSection) -> list[str]:
-    blocks = [f'<h2 id="{identifier}">{escape(section.name)}</h2>']
-    blocks += [f'<p class="note">{escape(note)}</p>' for note in section.notes]
-    blocks.append(_definitions("tiles", _headline_numbers(section)))
-    timelines = section.timelines()
-    if timelines:
-        blocks.append(_timelines(identifier, section, timelines))
-    if section.metrics:
-        figure = step_time_figure(section.metrics)
-        caption = _READ_STEP_TIME + _prediction_error(section.metrics)
-        blocks.append(figure_html(f"{identifier}-time", "Step time, predicted and measured", caption, figure))
-        runs = {section.name: section.metrics}
-        blocks.append(
-            figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs))
-        )
-        blocks.append(figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs)))
-    if timelines:
-        heading = f"Pack times, {_origins(timelines)}"
-        blocks.append(
-            figure_html(f"{identifier}-packs", heading, _READ_PACKS, pack_time_figure({section.name: timelines}))
-        )
-    sampled = {name: timeline for name, timeline in timelines.items() if len(timeline.memory_bytes)}
-    if sampled:
-        figure = memory_figure(sampled, section.memory_limit_bytes)
-        blocks.append(figure_html(f"{identifier}-memory", f"Memory, {_origins(sampled)}", _READ_MEMORY, figure))
-    missing = _missing(section)
+def _training(identifier: str, section: RunSection) -> list[str]:
+    """What only a trained run knows: its headline numbers, and curves over its steps."""
+    runs = {section.name: section.metrics}
+    blocks = [
+        f'<h2 id="{identifier}">{escape(section.name)}</h2>',
+        _definitions("tiles", _headline_numbers(section)),
+        figure_html(
+            f"{identifier}-time",
+            "Step time, predicted and measured",
+            _READ_STEP_TIME + _prediction_error(section.metrics),
+            step_time_figure(section.metrics),
+        ),
+        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
+        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs)),
+    ]
+    missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in section.timelines()]
+    missing += [
+        f"{origin} memory over time"
+        for origin, timelines in section.timelines().items()
+        if not any(len(timeline.memory_bytes) for timeline in timelines)
+    ]
     if missing:
         blocks.append(f"<p>Not in this report: {escape(', '.join(missing))}.</p>")
     return blocks
 
 
-def _timelines(identifier: str, section: RunSection, timelines: Mapping) -> str:
-    replicas = choose_replicas(list(timelines.values()))
-    num_replicas = len(set().union(*(np.unique(timeline.dp_rank).tolist() for timeline in timelines.values())))
-    caption = _READ_TIMELINE
-    if len(replicas) < num_replicas:
-        caption += (
-            f" Shown are the {len(replicas)} of {num_replicas} data-parallel replicas that end last; "
-            "trace.json holds all."
-        )
-    step = "" if section.timeline_step is None else f" of step {section.timeline_step}"
-    return figure_html(
-        f"{identifier}-timeline",
-        f"Timeline{step}, {_origins(timelines)}",
-        caption,
-        timeline_figure(timelines, section.task_labels, replicas),
-    )
-
-
-def _origins(timelines: Mapping[str, object]) -> str:
-    return " and ".join(timelines)
-
-
 def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
     """(name, HTML value) of the numbers a reader asks for first; medians over the steps."""
     rows = latest_per_step(section.metrics)
-    tiles: list[tuple[str, str]] = []
-    if rows:
-        measured, predicted = _median(rows, "step_time_s"), _median(rows, "predicted_step_time_s")
-        off = measured / predicted - 1 if measured is not None and predicted else None
-        tiles += [
-            ("steps", f"{len(rows):,}"),
-            ("loss", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
-            (
-                "step time, median",
-                f"{format_seconds(measured)}<small>predicted {format_seconds(predicted)}, {format_change(off)}</small>",
-            ),
-            ("tokens/s, median", f"{format_count(_median(rows, 'tokens_per_s'))}<small>real tokens</small>"),
-            ("bubble, median", format_percent(_median(rows, "bubble_fraction"))),
-            ("memory, peak", _measured_and_predicted_peak(rows)),
-            ("data wait, median", format_seconds(_median(rows, "data_wait_s"))),
-        ]
-    else:
-        for origin, timeline in section.timelines().items():
-            tiles += [
-                (f"step time, {origin}", format_seconds(timeline.step_time_s)),
-                (f"bubble, {origin}", format_percent(timeline.bubble_fraction())),
-                (f"memory peak, {origin}", format_bytes(timeline.peak_bytes() or None)),
-            ]
-    return tiles
+    measured, predicted = _median(rows, "step_time_s"), _median(rows, "predicted_step_time_s")
+    off = measured / predicted - 1 if measured is not None and predicted else None
+    return [
+        ("steps", f"{len(rows):,}"),
+        ("loss", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
+        (
+            "step time, median",
+            f"{format_seconds(measured)}<small>predicted {format_seconds(predicted)}, {format_change(off)}</small>",
+        ),
+        ("tokens/s, median", f"{format_count(_median(rows, 'tokens_per_s'))}<small>real tokens</small>"),
+        ("bubble, median", format_percent(_median(rows, "bubble_fraction"))),
+        ("memory, peak", _measured_and_predicted_peak(rows)),
+        ("data wait, median", format_seconds(_median(rows, "data_wait_s"))),
+    ]
 
 
 def _loss(row: MetricRow) -> str:
@@ -206,16 +190,6 @@ def _prediction_error(rows: Sequence[MetricRow]) -> str:
         return " No step has both numbers."
     error = float(np.abs(predicted[known] / measured[known] - 1).mean())
     return f" Mean absolute error of the prediction over {int(known.sum()):,} steps: <b>{format_percent(error)}</b>."
-
-
-def _missing(section: RunSection) -> list[str]:
-    missing = [f"{name} timeline" for name in ("predicted", "measured") if name not in section.timelines()]
-    if not section.metrics:
-        missing.append("loss and speed over steps")
-    missing += [
-        f"{name} memory over time" for name, timeline in section.timelines().items() if not len(timeline.memory_bytes)
-    ]
-    return missing
 
 
 def _comparison(rows: Sequence[Mapping[str, object]], best: str) -> str:

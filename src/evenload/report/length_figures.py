@@ -10,6 +10,20 @@ from evenload.report.palette import LENGTH_COLORS
 from evenload.report.units import format_power_of_two
 from evenload.types.length_profile import LengthProfile
 
+READ_CLASSES = (
+    "Documents by length, in classes of powers of two. Blue counts documents, orange their tokens, green the "
+    "(query, key) pairs of causal attention. Where green stands far right of blue, a few long documents decide how "
+    "long a step takes, and packing by token counts leaves devices waiting."
+)
+READ_CUMULATIVE = (
+    "The share of everything that lies in documents up to a length. The wider the gap between the curves, the more "
+    "there is to win by balancing work instead of documents."
+)
+READ_WINDOWS = (
+    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
+    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
+    "split. Evenload trains documents whole up to <code>--context</code>."
+)
 _HEIGHT_PX = 340
 _NAMES = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
 

@@ -4,25 +4,17 @@ import os
 from html import escape
 from pathlib import Path
 
-from evenload.report.length_figures import cumulative_lengths_figure, length_classes_figure, window_cuts_figure
+from evenload.report.length_figures import (
+    READ_CLASSES,
+    READ_CUMULATIVE,
+    READ_WINDOWS,
+    cumulative_lengths_figure,
+    length_classes_figure,
+    window_cuts_figure,
+)
 from evenload.report.page import figure_html, page_html
 from evenload.report.units import format_count, format_share
 from evenload.types.length_profile import LengthProfile
-
-READ_CLASSES = (
-    "Documents by length, in classes of powers of two. Blue counts documents, orange their tokens, green the "
-    "(query, key) pairs of causal attention. Where green stands far right of blue, a few long documents decide how "
-    "long a step takes, and packing by token counts leaves devices waiting."
-)
-READ_CUMULATIVE = (
-    "The share of everything that lies in documents up to a length. The wider the gap between the curves, the more "
-    "there is to win by balancing work instead of documents."
-)
-_READ_WINDOWS = (
-    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
-    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
-    "split. Evenload trains documents whole up to <code>--context</code>."
-)
 
 
 def write_lengths_page(path: str | os.PathLike[str], title: str, profile: LengthProfile) -> None:
@@ -38,7 +30,7 @@ def write_lengths_page(path: str | os.PathLike[str], title: str, profile: Length
         figure_html("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
     ]
     if profile.windows:
-        blocks.append(figure_html("windows", "What a window cuts", _READ_WINDOWS, window_cuts_figure(profile)))
+        blocks.append(figure_html("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
     Path(path).write_text(page_html(title, blocks), encoding="utf-8")
 
 

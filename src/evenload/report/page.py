@@ -22,12 +22,13 @@ _POLICY = (
 _HERE = Path(__file__).parent
 
 
-def page_html(title: str, blocks: Iterable[str]) -> str:
+def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = ()) -> str:
     """A whole document.
 
     Args:
         title: plain text.
         blocks: finished HTML of the body, in order.
+        scripts: names of further scripts of this package that the blocks need, in order.
     """
     return "\n".join(
         [
@@ -49,6 +50,7 @@ def page_html(title: str, blocks: Iterable[str]) -> str:
             "</main>",
             f"<script>{get_plotlyjs()}</script>",
             f"<script>\n{_asset('report.js')}</script>",
+            *(f"<script>\n{_asset(name)}</script>" for name in scripts),
             "</body>",
             "</html>",
             "",

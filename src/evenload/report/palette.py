@@ -34,17 +34,27 @@ SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a
 DASHES = ("solid", "dash", "dot", "dashdot")
 LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}
 """What is counted over document lengths."""
-# Sequential, from the first to the last pipeline rank.
-_RANK_ENDS = ((47, 127, 208), (224, 140, 40))
-_RANK_MIDDLE = (140, 100, 170)
-
-
-def rank_color(position: float) -> str:
-    """Colour of a pipeline rank: blue at 0.0 (first), violet, orange at 1.0 (last)."""
-    low, high = (_RANK_ENDS[0], _RANK_MIDDLE) if position <= 0.5 else (_RANK_MIDDLE, _RANK_ENDS[1])
-    share = position * 2 if position <= 0.5 else position * 2 - 1
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
-    return f"rgb({red},{green},{blue})"
+CAUSE_COLORS = {
+    "useful_s": "#2f7fd0",
+    "kernels_s": "#86bdea",
+    "padding_s": "#e3c53d",
+    "recompute_s": "#b59b00",
+    "offload_s": "#7d6d0a",
+    "tp_communication_s": "#2fb38a",
+    "cp_communication_s": "#17795a",
+    "cp_imbalance_s": "#7fd6b8",
+    "warmup_s": "#f2a0a8",
+    "cooldown_s": "#e0707c",
+    "imbalance_s": "#c53347",
+    "dependency_s": "#8f5fc0",
+    "p2p_s": "#5cc4c9",
+    "dp_imbalance_s": "#e8833a",
+    "reduction_s": "#7d5233",
+    "optimizer_s": "#b58d6d",
+    "switch_s": "#5d6673",
+}
+"""Causes of `TimeSplit`: useful work blue, overheads of computing light blue to yellow, transfers green, waiting red,
+violet and orange, the end of the step brown."""
 
 
 def series_style(index: int) -> tuple[str, str]:

@@ -4,11 +4,34 @@ A run has one section for every strategy or configuration; comparison rows put t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evenload.report.metrics_file import MetricRow
-from evenload.report.pack_label import PackKey, PackLabel
+from evenload.types.length_profile import LengthProfile
+from evenload.types.plan import StepPlan
+from evenload.types.time_split import TimeSplit
 from evenload.types.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepView:
+    """One step that can be looked at.
+
+    Args:
+        step: its number; unique in a section.
+        predicted, measured: timelines of that step; at least one.
+        plan: what the packs hold; None = the page cannot say.
+    """
+
+    step: int
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    plan: StepPlan | None = None
+
+    def timelines(self) -> dict[str, Timeline]:
+        """The timelines there are, predicted before measured."""
+        both = {"predicted": self.predicted, "measured": self.measured}
+        return {origin: timeline for origin, timeline in both.items() if timeline is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,26 +41,27 @@ class RunSection:
     Args:
         name: heading and legend entry, for example the strategy's name; unique in a report.
         metrics: rows of `metrics.jsonl`, in file order; empty when nothing was trained.
-        predicted, measured: one step's timelines, of the same step when both are given.
-        timeline_step: the step they show.
-        task_labels: content of the packs of that step, by (dp rank, direction, pack).
+        steps: what can be looked at, ascending.
+        time_split: where the predicted time goes, mean over the steps.
         memory_limit_bytes: what a device may hold, drawn as a line.
-        notes: sentences shown under the heading, for example why a strategy is not feasible.
+        notes: sentences shown with the name, for example why a strategy is not feasible.
     """
 
     name: str
     metrics: tuple[MetricRow, ...] = ()
-    predicted: Timeline | None = None
-    measured: Timeline | None = None
-    timeline_step: int | None = None
-    task_labels: Mapping[PackKey, PackLabel] = field(default_factory=dict)
+    steps: tuple[StepView, ...] = ()
+    time_split: TimeSplit | None = None
     memory_limit_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
-    def timelines(self) -> dict[str, Timeline]:
-        """The timelines there are, predicted before measured."""
-        both = {"predicted": self.predicted, "measured": self.measured}
-        return {origin: timeline for origin, timeline in both.items() if timeline is not None}
+    def timelines(self) -> dict[str, tuple[Timeline, ...]]:
+        """Timelines of all steps by origin, predicted before measured."""
+        found: dict[str, tuple[Timeline, ...]] = {}
+        for origin in ("predicted", "measured"):
+            of_origin = tuple(view.timelines()[origin] for view in self.steps if origin in view.timelines())
+            if of_origin:
+                found[origin] = of_origin
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +76,7 @@ class RunReport:
             `measured_step_time_s`, `measured_tokens_per_s`, `final_loss` for trained runs.
         best: name of the comparison row to mark; "" marks none.
         ledger: lines of the token ledger, shown as they are.
+        lengths: of the documents of all steps.
     """
 
     title: str
@@ -60,3 +85,4 @@ class RunReport:
     comparison: tuple[Mapping[str, object], ...] = ()
     best: str = ""
     ledger: tuple[str, ...] = ()
+    lengths: LengthProfile | None = None

@@ -1,0 +1,64 @@
+"""The page of `evenload plan --html`: all strategies and all steps of an evaluation as a `RunReport`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from evenload.data.length_profile import profile_lengths
+from evenload.plan.detailed_timeline import detailed_timeline
+from evenload.plan.evaluate import Evaluation
+from evenload.plan.global_batch import GlobalBatch
+from evenload.plan.planner import Proposal
+from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.units import format_bytes, format_layout
+
+
+def plan_report(
+    inputs: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    evaluation: Evaluation,
+    batches: Sequence[GlobalBatch],
+    memory_cap_bytes: int,
+) -> RunReport:
+    """Everything that was planned.
+
+    Args:
+        inputs: shown as facts, those that are None left out.
+        rows: of the comparison, as in `--json`.
+    """
+    splits = {result.name: result.time_split for result in evaluation.results}
+    notes = {result.name: result.note for result in evaluation.results if result.note}
+    lengths = np.array([document.num_tokens for batch in batches for document in batch.documents], np.int64)
+    return RunReport(
+        title=f"Evenload plan: {inputs['model']} on {inputs['cluster']}",
+        facts=_facts(inputs),
+        sections=tuple(
+            RunSection(
+                name=name,
+                steps=tuple(_step_view(proposal) for proposal in proposals),
+                time_split=splits[name],
+                memory_limit_bytes=memory_cap_bytes,
+                notes=(notes[name],) if name in notes else (),
+            )
+            for name, proposals in evaluation.proposals.items()
+            if proposals
+        ),
+        comparison=tuple(rows),
+        best=evaluation.best or "",
+        lengths=profile_lengths(lengths, ()) if len(lengths) else None,
+    )
+
+
+def _facts(inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    formats = {"layout": format_layout, "memory_cap_bytes": format_bytes}
+    return tuple(
+        (name.removesuffix("_bytes").replace("_", " "), formats.get(name, str)(value))
+        for name, value in inputs.items()
+        if value is not None
+    )
+
+
+def _step_view(proposal: Proposal) -> StepView:
+    timeline = detailed_timeline(proposal.plan, proposal.costs)
+    return StepView(step=proposal.plan.step, predicted=timeline, plan=proposal.plan)

@@ -1,0 +1,457 @@
+// The step view: choose strategy, step and replica; timelines, memory and documents of the choice on shared axes.
+"use strict";
+(() => {
+  const root = document.getElementById("step-view");
+  if (!root) return;
+  const { seconds, bytes, percent, count, scale, context, LEFT, RIGHT } = Evenload.chart;
+  const timelines = Evenload.stepTimeline;
+  const documents = Evenload.stepDocuments;
+  const tips = Evenload.stepTips;
+  const index = JSON.parse(document.getElementById("step-view-data").textContent);
+  const { kinds, sections } = index;
+  // Canvases have a largest height; beyond this many rows the replicas that end first are left out.
+  const MOST_ROWS = 1024;
+  // All replicas at once only while their rows are comfortably high.
+  const FEW_ROWS = 16;
+
+  const state = {
+    section: index.first, compare: index.compare, step: null, replica: null, critical: false,
+    view: null, tokens: null, drag: null, marked: null,
+  };
+  let panels = [];
+  let plans = [];
+  let whole = [0, 1];
+  let wholeTokens = [0, 1];
+  let shown = 0;
+
+  const make = (tag, className, text) => {
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+
+  // Controls.
+  const controls = make("div", "controls");
+  const stage = make("div", "stage");
+  stage.tabIndex = 0;
+  stage.setAttribute("aria-label", "timelines; arrow keys move, + and - zoom, 0 shows the whole step");
+  const select = (label, name, onChange) => {
+    const wrap = make("label", "", label);
+    const element = make("select");
+    element.name = name;
+    element.addEventListener("change", () => onChange(element.value));
+    wrap.append(element);
+    controls.append(wrap);
+    return element;
+  };
+  const fill = (element, options, value) => {
+    element.replaceChildren(
+      ...options.map(([key, text]) => {
+        const option = make("option", "", text);
+        option.value = key;
+        return option;
+      }),
+    );
+    element.value = String(value);
+    element.parentElement.hidden = options.length < 2;
+  };
+  const choose = (change) => {
+    Object.assign(state, change, { view: null, tokens: null, marked: null });
+    load();
+  };
+  const pickSection = select("strategy", "strategy", (value) => choose({ section: Number(value) }));
+  const pickCompare = select("compare with", "compare", (value) => choose({ compare: Number(value) }));
+  const pickStep = select("step", "step", (value) => choose({ step: Number(value) }));
+  const pickReplica = select("replica", "replica", (value) => choose({ replica: value }));
+  const criticalBox = make("input");
+  criticalBox.type = "checkbox";
+  criticalBox.name = "critical";
+  criticalBox.addEventListener("change", () => {
+    state.critical = criticalBox.checked;
+    draw();
+  });
+  const criticalLabel = make("label", "check");
+  criticalLabel.append(criticalBox, "critical path");
+  controls.append(criticalLabel);
+  const buttons = make("span", "buttons");
+  for (const [name, text, title, act] of [
+    ["out", "−", "zoom out (key -)", () => zoom(2)],
+    ["in", "+", "zoom in (key +)", () => zoom(0.5)],
+    ["whole", "whole step", "show the whole step (double-click, key 0)", () => setView(null)],
+  ]) {
+    const button = make("button", "", text);
+    button.type = "button";
+    button.name = name;
+    button.title = title;
+    button.addEventListener("click", act);
+    buttons.append(button);
+  }
+  controls.append(buttons);
+  root.querySelector(".view").append(controls, make("div", "legend"), stage);
+
+  const stepOf = (section) => sections[section].steps.find(({ step }) => step === state.step) ?? sections[section].steps[0];
+
+  // Loading: unpack what the choice needs, then lay the panels out.
+  const load = async () => {
+    const turn = ++shown;
+    root.removeAttribute("data-drawn");
+    const steps = sections[state.section].steps.map(({ step }) => step);
+    if (!steps.includes(state.step)) state.step = steps[0];
+    const chosen = state.compare >= 0 && state.compare !== state.section ? [state.section, state.compare] : [state.section];
+    const found = [];
+    for (const section of chosen) {
+      const step = stepOf(section);
+      const plan = await Evenload.plan(step.plan);
+      for (const [origin, view] of Object.entries(step.views)) {
+        found.push({ section, origin, step: step.step, plan, timeline: await Evenload.timeline(view) });
+      }
+    }
+    if (turn !== shown) return; // chosen again meanwhile
+    panels = found;
+    arrange();
+    draw();
+    root.setAttribute("data-drawn", `${state.section}/${state.step}/${state.replica}`);
+  };
+
+  const replicaEnds = (timeline) => {
+    const ends = new Map();
+    for (const { dp, endS } of timeline.lanes) ends.set(dp, Math.max(ends.get(dp) ?? 0, endS));
+    return ends;
+  };
+  const slowestFirst = (section) => {
+    const { timeline } = panels.findLast((panel) => panel.section === section);
+    return [...replicaEnds(timeline)].sort((a, b) => b[1] - a[1] || a[0] - b[0]).map(([dp]) => dp);
+  };
+
+  const arrange = () => {
+    const all = [...new Set(panels.flatMap(({ timeline }) => timeline.lanes.map(({ dp }) => dp)))].sort((a, b) => a - b);
+    if (state.replica === null || !["slowest", "all", ...all.map(String)].includes(state.replica)) {
+      const most = Math.max(...panels.map(({ timeline }) => timeline.lanes.length));
+      state.replica = all.length === 1 ? String(all[0]) : most <= FEW_ROWS ? "all" : "slowest";
+    }
+    for (const panel of panels) {
+      const order = slowestFirst(panel.section);
+      const wanted = new Set(state.replica === "slowest" ? order.slice(0, 1) : state.replica === "all" ? [] : [Number(state.replica)]);
+      if (state.replica === "all") {
+        let rows = 0;
+        for (const dp of order) {
+          rows += panel.timeline.lanes.filter((lane) => lane.dp === dp).length;
+          if (wanted.size && rows > MOST_ROWS) break;
+          wanted.add(dp);
+        }
+      }
+      panel.replicas = wanted;
+      panel.leftOut = state.replica === "all" ? order.length - wanted.size : 0;
+      panel.placed = timelines.place(panel.timeline.lanes.filter(({ dp }) => wanted.has(dp)));
+      panel.mostRank = Math.max(...panel.timeline.lanes.map(({ rank }) => rank));
+      panel.limitBytes = sections[panel.section].limitBytes;
+    }
+    plans = [];
+    for (const panel of panels) {
+      if (!panel.plan || plans.some(({ section }) => section === panel.section)) continue;
+      panel.documents = documents.rowsOf(panel.plan, panel.replicas);
+      plans.push(panel);
+    }
+    whole = [0, Math.max(...panels.map(({ timeline }) => Math.max(timeline.stepTimeS, timeline.endS))) * 1.005 || 1];
+    wholeTokens = [0, Math.max(1, ...plans.map(({ plan, documents: rows }) => (rows.length ? plan.docTokens[rows[0].doc] : 1))) * 1.02];
+    fill(pickSection, sections.map(({ label }, i) => [String(i), label]), state.section);
+    fill(pickCompare, [["-1", "nothing"], ...sections.flatMap(({ label }, i) => (i === state.section ? [] : [[String(i), label]]))],
+      state.compare === state.section ? -1 : state.compare);
+    pickCompare.parentElement.hidden = sections.length < 2;
+    fill(pickStep, sections[state.section].steps.map(({ step }) => [String(step), String(step)]), state.step);
+    const slowest = slowestFirst(state.section)[0];
+    fill(pickReplica, all.length > 1
+      ? [["slowest", `slowest (dp ${slowest})`], ["all", `all ${all.length}`], ...all.map((dp) => [String(dp), `dp ${dp}`])]
+      : [[String(all[0]), `dp ${all[0]}`]], state.replica);
+    criticalLabel.hidden = !panels.some(({ timeline }) => timeline.critical.some((on) => on));
+    legend();
+    build();
+  };
+
+  const legend = () => {
+    const used = new Set(panels.flatMap(({ timeline }) => [...new Set(timeline.kind)]));
+    const entries = [...used].sort().map((kind) => [kinds[kind].name, `linear-gradient(90deg,${kinds[kind].even} 50%,${kinds[kind].odd} 50%)`]);
+    entries.push(["idle", "var(--idle-solid)"], ["gradient reduction, optimizer", "var(--tail)"]);
+    root.querySelector(".legend").replaceChildren(
+      ...entries.map(([name, background]) => {
+        const entry = make("span", "", name);
+        const swatch = make("i");
+        swatch.style.background = background;
+        entry.prepend(swatch);
+        return entry;
+      }),
+    );
+  };
+
+  const heading = (panel) => {
+    const { timeline } = panel;
+    const several = sections.length > 1 || panels.some(({ section }) => section !== panels[0].section);
+    const title = [several ? sections[panel.section].name : "", panel.origin].filter(Boolean).join(", ");
+    const first = panels[0];
+    const facts = [`step ${seconds(timeline.stepTimeS)}`];
+    if (panel !== first && first.timeline.stepTimeS > 0) {
+      const ratio = timeline.stepTimeS / first.timeline.stepTimeS;
+      facts[0] += panel.section === first.section && first.origin === "predicted"
+        ? ` (${ratio >= 1 ? "+" : ""}${percent(ratio - 1)} against predicted)`
+        : ` (${ratio.toFixed(2)}× ${sections[first.section].name})`;
+    }
+    const lanes = panel.placed.rows.map(({ lane }) => lane);
+    const ends = replicaEnds(timeline);
+    if (ends.size > 1) {
+      if (panel.replicas.size === 1) facts.push(`dp ${[...panel.replicas][0]} ends at ${seconds(ends.get([...panel.replicas][0]))}`);
+      const first = Math.min(...ends.values());
+      facts.push(`replicas end at ${seconds(first)} to ${seconds(timeline.endS)}`);
+    }
+    facts.push(`bubble ${percent(timeline.bubble)}`);
+    const peak = Math.max(0, ...lanes.map(({ peakBytes }) => peakBytes));
+    const over = panel.limitBytes && peak > panel.limitBytes;
+    if (peak) facts.push(`memory peak ${bytes(peak)}${over ? ", over the limit" : ""}`);
+    if (panel.leftOut) facts.push(`the ${panel.leftOut} replicas that end first are not drawn`);
+    const element = make("h4", "", "");
+    element.append(make("b", "", title), ` ${facts.join(" · ")}`);
+    return element;
+  };
+
+  // One block of canvases: the picture, and over it what follows the pointer.
+  const canvasPair = (panel, kind) => {
+    const wrap = make("div", `pair ${kind}`);
+    const pair = { panel, kind, wrap, base: make("canvas"), over: make("canvas", "over") };
+    pair.base.setAttribute("role", "img");
+    pair.base.setAttribute("aria-label", `${kind} of ${sections[panel.section].name}, ${panel.origin}`);
+    wrap.append(pair.base, pair.over);
+    listen(pair);
+    return pair;
+  };
+  let pairs = [];
+  const build = () => {
+    pairs = [];
+    const blocks = [];
+    for (const panel of panels) {
+      blocks.push(heading(panel));
+      const pair = canvasPair(panel, "timeline");
+      pairs.push(pair);
+      blocks.push(pair.wrap);
+    }
+    for (const panel of panels) {
+      if (!panel.timeline.bytes.length) continue;
+      blocks.push(make("h4", "sub", `Memory of every rank${panels.length > 1 ? `: ${sections[panel.section].name}, ${panel.origin}` : ""}`));
+      const pair = canvasPair(panel, "memory");
+      pairs.push(pair);
+      blocks.push(pair.wrap);
+    }
+    for (const panel of plans) {
+      const total = panel.documents.length;
+      const name = plans.length > 1 ? `: ${sections[panel.section].name}` : "";
+      blocks.push(make("h4", "sub", `Documents${name}, longest first (${count(total)}); above forward slices, below backward slices`));
+      const pair = canvasPair(panel, "documents");
+      const scroller = make("div", "scroller");
+      scroller.style.height = `${documents.heightOf(panel.documents)}px`;
+      const space = make("div");
+      // The last row must be able to rise above the axis.
+      space.style.height = `${Math.max(0, total * documents.ROW_PX + 24 - documents.heightOf(panel.documents))}px`;
+      pair.scroller = scroller;
+      scroller.append(pair.wrap, space);
+      scroller.addEventListener("scroll", () => drawPair(pair));
+      pairs.push(pair);
+      blocks.push(scroller);
+      const left = panel.plan.leftOut;
+      if (left.length) {
+        const more = left.length > 5 ? `; and ${count(left.length - 5)} more` : "";
+        blocks.push(make("p", "left-out", `Not trained in this step: ${left.slice(0, 5).join("; ")}${more}.`));
+      }
+    }
+    stage.replaceChildren(...blocks);
+  };
+
+  // Drawing.
+  const width = () => Math.max(260, stage.clientWidth);
+  const viewOf = (kind) => (kind === "documents" ? (state.tokens ?? wholeTokens) : (state.view ?? whole));
+  const drawPair = (pair) => {
+    const { panel, kind } = pair;
+    const w = pair.scroller ? Math.max(260, pair.scroller.clientWidth) : width();
+    pair.width = w;
+    if (kind === "timeline") timelines.draw(pair.base, panel, viewOf(kind), w, kinds, state.critical);
+    else if (kind === "memory") timelines.drawMemory(pair.base, panel, viewOf(kind), w, panel.limitBytes);
+    else documents.draw(pair.base, panel, viewOf(kind), w, pair.scroller.scrollTop, markedPack(panel));
+    drawOver(pair);
+  };
+  let pending = false;
+  const draw = () => {
+    if (pending) return;
+    pending = true;
+    requestAnimationFrame(() => {
+      pending = false;
+      pairs.forEach(drawPair);
+      const [from, to] = viewOf("timeline");
+      stage.dataset.from = from;
+      stage.dataset.to = to;
+    });
+  };
+  const drawOver = ({ panel, kind, base, over, width: w }) => {
+    const height = parseFloat(base.style.height);
+    const ctx = context(over, w, height);
+    if (state.drag && state.drag.kind === kind) {
+      const x = scale(viewOf(kind), w);
+      ctx.fillStyle = Evenload.chart.color("--select");
+      ctx.fillRect(x.at(Math.min(...state.drag.span)), 0, Math.abs(state.drag.span[1] - state.drag.span[0]) * x.factor, height);
+    }
+    if (state.marked && state.marked.section === panel.section && kind === "timeline") {
+      timelines.mark(ctx, panel, viewOf(kind), w, state.marked);
+    }
+  };
+  const markedPack = (panel) => {
+    if (!state.marked || state.marked.section !== panel.section) return null;
+    const { dp, direction, pack } = state.marked;
+    return panel.plan.packs.indexOf(panel.plan.byKey.get(`${dp}/${direction}/${pack}`));
+  };
+  const setMarked = (marked) => {
+    if (JSON.stringify(marked) === JSON.stringify(state.marked)) return;
+    state.marked = marked;
+    for (const pair of pairs) {
+      if (pair.kind === "documents") drawPair(pair);
+      else drawOver(pair);
+    }
+  };
+
+  // Moving in time (and, over documents, in tokens).
+  const setView = (view, kind = "timeline") => {
+    const [low, high] = kind === "documents" ? wholeTokens : whole;
+    let next = null;
+    if (view) {
+      const span = Math.min(Math.max(view[1] - view[0], (high - low) * 1e-6), high - low);
+      const from = Math.min(Math.max(view[0], low), high - span);
+      next = span >= (high - low) * 0.9999 ? null : [from, from + span];
+    }
+    state[kind === "documents" ? "tokens" : "view"] = next;
+    draw();
+  };
+  const zoom = (factor, at, kind = "timeline") => {
+    const [from, to] = viewOf(kind);
+    const fixed = at ?? (from + to) / 2;
+    setView([fixed - (fixed - from) * factor, fixed + (to - fixed) * factor], kind);
+  };
+  const pan = (share, kind = "timeline") => {
+    const [from, to] = viewOf(kind);
+    const by = (to - from) * share;
+    setView([from + by, to + by], kind);
+  };
+
+  const listen = (pair) => {
+    const { panel, kind, over } = pair;
+    const axisKind = kind === "memory" ? "timeline" : kind;
+    const place = (event) => {
+      const box = over.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
+    const valueAt = (event) => {
+      const x = scale(viewOf(axisKind), pair.width);
+      return x.value(Math.min(Math.max(place(event)[0], LEFT), pair.width - RIGHT));
+    };
+    let held = null;
+    over.addEventListener("pointerdown", (event) => {
+      if (event.button || event.pointerType === "touch") return;
+      over.setPointerCapture(event.pointerId);
+      held = { x: event.clientX, from: valueAt(event), pans: event.shiftKey, view: viewOf(axisKind) };
+      tips.hide();
+    });
+    over.addEventListener("pointermove", (event) => {
+      if (!held) {
+        hover(pair, event, place(event));
+        return;
+      }
+      if (held.pans) {
+        const by = (held.x - event.clientX) / scale(held.view, pair.width).factor;
+        setView([held.view[0] + by, held.view[1] + by], axisKind);
+      } else {
+        state.drag = { kind, span: [held.from, valueAt(event)] };
+        pairs.filter((other) => other.kind === kind).forEach(drawOver);
+      }
+    });
+    const release = (event) => {
+      if (!held) return;
+      const { x, from, pans } = held;
+      held = null;
+      state.drag = null;
+      if (!pans && event.type === "pointerup" && Math.abs(event.clientX - x) > 4) {
+        setView([from, valueAt(event)].sort((a, b) => a - b), axisKind);
+      } else draw();
+    };
+    over.addEventListener("pointerup", release);
+    over.addEventListener("pointercancel", release);
+    over.addEventListener("pointerleave", () => {
+      tips.hide();
+      setMarked(null);
+    });
+    over.addEventListener("dblclick", () => setView(null, axisKind));
+    over.addEventListener("wheel", (event) => {
+      if (event.ctrlKey || event.metaKey) {
+        event.preventDefault();
+        zoom(1.0015 ** event.deltaY, valueAt(event), axisKind);
+      } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        event.preventDefault();
+        pan(event.deltaX / pair.width, axisKind);
+      }
+    }, { passive: false });
+  };
+
+  const hover = ({ panel, kind, width: w, scroller }, event, [px, py]) => {
+    if (kind === "timeline") {
+      const found = timelines.taskAt(panel, viewOf(kind), w, px, py);
+      if (!found) return rest();
+      const direction = panel.timeline.kind[found.task] ? 1 : 0;
+      setMarked({ section: panel.section, dp: found.lane.dp, direction, pack: panel.timeline.pack[found.task] });
+      tips.show(tips.forTask(panel, found, kinds), event);
+    } else if (kind === "memory") {
+      const found = timelines.memoryAt(panel, viewOf(kind), w, panel.limitBytes, px, py);
+      if (!found) return rest();
+      tips.show(tips.forMemory(found, panel.limitBytes), event);
+    } else {
+      const found = documents.sliceAt(panel, viewOf(kind), w, scroller.scrollTop, px, py);
+      if (!found) return rest();
+      const { dp, direction, index: pack } = panel.plan.packs[found.pack];
+      setMarked({ section: panel.section, dp, direction, pack });
+      tips.show(tips.forSlice(panel, found), event);
+    }
+    return undefined;
+  };
+  const rest = () => {
+    tips.hide();
+    setMarked(null);
+  };
+
+  stage.addEventListener("keydown", (event) => {
+    const act = {
+      ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), "+": () => zoom(0.5), "=": () => zoom(0.5),
+      "-": () => zoom(2), 0: () => setView(null), Home: () => setView(null),
+    }[event.key];
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    act();
+  });
+
+  new ResizeObserver(draw).observe(stage);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  // Unpacked when it comes near the screen, so that the page opens at once.
+  new IntersectionObserver((entries, observer) => {
+    if (!entries.some(({ isIntersecting }) => isIntersecting)) return;
+    observer.disconnect();
+    load();
+  }, { rootMargin: "400px" }).observe(root);
+  window.addEventListener("beforeprint", () => panels.length || load());
+
+  // For tests and the console: where a task or slice is drawn, in pixels of the window.
+  root.stepView = {
+    state,
+    panels: () => panels,
+    taskBox: (panelIndex, task) => {
+      const pair = pairs.filter(({ kind }) => kind === "timeline")[panelIndex];
+      const { timeline, placed } = pair.panel;
+      const row = placed.rows.find(({ lane }) => task >= lane.first && task < lane.last);
+      const box = pair.over.getBoundingClientRect();
+      const x = scale(viewOf("timeline"), pair.width);
+      const left = x.at(timeline.start[task]);
+      return { x: box.left + left, y: box.top + row.top, width: x.at(timeline.end[task]) - left, height: placed.height };
+    },
+  };
+})();

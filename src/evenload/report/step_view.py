@@ -1,0 +1,108 @@
+"""The step view of a page: any strategy, step and replica as timeline, memory and documents, drawn in the browser.
+
+All timelines and plans of a report travel as packed columns (`step_blocks`); a choice in the page unpacks what it
+needs and draws it on canvases. So the page opens at once however many steps it holds, and a step of 16 stages and
+512 packs redraws in a few ten milliseconds, with true widths at every zoom.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from evenload.report.palette import KIND_STYLES
+from evenload.report.run_report import RunSection
+from evenload.report.step_blocks import Block, plan_block, timeline_block
+from evenload.report.units import format_seconds
+from evenload.types.timeline import KINDS
+
+STEP_VIEW_SCRIPTS = (
+    "packed_columns.js",
+    "chart.js",
+    "step_timeline.js",
+    "step_documents.js",
+    "step_tips.js",
+    "step_view.js",
+)
+_BASELINE = "best_fit"
+"""Shown above the best strategy at first, where there is one."""
+_READ = (
+    "Every row is a pipeline rank, every bar one pack on one stage: <b>blue</b> forward, <b>orange</b> backward, light "
+    "and dark in turn so that neighbours show. <b>Grey</b> is time in which the rank computes no pack. All timelines "
+    "share one time axis: predicted and measured bars that stand in the same place were predicted right. "
+    "<b>Memory</b> lines must stay under the dashed limit. <b>Documents</b> show where each is cut for forward and for "
+    "backward; the colour is the pack, from early (violet) to late (yellow) in the step. Point at anything for what "
+    "it holds; a pack lights up on all its stages. Drag sideways to zoom in, shift-drag to move, Ctrl and wheel to "
+    "zoom, double-click to see everything again."
+)
+
+
+def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Collection[str] = ()) -> str:
+    """The figure with all steps of the sections that have some; "" where none has.
+
+    Args:
+        best: name of the section shown first; the first section if there is no such.
+        refused: names of sections that exceed memory.
+    """
+    sections = [section for section in sections if section.steps]
+    if not sections:
+        return ""
+    names = [section.name for section in sections]
+    first = names.index(best) if best in names else 0
+    # Two strategies that were only simulated explain each other; trained ones have predicted and measured already.
+    is_alone = list(sections[first].timelines()) == ["predicted"]
+    compare = names.index(_BASELINE) if is_alone and _BASELINE in names and names[first] != _BASELINE else -1
+    blocks: list[str] = []
+    index = {
+        "kinds": [
+            {
+                "letter": letter,
+                "name": KIND_STYLES[letter].name,
+                "even": KIND_STYLES[letter].even,
+                "odd": KIND_STYLES[letter].odd,
+                "textEven": KIND_STYLES[letter].text_even,
+                "textOdd": KIND_STYLES[letter].text_odd,
+            }
+            for letter in KINDS
+        ],
+        "sections": [_section(section, blocks, best, refused) for section in sections],
+        "first": first,
+        "compare": compare,
+    }
+    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
+    data = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
+    return "\n".join(
+        [
+            '<figure id="step-view">',
+            "<h3>Step by step</h3>",
+            '<div class="view"></div>',
+            f'<script type="application/json" id="step-view-data">{data}</script>',
+            *blocks,
+            f"<figcaption>{_READ}</figcaption>",
+            "</figure>",
+        ]
+    )
+
+
+def _section(section: RunSection, blocks: list[str], best: str, refused: Collection[str]) -> dict[str, Any]:
+    steps = []
+    for view in section.steps:
+        views = {origin: _add(blocks, timeline_block(timeline)) for origin, timeline in view.timelines().items()}
+        plan = _add(blocks, plan_block(view.plan)) if view.plan else None
+        steps.append({"step": view.step, "views": views, "plan": plan})
+    times = next(iter(section.timelines().values()))
+    mean_s = sum(timeline.step_time_s for timeline in times) / len(times)
+    mark = " ★" if section.name == best else ""
+    over = ", does not fit" if section.name in refused else ""
+    return {
+        "name": section.name,
+        "label": f"{section.name}{mark} ({format_seconds(mean_s)}{over})",
+        "limitBytes": section.memory_limit_bytes,
+        "steps": steps,
+    }
+
+
+def _add(blocks: list[str], block: Block) -> dict[str, Any]:
+    text, meta = block
+    identifier = f"block-{len(blocks)}"
+    blocks.append(f'<script type="application/gzip" id="{identifier}">{text}</script>')
+    return {"block": identifier, **meta}
