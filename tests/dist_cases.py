@@ -1,5 +1,7 @@
 """Functions that run on every rank of a `GlooPool`."""
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import torch
@@ -16,9 +18,17 @@ from evenload.types.plan import decode_plan
 from reference_training import tiny_config
 
 
+class StoredBytes(NamedTuple):
+    """The store's own accounting of one rank: the peak, the peak of each kind, and what is held after every action."""
+
+    peak: int
+    peak_by_kind: dict[str, int]
+    after_actions: list[int]
+
+
 def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype) -> list:
-    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights,
-    peak bytes of stored activations)."""
+    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
+    stored activations)."""
     config = tiny_config(kind, **changes)
     decoded = [decode_plan(data) for data in plans]
     layout = decoded[0].layout
@@ -47,5 +57,6 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
                 gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
                 weights[name] = parameter.detach().numpy().copy()
                 start += parameter.numel()
-        results.append((run.loss, gradients, norm, weights, run.peak_bytes))
+        stored = StoredBytes(run.peak_bytes, run.peak_by_kind, run.trace.memory_bytes.tolist())
+        results.append((run.loss, gradients, norm, weights, stored))
     return results

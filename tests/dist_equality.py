@@ -13,7 +13,7 @@ def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=t
     """Run the plans in one process group and compare each with transformers' sdpa.
 
     Returns:
-        Peak bytes of stored activations, [plan][rank].
+        `StoredBytes`, [plan][rank].
     """
     config = tiny_config(kind, **(changes or {}))
     tokens = [

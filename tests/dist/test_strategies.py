@@ -10,6 +10,8 @@ import torch
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.memory import backward_temp_estimate
+from evenload.cost.pack_cost import PackCosts
+from evenload.plan.detailed_timeline import detailed_timeline
 from evenload.plan.options import PlanOptions
 from evenload.plan.plan_tasks import replica_tasks
 from evenload.plan.planner import StepPlanner
@@ -20,6 +22,7 @@ from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.pipeline import action_columns
+from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
 
 STRATEGIES = ["padded", "best_fit", "balanced", "slimpack", "auto", "sequential", "fixed_greedy", "fixed_exact", "wlb"]
@@ -76,8 +79,10 @@ def test_every_strategy_equals_plain_training(gloo_pool, pp, dp):
 
 
 def assert_peaks_match_the_memory_model(plan, measured):
-    """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte."""
+    """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte: the peak, what is
+    held after every action, and the peak of every kind."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    assert_kinds_match_the_memory_model(plan, model, measured)
     for dp_rank in range(plan.layout.dp):
         tasks = replica_tasks(plan, dp_rank, model)
         rows = np.array([num_pack_rows(pack) for pack in plan.pack_plans[dp_rank].backward], np.int64)
@@ -89,7 +94,27 @@ def assert_peaks_match_the_memory_model(plan, measured):
         )
         peaks = simulate(exact, action_columns(plan.schedules[dp_rank])).peak_bytes
         for pp_rank, peak in enumerate(peaks.tolist()):
-            assert measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)] == peak
+            assert measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)].peak == peak
+
+
+def assert_kinds_match_the_memory_model(plan, model, measured):
+    timeline = detailed_timeline(plan, PackCosts(model, COSTS, plan.layout))
+    kinds = {
+        "activations": ("activations_replay", "activations_recompute", "activations_offload"),
+        "keys_and_values": ("keys_and_values",),
+        "key_value_gradients": ("key_value_gradients",),
+    }
+    for dp_rank in range(plan.layout.dp):
+        for pp_rank in range(plan.layout.pp):
+            stored = measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)]
+            own = (timeline.memory_dp_rank == dp_rank) & (timeline.memory_rank == pp_rank)
+            held = timeline.memory_kind_bytes[own]
+            predicted = {
+                name: held[:, [MEMORY_KINDS.index(part) for part in parts]].sum(axis=1) for name, parts in kinds.items()
+            }
+            # A rank's samples: the start of the step, then the start and the end of every action.
+            assert sum(predicted.values())[2::2].tolist() == stored.after_actions
+            assert {name: int(column.max()) for name, column in predicted.items()} == stored.peak_by_kind
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from evenload.errors import ConfigError
 from evenload.schedule.interleaved import interleaved_one_f_one_b
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.validate import check_schedule
+from evenload.simulate.bubble import split_bubble
 from evenload.simulate.simulate import simulate
 from pipeline_cases import equal_packs, names_of, uniform_tasks, with_split
 
@@ -37,6 +38,17 @@ def test_equal_packs_have_the_closed_form(num_ranks, virtual, groups):
     expected = 3 * (groups * num_ranks * virtual + num_ranks - 1)
     for backend in ("native", "python"):
         assert simulate(tasks, actions, backend=backend).makespan_s == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_ranks", "virtual"), [(2, 2), (4, 2), (4, 3), (8, 4)])
+def test_a_rank_idles_as_published(num_ranks, virtual):
+    """(R - 1)(f + b) / v of every rank, f and b of one pack on all v stages of a rank (Narayanan et al. 2021, §2.2)."""
+    f_s, b_s = 1.0 * virtual, 2.0 * virtual
+    tasks = virtual_packs(3 * num_ranks, num_ranks, virtual)
+    actions = interleaved_one_f_one_b(tasks)
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert bubble.idle_s / num_ranks == pytest.approx((num_ranks - 1) * (f_s + b_s) / virtual)
+    assert bubble.imbalance_s == bubble.communication_s == 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

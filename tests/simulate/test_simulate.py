@@ -10,7 +10,7 @@ from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.schedule.packflow import packflow_list, packflow_word
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks
+from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
 
 BACKENDS = pytest.mark.parametrize("backend", ["native", "python"])
 
@@ -65,9 +65,11 @@ def test_1f1b_holds_p_minus_s_packs(backend):
 
 
 def ends_by_recursion(tasks: PipelineTasks, actions: ActionColumns) -> list[list[float]]:
-    """When every action ends, straight from its definition, per rank."""
+    """When every action ends, straight from its definition, per rank; I hands on the gradient as B does."""
     rows = actions.to_schedule().ranks
     place = {(a.kind, a.stage, a.pack): (r, i) for r, row in enumerate(rows) for i, a in enumerate(row)}
+    place |= {("B", stage, pack): at for (kind, stage, pack), at in place.items() if kind == "I"}
+    parts = {"I": tasks.split.input_s, "W": tasks.split.weight_s} if tasks.split else {}
 
     @cache
     def end(r: int, i: int) -> float:
@@ -76,12 +78,15 @@ def ends_by_recursion(tasks: PipelineTasks, actions: ActionColumns) -> list[list
         if action.kind == "F":
             duration = tasks.forward_s[action.pack, action.stage]
             hop, source = tasks.p2p_forward_s[action.pack], action.stage - 1
+        elif action.kind == "W":
+            duration, hop, source = parts["W"][action.pack, action.stage], 0.0, -1
+            inputs.append(end(*place["I", action.stage, action.pack]))
         else:
-            duration = tasks.backward_s[action.pack, action.stage]
+            duration = parts.get(action.kind, tasks.backward_s)[action.pack, action.stage]
             hop, source = tasks.p2p_backward_s[action.pack], action.stage + 1
             inputs += [end(*place["F", action.stage, k]) for k in range(tasks.forwards_needed[action.pack])]
         if 0 <= source < tasks.num_stages:
-            inputs.append(end(*place[action.kind, source, action.pack]) + hop)
+            inputs.append(end(*place["F" if action.kind == "F" else "B", source, action.pack]) + hop)
         return float(max(inputs) + duration)
 
     return [[end(r, i) for i in range(len(row))] for r, row in enumerate(rows)]
@@ -89,15 +94,22 @@ def ends_by_recursion(tasks: PipelineTasks, actions: ActionColumns) -> list[list
 
 def test_random_schedules_equal_the_definition_and_the_twin_to_the_bit():
     rng = np.random.default_rng(0)
-    for _ in range(500):
+    split = 0
+    for _ in range(600):
         tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.3 else None)
         actions = random_schedule(rng, tasks)
+        if rng.random() < 0.4:  # whole and split backwards in one schedule, several stages on a rank
+            tasks = with_split(tasks, rng)
+            cap = np.full(tasks.num_ranks, rng.choice([0, 200, 2**60]), dtype=np.int64)
+            actions = packflow_list(tasks, cap_bytes=cap, alternate=bool(rng.integers(2)), split=True)
+            split += int((actions.kind == 2).sum())
         native, twin = (simulate(tasks, actions, backend=backend) for backend in ("native", "python"))
         assert native.end_s.tolist() == [t for row in ends_by_recursion(tasks, actions) for t in row]
         assert native.start_s.tolist() == twin.start_s.tolist()
         assert native.end_s.tolist() == twin.end_s.tolist()
         assert native.peak_bytes.tolist() == twin.peak_bytes.tolist()
         assert native.makespan_s == twin.makespan_s == max(native.end_s.max(initial=0.0), 0.0)
+    assert split > 1000
 
 
 def peak_by_events(tasks: PipelineTasks, actions: ActionColumns) -> list[int]:

@@ -13,7 +13,7 @@ from evenload.errors import InvalidPlanError
 from evenload.runtime.channels import Channels
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore, Range
+from evenload.runtime.store import ActivationStore, Range, StoreKind
 from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
@@ -42,11 +42,13 @@ class RankRun:
     Args:
         loss: this rank's share of the global mean loss (0 except on last stages).
         peak_bytes: the most the activation store held.
+        peak_by_kind: the most it held of each kind, at different times.
     """
 
     loss: float
     trace: RankTrace
     peak_bytes: int
+    peak_by_kind: dict[StoreKind, int]
 
 
 class Executor:
@@ -109,7 +111,7 @@ class Executor:
             rows.append((KINDS.index(action.kind), action.pack, start_s, self._clock(), store.held_bytes))
         channels.close()
         store.check_empty()
-        return RankRun(loss=loss, trace=_trace(rows), peak_bytes=store.peak_bytes)
+        return RankRun(loss, _trace(rows), store.peak_bytes, store.peak_by_kind)
 
     def _open_channels(self, packs: PackPlan, actions) -> Channels:
         def rows(kind: str, of: tuple[MicroPack, ...]) -> list[tuple[int, int]]:

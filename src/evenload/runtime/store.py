@@ -5,19 +5,22 @@ slices is one block, so recording and reading copy nothing; any other pack is on
 that a block is freed as soon as its document's backward has passed it, whatever the cuts are. Keys and
 values are one buffer per document, because a later slice reads the whole prefix.
 
-Every byte held is counted where it is allocated and freed; `peak_bytes` is what the plan's memory
+Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
 prediction is tested against (cost/memory.py mirrors these rules).
 """
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Range = tuple[int, int, int]
 """(doc_id, start, stop): tokens of one document, half-open."""
+StoreKind = Literal["activations", "keys_and_values", "key_value_gradients"]
+"""What the store holds: recorded tensors, keys and values of documents, and their gradients under way."""
 
 
 def num_rows(ranges: Sequence[Range]) -> int:
@@ -44,7 +47,7 @@ class _DocumentBuffers:
     values: dict[int, Tensor] = field(default_factory=dict)
     key_grads: dict[int, Tensor] = field(default_factory=dict)
     value_grads: dict[int, Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
+    num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
 
 
 class ActivationStore:
@@ -63,6 +66,8 @@ class ActivationStore:
         self._open: list[_Block] = []
         self.held_bytes = 0
         self.peak_bytes = 0
+        self.held_by_kind: dict[StoreKind, int] = {"activations": 0, "keys_and_values": 0, "key_value_gradients": 0}
+        self.peak_by_kind = dict(self.held_by_kind)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -91,7 +96,7 @@ class ActivationStore:
     def _keep(self, block: _Block, key: Hashable, rows: Tensor) -> None:
         block.tensors[key] = rows
         block.num_bytes += rows.nbytes
-        self._count(rows.nbytes)
+        self._count("activations", rows.nbytes)
 
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
@@ -100,7 +105,8 @@ class ActivationStore:
             buffers.keys[layer], buffers.values[layer] = (
                 like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values)
             )
-            self._count_document(buffers, buffers.keys[layer].nbytes + buffers.values[layer].nbytes)
+            num_bytes = buffers.keys[layer].nbytes + buffers.values[layer].nbytes
+            self._count_document(buffers, "keys_and_values", num_bytes)
         stop = start + keys.shape[0]
         buffers.keys[layer][start:stop], buffers.values[layer][start:stop] = keys, values
 
@@ -139,7 +145,7 @@ class ActivationStore:
             shape = (buffers.num_tokens, *grad_k.shape[1:])
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
             buffers.key_grads[layer], buffers.value_grads[layer] = (grad_k.new_zeros(shape) for _ in range(2))
-            self._count_document(buffers, 2 * buffers.key_grads[layer].nbytes)
+            self._count_document(buffers, "key_value_gradients", 2 * buffers.key_grads[layer].nbytes)
         all_k, all_v = buffers.key_grads[layer], buffers.value_grads[layer]
         all_k[first:stop] += grad_k
         all_v[first:stop] += grad_v
@@ -157,10 +163,11 @@ class ActivationStore:
                 block.open_ranges -= 1
                 if not block.open_ranges:
                     block.tensors.clear()
-                    self._count(-block.num_bytes)
+                    self._count("activations", -block.num_bytes)
             self._blocks[doc_id] = kept
             if start == 0:
-                self._count(-self._buffers.pop(doc_id).num_bytes)
+                for kind, num_bytes in self._buffers.pop(doc_id).num_bytes.items():
+                    self._count(kind, -num_bytes)
                 del self._blocks[doc_id]
 
     def check_empty(self) -> None:
@@ -169,10 +176,12 @@ class ActivationStore:
         assert not left, f"documents {left} are not finished"
         assert self.held_bytes == 0, f"{self.held_bytes} bytes are counted as held by no document"
 
-    def _count_document(self, buffers: _DocumentBuffers, num_bytes: int) -> None:
-        buffers.num_bytes += num_bytes
-        self._count(num_bytes)
+    def _count_document(self, buffers: _DocumentBuffers, kind: StoreKind, num_bytes: int) -> None:
+        buffers.num_bytes[kind] += num_bytes
+        self._count(kind, num_bytes)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, kind: StoreKind, num_bytes: int) -> None:
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.held_by_kind[kind] += num_bytes
+        self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.held_by_kind[kind])
