@@ -9,6 +9,7 @@ from evenload.plan.plan_file import decode_plan_file, encode_plan_file
 from evenload.plan.planner import StepPlanner
 from evenload.plan.predicted_timeline import predicted_timeline
 from evenload.plan.strategies import FLAT_STRATEGIES, STRATEGIES
+from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import LeftOut, StepPlan
@@ -52,11 +53,43 @@ def test_plan_file_has_the_fixed_shape() -> None:
             assert all(len(row) == 3 for row in replica["durations_backward_s"])
 
 
-def test_plan_file_can_be_re_simulated_without_our_simulator() -> None:
-    """The promise of --emit-plan: durations, hops, slices and orders are enough to recompute the step."""
-    for plan in json.loads(encode_plan_file(make_plans()))["plans"]:
-        for replica, predicted_s in zip(plan["replicas"], plan["predicted"]["per_replica_s"], strict=True):
-            assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == pytest.approx(predicted_s)
+RE_SIMULATED = {
+    "pipeline": even_layout(3, dp=2, pp=3),
+    "virtual stages": even_layout(4, dp=2, pp=2, virtual=2),
+    "context parallel": even_layout(3, dp=2, cp=2),
+    "no pipeline": even_layout(3, dp=4),
+}
+
+
+@pytest.mark.parametrize("layout", RE_SIMULATED.values(), ids=RE_SIMULATED.keys())
+@pytest.mark.parametrize("split", [False, True], ids=["whole backwards", "split backwards"])
+def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> None:
+    """The promise of --emit-plan, to the bit: every strategy, split backwards, virtual stages, DP-Merge, policies."""
+    link = LinkSpec(bandwidth_bytes_per_s=2e4, latency_s=0.1)
+    planner = StepPlanner(
+        sample_model(num_layers=layout.num_layers),
+        sample_coefficients(intra_node=link, inter_node=link, host_link=link, devices_per_node=8),
+        layout,
+        160_000,
+        PlanOptions(max_pack_tokens=300, executable=not split, dp_merge=True, policy="choose"),
+    )
+    step = tuple(Document(doc_id=7 * i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 3))
+    names = [name for name in STRATEGIES if layout.pp == 1 or name not in FLAT_STRATEGIES]
+    plans = [planner.propose(k, step, name).plan for k, name in enumerate(names)]
+    one_long = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate([300, 20, 10, 5]))
+    plans.append(planner.propose(99, one_long, "slimpack").plan)
+    seen = set()
+    for plan in json.loads(encode_plan_file(plans))["plans"]:
+        predicted = plan["predicted"]
+        found = [re_simulate(replica, plan["layout"]["stage_to_rank"]) for replica in plan["replicas"]]
+        assert found == predicted["per_replica_s"], plan["strategy"]
+        assert max(found) <= predicted["step_time_s"]
+        seen |= {"split" for r in plan["replicas"] for row in r["schedule"] for action in row if "W" in action}
+        seen |= {"merged" for r in plan["replicas"] for pack in r["forward"] for p in pack if p["cp"] > layout.cp}
+        seen |= {"policies" for replica in plan["replicas"] if "policies" in replica}
+    assert ("split" in seen) == (split and layout.pp > 1)
+    assert "policies" in seen
+    assert "merged" in seen or layout.cp > 1
 
 
 def test_split_backwards_are_in_the_file_and_add_up() -> None:
@@ -66,7 +99,7 @@ def test_split_backwards_are_in_the_file_and_add_up() -> None:
     (plan,) = json.loads(encode_plan_file([planner.plan(0, step, "auto")]))["plans"]
     assert any("W" in action for replica in plan["replicas"] for row in replica["schedule"] for action in row)
     for replica, predicted_s in zip(plan["replicas"], plan["predicted"]["per_replica_s"], strict=True):
-        assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == pytest.approx(predicted_s)
+        assert re_simulate(replica, plan["layout"]["stage_to_rank"]) == predicted_s
         for whole, *parts in zip(
             *(replica[f"durations_{name}_s"] for name in ("backward", "input", "weight")), strict=True
         ):
@@ -74,6 +107,7 @@ def test_split_backwards_are_in_the_file_and_add_up() -> None:
 
 
 def re_simulate(replica: dict, stage_to_rank: list[int]) -> float:
+    """Makespan of a replica from its JSON alone: an action starts when its rank is free and its inputs are there."""
     last = {piece["doc_id"]: k for k, pack in enumerate(replica["forward"]) for piece in pack}
     needed = [1 + max(last[piece["doc_id"]] for piece in pack) for pack in replica["backward"]]
     stages, end, clock = len(stage_to_rank), {}, [0.0] * len(replica["schedule"])

@@ -71,8 +71,8 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 def can_fit(problem: StepProblem) -> bool:
     """Whether memory holds every document in a micro-batch of its own; no other plan of the step fits otherwise."""
-    if problem.cap_bytes is None or not len(problem.num_tokens):
-        return True
+    if problem.cap_bytes is None or not len(problem.num_tokens) or problem.layout.num_stages > 1:
+        return True  # a pipeline is refused when the step is planned, with its reason
     codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
     least = np.array([-(-int(problem.num_tokens.max()) // problem.layout.cp)])
     return bool((_peak_bytes(problem, least, codes) <= int(problem.cap_bytes.min())).all())
