@@ -131,18 +131,40 @@ def pipeline_bytes(
         num_tokens: int64[num_documents] of the replica's documents, without padding.
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
     """
-    return bytes_at_rates(byte_rates(model, layout), layout, forward, backward, num_tokens, policy)
+    return bytes_at_rates(byte_rates(model, layout), count_tokens(layout, forward, backward, num_tokens, policy))
 
 
-def bytes_at_rates(
-    rates: "ByteRates",
+@dataclass(frozen=True, eq=False)
+class TokenCounts:
+    """Tokens of packs as one rank counts them, by what is kept of them.
+
+    Args:
+        kept_chunks: int64[m_f, policies], recorded in a forward; freed_chunks: int64[m_b, policies], given back.
+        kept_kv, freed_kv: int64[m_f], int64[m_b], of documents whose keys and values come and go.
+        opened, closed: int64[m_b], of documents whose gradients of keys and values come and go.
+        computed: int64[m_b, policies], of backward packs.
+        gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose keys and values other ranks send.
+    """
+
+    kept_chunks: NDArray[np.int64]
+    freed_chunks: NDArray[np.int64]
+    kept_kv: NDArray[np.int64]
+    freed_kv: NDArray[np.int64]
+    opened: NDArray[np.int64]
+    closed: NDArray[np.int64]
+    computed: NDArray[np.int64]
+    gathered_forward: NDArray[np.int64]
+    gathered_backward: NDArray[np.int64]
+
+
+def count_tokens(
     layout: ParallelLayout,
     forward: SliceColumns,
     backward: SliceColumns,
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
-) -> PipelineBytes:
-    """As `pipeline_bytes`, at any rates; linear in them, so that kinds of bytes can be told apart."""
+) -> TokenCounts:
+    """What `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
     forward_ranks, backward_ranks = sharing_ranks(forward, layout), sharing_ranks(backward, layout)
     whole_forward_tokens = _slice_tokens(forward, forward_pack)
@@ -168,21 +190,34 @@ def bytes_at_rates(
     freed_chunks = _policy_sums(freeing_pack, forward_tokens, backward.num_packs, forward.doc, policy)
     freed_kv = _pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), backward.num_packs)
 
-    backward_counts = _policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy)
-    gathered_forward = _gathered(forward_pack, whole_forward_tokens, forward_ranks, forward.num_packs)
-    gathered_backward = _gathered(backward_pack, whole_backward_tokens, backward_ranks, backward.num_packs)
-    logits_rows = np.minimum(backward_counts.sum(axis=1), HEAD_ROWS)
+    return TokenCounts(
+        kept_chunks=kept_chunks,
+        freed_chunks=freed_chunks,
+        kept_kv=kept_kv,
+        freed_kv=freed_kv,
+        opened=opened,
+        closed=closed,
+        computed=_policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy),
+        gathered_forward=_gathered(forward_pack, whole_forward_tokens, forward_ranks, forward.num_packs),
+        gathered_backward=_gathered(backward_pack, whole_backward_tokens, backward_ranks, backward.num_packs),
+    )
+
+
+def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PipelineBytes:
+    """Byte columns of counted packs; linear in the rates, so that kinds of bytes can be told apart."""
+    logits_rows = np.minimum(tokens.computed.sum(axis=1), HEAD_ROWS)
+    gathered = tokens.gathered_forward * rates.gathered_forward, tokens.gathered_backward * rates.gathered_backward
     return PipelineBytes(
         static_bytes=rates.static_bytes,
-        forward_kept_bytes=kept_chunks @ rates.chunk + np.outer(kept_kv, rates.kv),
-        forward_temp_bytes=kept_chunks @ rates.forward_temp + (gathered_forward * rates.gathered_forward)[:, None],
-        backward_freed_bytes=freed_chunks @ rates.chunk
-        + np.outer(freed_kv, rates.kv)
-        + np.outer(closed - opened, rates.kv_gradient),
-        backward_temp_bytes=backward_counts @ rates.backward_temp
+        forward_kept_bytes=tokens.kept_chunks @ rates.chunk + np.outer(tokens.kept_kv, rates.kv),
+        forward_temp_bytes=tokens.kept_chunks @ rates.forward_temp + gathered[0][:, None],
+        backward_freed_bytes=tokens.freed_chunks @ rates.chunk
+        + np.outer(tokens.freed_kv, rates.kv)
+        + np.outer(tokens.closed - tokens.opened, rates.kv_gradient),
+        backward_temp_bytes=tokens.computed @ rates.backward_temp
         + np.outer(logits_rows, rates.logits_per_row)
-        + np.outer(opened, rates.kv_gradient)
-        + (gathered_backward * rates.gathered_backward)[:, None],
+        + np.outer(tokens.opened, rates.kv_gradient)
+        + gathered[1][:, None],
     )
 
 

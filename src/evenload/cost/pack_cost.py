@@ -31,8 +31,8 @@ from evenload.cost.group_comm import context_seconds, tensor_seconds
 from evenload.cost.memory import parameters_per_rank, sharing_ranks
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
-from evenload.types.columns import SliceColumns
 from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
