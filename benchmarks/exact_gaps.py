@@ -4,9 +4,9 @@ Documents are drawn, seeded, from `examples/lengths/*.npy.gz`, cut off at 131,07
 H100 (analytic costs). A gap is `heuristic / optimum - 1` of the largest group. Instances that the solver does not prove
 within its time limit are counted, not averaged. Gaps do not depend on the machine or its load.
 
-    python benchmarks/exact_gaps.py [--quick] [--append]      --append writes benchmarks/results/exact_gaps.csv
+    python benchmarks/exact_gaps.py [--quick] [--append] [--only PART]    --append writes results/exact_gaps.csv
 
-Problems, each with 4 groups:
+Problems of part `groups`, each with 4 groups:
 
     fixed-length packing     WLB eq. 1: window 131,072 or a little more than a quarter of the tokens, least largest d²
                              work; `fixed_greedy` (LPT with a token limit)
@@ -15,6 +15,15 @@ Problems, each with 4 groups:
     DP assignment            SlimPack §4.1.1, forward + backward seconds, no limit; LPT of `plan.dp_balance`
     slice packing            least largest forward pack when documents may be cut anywhere, longest first, 8 packs;
                              `partition_by_work` against the exact bound of the same order
+
+Problems of part `skrull`, forward + backward seconds, transfers included:
+
+    DACP                     Skrull eq. 1-7: one micro-batch on cp = 8, a bucket of 1.1 or 1.5 times its even share
+    GDS                      Skrull eq. 8-11: dp = 2, cp = 4, memory for about two micro-batches a replica; replicas and
+                             micro-batches together, up to 16 documents
+
+There the optimum counts as proved within 0.1 % (memory leaves ties that a solver cannot tell apart in a second), and
+the gap is `heuristic / bound - 1`: the true gap is at most that.
 """
 
 import argparse
@@ -32,9 +41,15 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.bin_packing import longest_first
+from evenload.plan.dacp import THOROUGH, assign_owners, rank_seconds
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.exact import exact_groups, exact_slice_bound
+from evenload.plan.exact_dacp import Exact, exact_micro_batches, exact_owners
+from evenload.plan.micro_batching import StepDocuments, deal_micro_batches
+from evenload.plan.options import PlanOptions
 from evenload.plan.partition import partition_by_work
+from evenload.plan.problem import StepProblem
+from evenload.plan.skrull import step_documents
 from evenload.plan.var_length import LEFT_OVER, members_of, pack_greedily
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
@@ -48,15 +63,46 @@ GROUPS, PACKS = 4, 8
 INSTANCES, QUICK_INSTANCES = 20, 3
 DOCUMENTS = (8, 16, 32)
 TIME_LIMIT_S = 1.0
+PROVED_SKRULL = 1e-3
+MOST_GDS = 16
 
 Gap = tuple[str, str, float | None]
 """(problem, heuristic, gap or None where the optimum is not proved)."""
 
 
-def costs() -> PackCosts:
+def costs(dp: int = 1, cp: int = 1) -> PackCosts:
     """Of llama-7b on one pipeline stage; only ratios of seconds matter."""
-    model, layout = model_from("llama-7b"), even_layout(32)
+    model, layout = model_from("llama-7b"), even_layout(32, dp=dp, cp=cp)
     return PackCosts(model, analytic_coefficients(model, cluster_from("h100x8"), layout), layout)
+
+
+def measure_skrull(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
+    """DACP and GDS on one set of documents; layouts are their own, `cost` is not used."""
+    gaps: list[Gap] = []
+    for room in (1.1, 1.5):
+        batch = _skrull_step(tokens, dp=1, cp=8, share=1 / room).columns
+        owner = assign_owners(batch)
+        assert owner is not None, "all documents shared fit the bucket"
+        found = exact_owners(batch, time_limit_s=TIME_LIMIT_S, start=owner)
+        gaps.append(_skrull_gap("DACP", float(rank_seconds(batch, owner).max()), found))
+    if len(tokens) <= MOST_GDS:
+        step = _skrull_step(tokens, dp=2, cp=4, share=2.0)
+        dealt = deal_micro_batches(step)
+        assert dealt is not None, "every document fits a bucket of its share"
+        seconds = max(float(step.group_seconds(groups, THOROUGH).sum()) for groups in dealt)
+        gaps.append(_skrull_gap("GDS", seconds, exact_micro_batches(step, time_limit_s=TIME_LIMIT_S, start=dealt)))
+    return gaps
+
+
+def _skrull_step(tokens: NDArray[np.int64], dp: int, cp: int, share: float) -> StepDocuments:
+    """With memory for `1 / share` of the tokens of a replica; at least for every document and its rounding."""
+    problem = StepProblem(np.arange(len(tokens)), tokens, costs(dp, cp), None, PlanOptions())
+    bucket = max(int(tokens.sum() / dp / cp / share) + len(tokens), -(-int(tokens.max()) // cp))
+    return step_documents(problem, bucket)
+
+
+def _skrull_gap(problem: str, seconds: float, exact: Exact) -> Gap:
+    return problem, "skrull", seconds / exact.bound - 1 if exact.gap <= PROVED_SKRULL else None
 
 
 def measure_instance(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
@@ -105,7 +151,13 @@ def _gap(
     return problem, heuristic, largest / best.objective - 1 if best.is_optimal else None
 
 
-def measure(quick: bool) -> Iterator[dict[str, str]]:
+PARTS: dict[str, Callable[[NDArray[np.int64], PackCosts], list[Gap]]] = {
+    "groups": measure_instance,
+    "skrull": measure_skrull,
+}
+
+
+def measure(quick: bool, parts: list[str], instances: int) -> Iterator[dict[str, str]]:
     """One row per table, number of documents, problem and heuristic, as they are done."""
     cost = costs()
     tables = sorted(LENGTHS.glob("*.npy.gz"))
@@ -114,9 +166,11 @@ def measure(quick: bool) -> Iterator[dict[str, str]]:
         for count in DOCUMENTS[:1] if quick else DOCUMENTS:
             generator = np.random.default_rng(count)
             found: dict[tuple[str, str], list[float | None]] = {}
-            for _ in range(QUICK_INSTANCES if quick else INSTANCES):
-                for problem, heuristic, gap in measure_instance(generator.choice(lengths, count), cost):
-                    found.setdefault((problem, heuristic), []).append(gap)
+            for _ in range(instances):
+                tokens = generator.choice(lengths, count)
+                for part in parts:
+                    for problem, heuristic, gap in PARTS[part](tokens, cost):
+                        found.setdefault((problem, heuristic), []).append(gap)
             for key, gaps in found.items():
                 yield _row(table, count, *key, gaps)
 
@@ -143,11 +197,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="gaps of the heuristics to exact solutions")
     parser.add_argument("--quick", action="store_true", help="one table, a few instances: does it work at all?")
     parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
+    parser.add_argument("--only", choices=PARTS, help="one part of the problems")
+    parser.add_argument("--instances", type=int, help="of every table and size")
     options = parser.parse_args()
     if options.quick and options.append:
         sys.exit("--quick results are few; measure without --quick to append")
     rows: list[dict[str, str]] = []
-    for row in measure(options.quick):
+    instances = options.instances or (QUICK_INSTANCES if options.quick else INSTANCES)
+    for row in measure(options.quick, [options.only] if options.only else list(PARTS), instances):
         rows.append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     if options.append:

@@ -12,6 +12,8 @@ most bucket · cp tokens (eq. 10, `limit_tokens`) and every rank at most a bucke
                  would force n up to one document a micro-batch
    longest first by work into the fewest micro-batches that the tokens allow, more where they do not fit
    best fit      decreasing by tokens: the fewest micro-batches, so the least `pack_s`
+   filled        the longest document left with those of the others that leave least room (subset sums); few documents
+   whole         ranks filled by work, nothing shared that fits one, cp of them a micro-batch; few documents
    consecutive   filled in ascending and in descending length: documents of one length balance whole on their ranks
    one each      one document a micro-batch, which always fits
 3. Few documents: descent over moves of a document, swaps of two and unions of two micro-batches, of the slowest replica
@@ -37,7 +39,7 @@ from evenload.types.backend import Backend
 
 ALL_SUBSETS = 12
 """Documents of a step up to which every subset is tried as a micro-batch."""
-STARTS = 4
+STARTS = 6
 """Deals that the descent begins with."""
 REPARTITIONED = 10
 """Documents of a few micro-batches up to which they are dealt anew, the best of all ways."""
@@ -105,12 +107,22 @@ def deal_micro_batches(step: StepDocuments, *, search: bool = True) -> list[Grou
         return [next(found) for found in deals]
     if len(tokens) > SEARCHED_DOCUMENTS:
         return [_fastest_deals(step, documents)[0] for documents in replicas]
-    starts = [_fastest_deals(step, documents) for documents in replicas]
     descent = _Descent(step)
-    for number in range(max(map(len, starts))):
-        if descent.run([deals[min(number, len(deals) - 1)] for deals in starts]):
+    for dealt in _starts(step, replicas):
+        if descent.run(dealt):
             break
     return descent.best
+
+
+def _starts(step: StepDocuments, replicas: list[NDArray[np.int64]]) -> Iterator[list[Groups]]:
+    """Deals of every replica side by side, then of the whole step, its micro-batches dealt to replicas."""
+    deals = [_fastest_deals(step, documents) for documents in replicas]
+    for number in range(max(map(len, deals))):
+        yield [of_replica[min(number, len(of_replica) - 1)] for of_replica in deals]
+    if step.dp > 1:
+        for groups in _fastest_deals(step, np.arange(len(step.columns.num_tokens)))[: STARTS // 2]:
+            ranks = longest_first(step.group_seconds(groups, QUICK), step.dp, backend=step.backend)
+            yield [[groups[index] for index in members] for members in ranks]
 
 
 def _best_of_all(step: StepDocuments, documents: list[int], loads: list[float], effort: Effort) -> list[Groups]:
@@ -159,9 +171,54 @@ def _deals(step: StepDocuments, documents: NDArray[np.int64]) -> Iterator[Groups
         best_fit_decreasing(shares, bucket, backend=step.backend),
     ):
         yield [[listed[index] for index in group] for group in deal if group]
+    if len(documents) <= SEARCHED_DOCUMENTS:
+        order = ascending[::-1]
+        yield _filled(order.tolist(), step.columns.share_tokens()[order].tolist(), bucket)
+        yield _whole(step, documents)
     for order in (ascending, ascending[::-1]):
         yield _consecutive(step, order)
     yield [[document] for document in ascending.tolist()]
+
+
+def _whole(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
+    """Nothing shared that fits a rank: ranks filled by work under the bucket, the most loaded of them side by side."""
+    columns, cp = step.columns, step.columns.cp
+    tokens = columns.num_tokens[documents]
+    on_a_rank = tokens <= columns.bucket_tokens
+    whole, long = documents[on_a_rank], documents[~on_a_rank].tolist()
+    groups: Groups = [[document] for document in long]
+    if len(whole):
+        sizes, work = columns.num_tokens[whole], columns.local_s[whole]
+        fewest = len(best_fit_decreasing(sizes, columns.bucket_tokens, backend=step.backend))
+        ranks = longest_first(
+            work, -(-fewest // cp) * cp, num_tokens=sizes, capacity=columns.bucket_tokens, backend=step.backend
+        )
+        ranks.sort(key=lambda rank: -float(work[rank].sum()))
+        for first in range(0, len(ranks), cp):
+            group = [int(whole[index]) for rank in ranks[first : first + cp] for index in rank]
+            if group:
+                groups.append(group)
+    return groups
+
+
+def _filled(descending: list[int], shares: list[int], bucket: int) -> Groups:
+    """One micro-batch after the other, the longest document left and of the others those that fill it best."""
+    groups: Groups = []
+    while descending:
+        room = bucket - shares[0]
+        # Bit s of reachable[k]: the sum s of some of the first k others.
+        reachable = [1]
+        for share in shares[1:]:
+            reachable.append((reachable[-1] | reachable[-1] << share) & ((1 << room + 1) - 1))
+        left, chosen = reachable[-1].bit_length() - 1, {0}
+        for index in range(len(shares) - 1, 0, -1):
+            if not reachable[index - 1] >> left & 1:
+                chosen.add(index)
+                left -= shares[index]
+        groups.append([document for index, document in enumerate(descending) if index in chosen])
+        descending = [document for index, document in enumerate(descending) if index not in chosen]
+        shares = [share for index, share in enumerate(shares) if index not in chosen]
+    return groups
 
 
 def _consecutive(step: StepDocuments, order: NDArray[np.int64]) -> Groups:
