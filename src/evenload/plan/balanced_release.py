@@ -30,10 +30,12 @@ from evenload.types.backend import Backend
 
 TIGHT_DEGREE = 1.03
 """Degree within which a step counts as even, while delay is small."""
-EASY_DELAY_STEPS = 0.4
+EASY_DELAY_STEPS = 0.42
 """Recent mean token delay up to which the limit stays tight."""
-LOOSER_PER_STEP = 5.0
-"""By how much the limit grows per step of delay beyond that."""
+MOST_DELAY_STEPS = 0.5
+"""Recent mean token delay from which every step counts as even: nothing waits (WLB §7.4 reports half a step)."""
+LOOSER_PER_STEP = 3.0
+"""By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`."""
 RESERVE_SHARE = 0.2
 """Of a batch's work: saved a step for a document that cannot be balanced otherwise."""
 PLACES_TRIED = 8
@@ -84,7 +86,7 @@ def release_balanced(hand: AtHand, *, backend: Backend = "native") -> NDArray[np
     # Where a document waits its twins wait too: a step gains nothing by some of them.
     is_edge = np.concatenate([[True], works[1:] < works[:-1], [True]])[: most + 1]
     degrees = degrees[: most + 1]
-    limit = TIGHT_DEGREE + LOOSER_PER_STEP * max(0.0, hand.recent_delay_steps - EASY_DELAY_STEPS)
+    limit = _limit(hand.recent_delay_steps)
     even = is_edge & (degrees <= limit)
     if hand.recent_delay_steps <= EASY_DELAY_STEPS and even.any() and not hand.must.any():
         waiting = int(even.argmax())
@@ -102,6 +104,14 @@ def release_balanced(hand: AtHand, *, backend: Backend = "native") -> NDArray[np
     due = np.ones(len(fixed), bool)
     due[free[:best]] = False
     return due
+
+
+def _limit(recent_delay_steps: float) -> float:
+    """Degree within which a step counts as even."""
+    beyond, left = recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - recent_delay_steps
+    if left <= 0:
+        return np.inf
+    return TIGHT_DEGREE + LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS) / left
 
 
 def _estimate(

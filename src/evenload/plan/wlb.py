@@ -45,8 +45,9 @@ from evenload.plan.whole_packs import PricedPacks, price_packs, run_one_f_one_b
 MORE_MICRO_BATCHES = (2, 4)
 """Multiples of N that are tried too."""
 _PIPELINE_FACTOR = 2
-"""Where these are tried and there is a pipeline, outliers wait until so many times N micro-batches are balanced: a
-pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings)."""
+"""Where these are tried and there is a pipeline, outliers wait until so many times dp·pp micro-batches are balanced,
+whatever N: a pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings),
+and does not care that one is longer than its neighbours."""
 
 
 def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -115,17 +116,19 @@ def _due_by_balance(
         must=overdue | arrivals.is_left_over,
         may_wait=problem.num_tokens >= shortest,
         new_work_s=float(problem.document_s[arrivals.is_new].sum()),
-        num_micro_batches=count * (_PIPELINE_FACTOR if _is_count_free(problem) else 1),
+        num_micro_batches=_balanced_count(problem, count),
         max_delay_steps=problem.options.max_delay_steps,
         recent_delay_steps=arrivals.state.recent_delay_steps(),
     )
     return release_balanced(hand, backend=problem.options.backend)
 
 
-def _is_count_free(problem: StepProblem) -> bool:
-    """More than N micro-batches will be tried, for a pipeline."""
-    options = problem.options
-    return options.micro_batches is None and options.candidates > 1 and problem.layout.pp > 1
+def _balanced_count(problem: StepProblem, count: int) -> int:
+    """Micro-batches that the documents to be trained should fill evenly."""
+    options, layout = problem.options, problem.layout
+    if options.micro_batches is not None or options.candidates == 1 or layout.pp == 1:
+        return count
+    return _PIPELINE_FACTOR * layout.dp * layout.pp
 
 
 def _due_by_queues(problem: StepProblem, arrivals: Arrivals, lengths: tuple[int, ...], count: int) -> NDArray[np.bool_]:
