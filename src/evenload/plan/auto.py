@@ -1,13 +1,13 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory (DESIGN §6).
 
-    1  its own search (`plan.step_search`): cuts × pack counts under the list schedule, whole and split backwards, then
-       neighbours of the best (`plan.trial_space`): order, look-ahead, tapered ends, token weight, pack count, cut;
-       with and without documents that replicas share
-    2  every strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is, so `auto` is
-       never worse than any of them on the same step and layout
+    1  what `slimpack` finds, with and without documents that replicas share
+    2  from there on by time alone (`plan.step_search.refine`): split backwards and other schedules of the best packs,
+       then neighbours of the best trials (`plan.trial_space`): look-ahead, tapered ends, token weight, pack count,
+       cut; the slowest replica last
+    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
-A strategy of whole documents cannot win where the longest document alone, through all stages and back, takes longer
-than what was found.
+So `auto` is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where
+the longest document alone, through all stages and back, takes longer than what was found.
 
 Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
 clock instead and is off by default, because the plan then depends on the machine.
@@ -16,59 +16,101 @@ The strategies solved by an exact solver are left out: they take seconds, and wh
 whole documents) is not what bounds a step here.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.dp_merge import other_merges
+from evenload.plan.levels import plan_by_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch
-from evenload.plan.slimpack import search_with_merging
-from evenload.plan.step_search import FoundStep, SearchRules
+from evenload.plan.slimpack import search_levels, slimpack_rules
+from evenload.plan.step_search import FoundStep, RefineRules, SearchRules, refine, search_merged
 from evenload.plan.trial_space import Setting, Trial
 
+BUSY_ENOUGH = 0.9
+"""Of all ranks' time in packs, above which other groups of replicas are not tried."""
 
-def plan_auto(
-    problem: StepProblem, strategies: Mapping[str, Planner], whole: Collection[str] = ()
-) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
+Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A strategy that `auto` must not be worse than.
 
     Args:
-        strategies: by name, all candidates as they are.
-        whole: those that never cut a document nor share one among replicas.
+        cuts: it may cut a document or share one among replicas.
+        can_fit: as in `plan.levels.plan_by_levels`.
+    """
+
+    plan: Planner
+    cuts: bool
+    can_fit: Callable[[StepProblem], bool] | None = None
+
+
+def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Planned:
+    """The step under the policies that suit it best, and one choice per replica.
+
+    Args:
+        problems: the step under every level of `plan.policies` that may be used, all stored first.
+        rivals: all candidates as they are.
 
     Raises:
         ConfigError, DataError, InfeasiblePlanError: nothing can plan this step; the error of the last strategy.
     """
-    plans: list[tuple[ReplicaChoice, ...]] = []
-    searched = search_own(problem)
+    plans: list[Planned] = []
+    searched = search_levels(problems, rules_of)
     if searched:
-        plans.append(searched.choices())
-    longest_s = _longest_path_s(problem)
+        problem, found = searched
+        found = _with_other_groups(found, rules_of(problem))
+        refine(found, refine_rules(problem))
+        plans.append((problem, found.choices()))
+    # No plan of whole documents is faster: the longest one passes every stage forward and backward in turn.
+    longest_s = float(problems[0].document_s.max(initial=0.0))
     failure: Exception | None = None
-    for name, plan in strategies.items():
-        if plans and name in whole and not step_score(plans[0])[0] and step_score(plans[0])[1] <= longest_s:
-            continue
+    for rival in rivals:
+        if plans and not rival.cuts:
+            excess, makespan_s, _ = step_score(plans[0][1])
+            if not excess and makespan_s <= longest_s:
+                continue
         try:
-            plans.append(plan(problem))
+            plans.append(plan_by_levels(problems, rival.plan, lambda choices: choices, rival.can_fit))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
             failure = error
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    return min(plans, key=step_score)
+    return min(plans, key=lambda planned: step_score(planned[1]))
 
 
-def search_own(problem: StepProblem) -> FoundStep | None:
-    """The search alone; None where no cut meets the token limit."""
+def rules_of(problem: StepProblem) -> SearchRules:
+    """As `slimpack`, and packs of whole documents always."""
+    rules = slimpack_rules(problem)
+    return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
+
+
+def refine_rules(problem: StepProblem) -> RefineRules:
+    """How far `auto` goes on."""
     options = problem.options
-    rules = SearchRules(
-        first=_first_trials,
+    may_split = not options.executable and problem.layout.num_stages > 1
+    return RefineRules(
+        variants=lambda trial: [replace(trial, order="list", split=True)] if may_split else [],
+        may_split=may_split,
         budget=options.max_candidates,
-        may_split=_may_split(problem),
         time_budget_s=options.time_budget_s,
     )
-    return search_with_merging(problem, rules, always=True)
+
+
+def _with_other_groups(found: FoundStep, rules: SearchRules) -> FoundStep:
+    """Other groups of replicas for shared documents, where pipelines idle."""
+    share = found.busy_share()
+    if found.merge is None or share >= BUSY_ENOUGH:
+        return found
+    problem = found.own[0].problem
+    others = [search_merged(problem, merge, rules, share) for merge in other_merges(problem, found.merge)]
+    return min((found, *(one for one in others if one)), key=FoundStep.worth)
 
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
@@ -81,19 +123,8 @@ def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
     )
 
 
-def _longest_path_s(problem: StepProblem) -> float:
-    """No plan of whole documents is faster: the longest one's forward and backward pass every stage in turn."""
-    return float(problem.document_s.max(initial=0.0))
-
-
-def _may_split(problem: StepProblem) -> bool:
-    return not problem.options.executable and problem.layout.num_stages > 1
-
-
-def _first_trials(search: ReplicaSearch) -> list[Trial]:
-    """Every cut at log-spaced pack counts under one list schedule."""
-    problem, options = search.problem, search.problem.options
-    tokens = int(search.num_tokens.sum())
-    counts = pack_counts(tokens, problem.layout.pp, options.candidates, options.max_pack_tokens)
-    splits = (False, True) if _may_split(problem) else (False,)
-    return [Trial(Setting(cut, count), split=split) for count in counts for cut in search.cuts for split in splits]
+def _whole_trials(search: ReplicaSearch) -> list[Trial]:
+    """Of a bidirectional model."""
+    options, tokens = search.problem.options, int(search.num_tokens.sum())
+    counts = pack_counts(tokens, search.problem.layout.pp, options.candidates, options.max_pack_tokens)
+    return [Trial(Setting(cut, count)) for count in counts for cut in search.cuts]

@@ -17,6 +17,7 @@ O(n log n + merged · dp).
 
 import dataclasses
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +68,7 @@ def merge_documents(problem: StepProblem) -> Merge | None:
     the gaps, smaller thresholds are tried too, and the one with the least work on the fullest replica is kept.
     """
     best: tuple[float, Merge] | None = None
-    for halvings in range(THRESHOLDS):
-        found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
-        if found is None:
-            continue
-        merge, load_s = found
+    for merge, load_s in _merges(problem):
         if best is None or load_s.max() < best[0]:
             best = float(load_s.max()), merge
         if load_s.max() <= EVEN_ENOUGH * load_s.mean():
@@ -79,10 +76,54 @@ def merge_documents(problem: StepProblem) -> Merge | None:
     return None if best is None else best[1]
 
 
+def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
+    """By smaller thresholds, in larger groups, and with groups of one size only.
+
+    Where memory keeps shared documents whole, a group runs few packs and the pipeline fills and drains for long: twice
+    as large groups run twice as many packs of half the time. Groups of one size make one phase of them.
+    """
+    found = [merge for merge, _ in _merges(problem)]
+    outliers = np.concatenate(list(than.blocks.values()))
+    found += [_uniform(problem, outliers, size) for size in _group_sizes(problem.layout.dp)]
+    return [merge for merge in found if _blocks_of(merge) != _blocks_of(than)]
+
+
+def _blocks_of(merge: Merge) -> dict[Block, list[int]]:
+    return {block: documents.tolist() for block, documents in merge.blocks.items()}
+
+
+def _group_sizes(dp: int) -> list[int]:
+    """Powers of two that divide the replicas."""
+    return [size for size in (2**k for k in range(1, dp.bit_length())) if dp % size == 0]
+
+
+def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Merge:
+    """All outliers on groups of one size, longest first to the least loaded; the rest fills up."""
+    dp, cp = problem.layout.dp, problem.layout.cp
+    seconds = problem.costs.document_seconds(problem.num_tokens[outliers], problem.policy_of(outliers), ranks=size * cp)
+    groups = _longest_first(seconds, np.arange(len(outliers)), np.zeros(dp // size))
+    load_s = np.repeat([seconds[group].sum() for group in groups], size)
+    own = _longest_first(problem.document_s, np.setdiff1d(np.arange(len(problem.num_tokens)), outliers), load_s)
+    blocks = {
+        (index * size, size): outliers[group[np.argsort(-seconds[group], kind="stable")]]
+        for index, group in enumerate(groups)
+        if len(group)
+    }
+    return Merge(blocks, own)
+
+
+def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]:
+    """By thresholds from the options' on, each half of the one before, with every replica's work."""
+    for halvings in range(THRESHOLDS):
+        found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
+        if found is not None:
+            yield found
+
+
 def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
     """The groups of one threshold, with every replica's work."""
     dp, cp = problem.layout.dp, problem.layout.cp
-    sizes = [size for size in (2**k for k in range(1, dp.bit_length())) if dp % size == 0]
+    sizes = _group_sizes(dp)
     work_s = problem.document_s
     limit_s = threshold * float(work_s.sum()) / dp
     outliers = np.flatnonzero(work_s > limit_s)

@@ -5,7 +5,6 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,10 +25,11 @@ from evenload.plan.delay import (
     state_after,
     trained_documents,
 )
+from evenload.plan.levels import plan_by_levels
 from evenload.plan.options import PlanOptions
 from evenload.plan.policies import policy_levels
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies import DELAYING_STRATEGIES, MEMORY_CHECKS, strategy_named
+from evenload.plan.strategies import DELAYING_STRATEGIES, LEVEL_STRATEGIES, MEMORY_CHECKS, strategy_named
 from evenload.plan.time_split import split_step_time
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.types.document import Document
@@ -175,19 +175,20 @@ class StepPlanner:
             arrivals = arrivals_of(step, doc_ids, state, is_last)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         can_offload = self.costs.coefficients.host_link is not None
-        best: tuple[StepProblem, DelayedChoice] | None = None
         levels = policy_levels(num_tokens, self.options.policy, can_offload=can_offload)
-        for problem in _promising(strategy, (self._problem(step, documents, policy) for policy in levels)):
-            if arrivals is None or delaying is None:
-                answer = DelayedChoice(planner(problem))
-            else:
-                answer = delaying(problem, arrivals)
-            if best is None or _score(answer.choices) < _score(best[1].choices):
-                best = problem, answer
-            if problem.policy is None and not _score(answer.choices)[0]:
-                break  # every other policy costs time to save memory
-        assert best is not None, "there is at least one level"
-        problem, answer = best
+        problems = [self._problem(step, documents, policy) for policy in levels]
+        if strategy in LEVEL_STRATEGIES:
+            problem, choices = LEVEL_STRATEGIES[strategy](problems)
+            answer = DelayedChoice(choices)
+        else:
+            problem, answer = plan_by_levels(
+                problems,
+                (lambda problem: DelayedChoice(planner(problem)))
+                if arrivals is None or delaying is None
+                else (lambda problem: delaying(problem, arrivals)),
+                lambda answer: answer.choices,
+                MEMORY_CHECKS.get(strategy),
+            )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         plan = self._step_plan(step, documents, strategy, left_out, problem, answer.choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
@@ -331,26 +332,6 @@ class StepPlanner:
     @staticmethod
     def _longest(choices: tuple[ReplicaChoice, ...]) -> int:
         return max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)
-
-
-def _promising(strategy: str, problems: Iterator[StepProblem]) -> Iterator[StepProblem]:
-    """Without those that the strategy knows not to fit memory, unless there is no other."""
-    check = MEMORY_CHECKS.get(strategy)
-    refused: list[StepProblem] = []
-    fits = False
-    for problem in problems:
-        if check is None or check(problem):
-            fits = True
-            yield problem
-        else:
-            refused.append(problem)
-    if not fits:
-        yield from refused
-
-
-def _score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
-    """Memory first, then time, of the worst replica; smaller is better."""
-    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:

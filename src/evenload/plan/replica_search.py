@@ -5,6 +5,7 @@ threads (`native/trials.cpp`); only the chosen trial is made again as a `Candida
 documents, 64 packs and 4 stages. The Python backend makes a candidate of every trial: same scores, to the last bit.
 """
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -75,8 +76,9 @@ class ReplicaSearch:
         self.policy = problem.policy_of(documents)
         self.scores: dict[Trial, TrialScore | None] = {}
         self._expanded: set[Trial] = set()
+        self._ranking: list[Trial] | None = None
 
-    @property
+    @functools.cached_property
     def work_s(self) -> float:
         """Forward + backward through the whole pipeline, of one of the ranks that share it."""
         problem = self.problem
@@ -84,7 +86,7 @@ class ReplicaSearch:
             return float(problem.document_s[self.documents].sum())
         return float(problem.costs.document_seconds(self.num_tokens, self.policy, ranks=self.ranks).sum())
 
-    @property
+    @functools.cached_property
     def cuts(self) -> tuple[Cut, ...]:
         """Cuts that the model and the token limit allow; the most promising first."""
         limit = self.problem.options.max_pack_tokens
@@ -97,17 +99,28 @@ class ReplicaSearch:
         """Trials simulated so far."""
         return len(self.scores)
 
+    def add(self, trial: Trial, found: TrialScore | None) -> None:
+        """Record what a trial is worth; None = its packs do not exist."""
+        self.scores[trial] = found
+        self._ranking = None
+
+    def rank_by(self, worth: Callable[[TrialScore], tuple[int, float]]) -> None:
+        """Rank all trials anew."""
+        self.worth, self._ranking = worth, None
+
     def ranking(self) -> list[Trial]:
         """Trials, best first."""
-        worth = {trial: self.worth(score) for trial, score in self.scores.items() if score is not None}
-        return sorted(worth, key=worth.__getitem__)
+        if self._ranking is None:
+            worth = {trial: self.worth(score) for trial, score in self.scores.items() if score is not None}
+            self._ranking = sorted(worth, key=worth.__getitem__)
+        return self._ranking
 
     def best(self) -> TrialScore:
         """Score of the best trial; infinitely bad before there is one, nothing to do without documents."""
         if not len(self.documents):
             return TrialScore(0, 0.0, 1.0, 1.0)
-        found = [score for score in self.scores.values() if score is not None]
-        return min(found, key=self.worth) if found else NO_SCORE
+        ranking = self.ranking()
+        return (self.scores[ranking[0]] or NO_SCORE) if ranking else NO_SCORE
 
     def is_near_bound(self) -> bool:
         """Within memory and within `NEAR_BOUND` of the work on every rank.
@@ -168,8 +181,8 @@ def idle_candidate(problem: StepProblem) -> Candidate:
     return packflow_candidate("no documents", empty, empty, tasks, "list", problem.cap_bytes, problem.options)
 
 
-def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> None:
-    """Rate trials that were not rated yet, all in one call of the core.
+def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
+    """Rate trials that were not rated yet, all in one call of the core; how many were.
 
     Args:
         wanted: searches of one problem, each with documents, and their trials.
@@ -184,18 +197,19 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> None:
         if new:
             jobs.append((search, new))
     if not jobs:
-        return
+        return 0
     problem = jobs[0][0].problem
+    count = sum(len(trials) for _, trials in jobs)
     if problem.options.backend == "python":
         for search, trials in jobs:
-            search.scores.update({trial: _score_of(search.build(trial)) for trial in trials})
-        return
+            for trial in trials:
+                search.add(trial, _score_of(search.build(trial)))
+        return count
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
         require_links_of_group(
             problem.costs, problem.layout.cp if search.ranks is None else search.ranks, search.policy
         )
-    count = sum(len(trials) for _, trials in jobs)
     found = _native.score_trials(
         problem.costs.native,
         [
@@ -217,7 +231,8 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> None:
     for (search, trials), columns in zip(jobs, found, strict=True):
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for trial, row in zip(trials, rows, strict=True):
-            search.scores[trial] = None if row[0] < 0 else TrialScore(*row)
+            search.add(trial, None if row[0] < 0 else TrialScore(*row))
+    return count
 
 
 def _score_of(found: Candidate | None) -> TrialScore | None:

@@ -17,11 +17,14 @@ The replica with the most work rates every (m, cuts, order); the others, which h
 those; then replicas are evened out (`plan.step_search`).
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.dp_merge import merge_documents
+from evenload.plan.levels import rank_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch, TrialScore
@@ -37,41 +40,62 @@ SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
 
-def plan_slimpack(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
+def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
+    """The step under the policies that suit it best, and one choice per replica.
+
+    Args:
+        problems: the step under every level of `plan.policies` that may be used, all stored first.
 
     Raises:
         ConfigError: a bidirectional model, whose documents cannot be sliced.
         InfeasiblePlanError: no number of packs meets the token limit.
     """
-    if not problem.costs.model.causal:
+    if not problems[0].costs.model.causal:
         raise ConfigError(
-            f"strategy slimpack: model {problem.costs.model.name} is bidirectional, every token sees the whole "
+            f"strategy slimpack: model {problems[0].costs.model.name} is bidirectional, every token sees the whole "
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
-    found = search_with_merging(problem, slimpack_rules(problem))
+    found = search_levels(problems, slimpack_rules)
     if found is None:
+        options = problems[0].options
         raise InfeasiblePlanError(
-            f"strategy slimpack: no number of packs meets max_pack_tokens {problem.options.max_pack_tokens} with "
-            f"slices of at least {problem.options.min_slice_tokens} tokens; raise the one or lower the other"
+            f"strategy slimpack: no number of packs meets max_pack_tokens {options.max_pack_tokens} with "
+            f"slices of at least {options.min_slice_tokens} tokens; raise the one or lower the other"
         )
-    return found.choices()
+    problem, step = found
+    return problem, step.choices()
+
+
+def search_levels(
+    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
+) -> tuple[StepProblem, FoundStep] | None:
+    """The most promising level first, until one fits memory; else the one that misses it by the least."""
+    best: tuple[StepProblem, FoundStep] | None = None
+    for problem in rank_levels(problems, rules_of):
+        found = search_with_merging(problem, rules_of(problem))
+        if found and (best is None or found.worth() < best[1].worth()):
+            best = problem, found
+        if found and not found.worth()[0]:
+            break
+    return best
 
 
 def slimpack_rules(problem: StepProblem) -> SearchRules:
-    """Every setting once; no improvement after that."""
-    return SearchRules(first=_first_trials, worth=partial(_worth, problem), shared=SHARED_TRIALS)
+    """Every setting under one order, the best ones under all."""
+    orders = _orders(problem)
+    return SearchRules(
+        first=_first_trials,
+        variants=lambda trial: [replace(trial, order=order) for order in orders[1:]],
+        worth=partial(_worth, problem),
+        shared=SHARED_TRIALS,
+    )
 
 
-def search_with_merging(problem: StepProblem, rules: SearchRules, *, always: bool = False) -> FoundStep | None:
-    """Replicas apart and, where they end apart or lack memory, with documents that groups of them share.
-
-    Args:
-        always: try sharing even where replicas end together.
-    """
+def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
+    """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
     replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
     apart = search_step(problem, replicas, rules)
-    if not problem.options.dp_merge or (apart and not always and _is_even_and_fits(apart)):
+    if not problem.options.dp_merge or (apart and _is_even_and_fits(apart)):
         return apart
     merge = merge_documents(problem)
     if merge is None:
@@ -102,7 +126,7 @@ def _worth(problem: StepProblem, score: TrialScore) -> tuple[int, float]:
 
 
 def _first_trials(search: ReplicaSearch) -> list[Trial]:
-    """Every setting and order that the options allow."""
+    """Every setting that the options allow."""
     options, layout = search.problem.options, search.problem.layout
     counts = pack_counts(int(search.num_tokens.sum()), layout.pp, options.candidates, options.max_pack_tokens)
     cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
@@ -111,5 +135,10 @@ def _first_trials(search: ReplicaSearch) -> list[Trial]:
     elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks):
         # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
         cuts = (*cuts, "whole")
-    orders: list[Order] = [order for order in ORDERS if options.schedule == "choose" or order.startswith(options.schedule)]
-    return [Trial(Setting(cut, count), order) for count in counts for cut in cuts for order in orders]
+    order = _orders(search.problem)[0]
+    return [Trial(Setting(cut, count), order) for count in counts for cut in cuts]
+
+
+def _orders(problem: StepProblem) -> list[Order]:
+    wanted = problem.options.schedule
+    return [order for order in ORDERS if wanted == "choose" or order.startswith(wanted)]

@@ -1,15 +1,19 @@
 """Search over all replicas of a step: what `slimpack` and `auto` share.
 
-    1  the heaviest replica, and the one with the longest document, rate the first trials
-    2  the heaviest one improves: neighbours of its best trials (`auto` only)
-    3  every other replica, which holds nearly equal work, rates the best few of those
-    4  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
-    5  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better or
-       it is near its bound
+    1  the heaviest replica, and the one with the longest document, rate the first trials, then other schedules of the
+       best packs
+    2  every other replica, which holds nearly equal work, rates the best few of those
+    3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
 
 Documents that groups of replicas share (DP-Merge) come before, each block's in its own search; replicas then start
-from different times, which steps 4 and 5 take into account. Everything is counted in trials, never by the clock
-(unless the options ask), so plans are deterministic.
+from different times, which step 3 takes into account. `refine` (`auto` only) goes on from there:
+
+    4  the heaviest replica improves: neighbours of its best trials; the others rate the best few of those
+    5  replicas are evened out again
+    6  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better or
+       it is near its bound
+
+Everything is counted in trials, never by the clock (unless the options ask), so plans are deterministic.
 """
 
 import time
@@ -23,16 +27,22 @@ from evenload.plan.candidate import Candidate
 from evenload.plan.dp_merge import Block, Merge, in_phases
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch, TrialScore, by_time, idle_candidate, score
-from evenload.plan.trial_space import Trial
+from evenload.plan.trial_space import Setting, Trial
 
 PROBE_SHARE = 0.5
 """Of the budget: what the first replica may use to find good trials for all."""
+SLOWEST_SHARE = 0.5
+"""Of what is left: what one search of the slowest replica may use at a time."""
 EVEN_REPLICAS = 1.003
 """Max/mean time of replicas at which no more documents move."""
-MOST_MOVES = 3
+MOST_MOVES = 2
 """Documents moved, for each replica."""
-MOVED_TRIALS = 2
+MOVED_TRIALS = 1
 """Best trials of a replica that are rated again when its documents change."""
+VARIED = 4
+"""Best settings of a probe whose packs are tried under other schedules."""
+REFINED_SHARED = 4
+"""Best trials of the improved probe that every replica rates."""
 MORE_PACKS = 12
 """Doublings of the pack count where no cut meets the token limit."""
 
@@ -43,18 +53,31 @@ class SearchRules:
 
     Args:
         first: trials that probes rate, given a replica.
+        variants: of a trial, the same packs under other schedules.
         worth: ranks trials.
         shared: best trials of the probe that every replica rates.
-        budget: trials over all replicas; those of `first` and `shared` are always rated.
-        may_split: backwards may run as I and W.
-        time_budget_s: ends the search by the clock too.
     """
 
     first: Callable[[ReplicaSearch], list[Trial]]
+    variants: Callable[[Trial], list[Trial]]
     worth: Callable[[TrialScore], tuple[int, float]] = by_time
     shared: int = 3
-    budget: int = 0
-    may_split: bool = False
+
+
+@dataclass(frozen=True)
+class RefineRules:
+    """How far to improve what was found.
+
+    Args:
+        variants: of a trial, the same packs under other schedules.
+        may_split: backwards may run as I and W.
+        budget: trials over all replicas, those before included; what is due to every replica is always rated.
+        time_budget_s: ends the search by the clock too.
+    """
+
+    variants: Callable[[Trial], list[Trial]]
+    may_split: bool
+    budget: int
     time_budget_s: float | None = None
 
 
@@ -65,10 +88,16 @@ class FoundStep:
     Args:
         own: per replica what it runs alone.
         blocks: what groups of replicas share, before that; larger blocks first.
+        merge: how that was decided.
     """
 
     own: list[ReplicaSearch]
     blocks: dict[Block, ReplicaSearch]
+    merge: Merge | None = None
+
+    def blocks_of(self, replica: int) -> list[Block]:
+        """Blocks with this replica, largest first."""
+        return [block for block in self.blocks if block[0] <= replica < block[0] + block[1]]
 
     def start_s(self, replica: int) -> float:
         """When a replica's own documents begin: after those it shares."""
@@ -77,6 +106,14 @@ class FoundStep:
     def seconds(self) -> NDArray[np.float64]:
         """Simulated time of every replica; float64[dp]."""
         return np.array([self.start_s(i) + search.best().makespan_s for i, search in enumerate(self.own)])
+
+    def busy_share(self) -> float:
+        """Of all ranks' time until the slowest replica ends, what computes packs; 1 without documents."""
+        problem = self.own[0].problem
+        work_s = sum(search.work_s for search in self.own)
+        work_s += sum(block[1] * search.work_s for block, search in self.blocks.items())
+        available_s = problem.layout.dp * problem.layout.pp * float(self.seconds().max())
+        return work_s / available_s if available_s else 1.0
 
     def worth(self) -> tuple[int, float, float]:
         """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
@@ -92,7 +129,7 @@ class FoundStep:
         shared = {block: _built(search, split) for block, search in self.blocks.items()}
         choices = []
         for replica, search in enumerate(self.own):
-            mine = [block for block in self.blocks if block[0] <= replica < block[0] + block[1]]
+            mine = self.blocks_of(replica)
             parts = [(shared[block], self.blocks[block].documents) for block in mine]
             if len(search.documents):
                 parts.append((_built(search, split), search.documents))
@@ -101,7 +138,7 @@ class FoundStep:
             if len(parts) == 1:
                 choices.append(ReplicaChoice(parts[0][1], parts[0][0]))
                 continue
-            candidates, documents = ([part[i] for part in parts] for i in (0, 1))
+            candidates, documents = [part[0] for part in parts], [part[1] for part in parts]
             choices.append(ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents)))
         return tuple(choices)
 
@@ -126,11 +163,12 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
         block: ReplicaSearch(problem, documents, block[1] * problem.layout.cp, rules.worth)
         for block, documents in merge.blocks.items()
     }
-    score([(search, rules.first(search)) for search in blocks.values()])
+    _rate_first(list(blocks.values()), rules)
     if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in blocks.values()):
         return None
     load_s = np.array([_start_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
-    return _search(problem, merge.deal_own(problem.document_s / pipeline_share, load_s), blocks, rules)
+    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
+    return _search(problem, own, blocks, rules, merge)
 
 
 def _search(
@@ -138,67 +176,103 @@ def _search(
     replicas: list[NDArray[np.int64]],
     blocks: dict[Block, ReplicaSearch],
     rules: SearchRules,
+    merge: Merge | None = None,
 ) -> FoundStep | None:
     searches = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in replicas]
-    found = FoundStep(searches, blocks)
+    found = FoundStep(searches, blocks, merge)
     busy = [search for search in searches if len(search.documents)]
     if not busy:
         return found
-    budget = _Budget(rules, busy)
     probe = max(busy, key=lambda search: search.work_s)
     longest = max(busy, key=lambda search: int(search.num_tokens.max()))
-    score([(search, rules.first(search)) for search in dict.fromkeys((probe, longest))])
+    _rate_first(list(dict.fromkeys((probe, longest))), rules)
     if not _has_trial(probe) and not _rate_more_packs(probe, rules):
         return None
-    _improve(probe, budget, rules, PROBE_SHARE)
-    shared = probe.ranking()[: rules.shared]
     others = [search for search in busy if search is not probe]
-    score([(search, shared) for search in others])
+    _share(probe, others, rules.shared)
     # Where the probe's trials do not fit, or cannot cut these documents, everything is tried.
     lacking = [search for search in others if _lacks(search, probe)]
-    score([(search, rules.first(search)) for search in lacking])
+    _rate_first(lacking, rules)
     if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in lacking):
         return None
-    _even_out(found, rules)
+    _even_out(found)
+    return found
+
+
+def refine(found: FoundStep, rules: RefineRules) -> None:
+    """Improve a step by time alone, in place; it is never worse after."""
+    for search in (*found.own, *found.blocks.values()):
+        search.rank_by(by_time)
+    busy = [search for search in found.own if len(search.documents)]
+    if not busy:
+        return
+    budget = _Budget(rules)
+    probe = max(busy, key=lambda search: search.work_s)
+    varied = [probe, *found.blocks.values()]
+    score([(search, [v for trial in _best_packs(search) for v in rules.variants(trial)]) for search in varied])
+    _improve(probe, budget, rules.may_split, PROBE_SHARE)
+    _share(probe, [search for search in busy if search is not probe], REFINED_SHARED)
+    _even_out(found)
     stuck: set[int] = set()
     while budget.left():
         slowest = int(found.seconds().argmax())
-        search = found.own[slowest]
-        if slowest in stuck or not len(search.documents) or search.is_near_bound():
+        if slowest in stuck:
             break  # the step waits for it, so the others need no search
-        if not _improve(search, budget, rules, 1.0):
+        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
+        own = [found.own[slowest]] if len(found.own[slowest].documents) else []
+        if not sum(_improve(search, budget, rules.may_split, SLOWEST_SHARE) for search in (*shared, *own)):
             stuck.add(slowest)
-    return found
+
+
+def _rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
+    """Every first trial, then other schedules of the best packs."""
+    score([(search, rules.first(search)) for search in searches])
+    score([(search, [v for trial in _best_packs(search) for v in rules.variants(trial)]) for search in searches])
+
+
+def _best_packs(search: ReplicaSearch) -> list[Trial]:
+    """The best trial of each of the best settings."""
+    found: dict[Setting, Trial] = {}
+    for trial in search.ranking():
+        found.setdefault(trial.setting, trial)
+        if len(found) == VARIED:
+            break
+    return list(found.values())
+
+
+def _share(probe: ReplicaSearch, others: list[ReplicaSearch], count: int) -> None:
+    trials = probe.ranking()[:count]
+    score([(search, trials) for search in others])
 
 
 class _Budget:
     """Trials that are left."""
 
-    def __init__(self, rules: SearchRules, searches: list[ReplicaSearch]) -> None:
-        self.searches = searches
-        self.limit = rules.budget
+    def __init__(self, rules: RefineRules) -> None:
+        self.trials = rules.budget
         self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
 
-    def left(self, share: float = 1.0) -> int:
-        """Of the share of the budget."""
-        if self.deadline_s is not None and time.monotonic() > self.deadline_s:
-            return 0
-        return max(0, int(share * self.limit) - sum(search.num_scored for search in self.searches))
+    def left(self) -> int:
+        """Trials that may still be rated."""
+        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
+
+    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
+        """Rate as many as the budget allows."""
+        self.trials -= score([(search, trials[: self.left()])])
 
 
-def _improve(search: ReplicaSearch, budget: _Budget, rules: SearchRules, share: float) -> bool:
-    """Rate neighbours of the best trials while the budget lasts; whether the best got better."""
-    before = search.worth(search.best())
-    while not search.is_near_bound():
-        room = budget.left(share)
-        around = search.frontier(rules.may_split) if room else []
+def _improve(search: ReplicaSearch, budget: _Budget, may_split: bool, share: float) -> bool:
+    """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
+    before, keep = search.worth(search.best()), int((1 - share) * budget.left())
+    while budget.left() > keep and not search.is_near_bound():
+        around = search.frontier(may_split)
         if not around:
             break
-        score([(search, around[:room])])
+        budget.rate(search, around)
     return search.worth(search.best()) < before
 
 
-def _even_out(found: FoundStep, rules: SearchRules) -> None:
+def _even_out(found: FoundStep) -> None:
     """Move documents from the slowest replica to the fastest while that makes the slower of both faster."""
     problem = found.own[0].problem
     for _ in range(MOST_MOVES * len(found.own)):
@@ -212,8 +286,8 @@ def _even_out(found: FoundStep, rules: SearchRules) -> None:
         work_s = problem.document_s[one.documents]
         moved = int(np.abs(work_s - wanted_s).argmin())
         trials = one.ranking()[:MOVED_TRIALS]
-        lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=rules.worth)
-        heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=rules.worth)
+        lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth)
+        heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=one.worth)
         score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
         if not (_has_trial(lighter) and _has_trial(heavier)):
             return
@@ -224,11 +298,9 @@ def _even_out(found: FoundStep, rules: SearchRules) -> None:
         found.own[slow], found.own[fast] = lighter, heavier
 
 
-def _slower(
-    rules: SearchRules, starts_s: tuple[float, float], searches: tuple[ReplicaSearch, ReplicaSearch]
-) -> tuple[int, float]:
+def _slower(starts_s: tuple[float, float], searches: tuple[ReplicaSearch, ReplicaSearch]) -> tuple[int, float]:
     """What two replicas are worth together: the worse of both."""
-    worth = [rules.worth(search.best()) for search in searches]
+    worth = [search.worth(search.best()) for search in searches]
     return (
         max(excess for excess, _ in worth),
         max(start_s + seconds for start_s, (_, seconds) in zip(starts_s, worth, strict=True)),

@@ -1,17 +1,17 @@
 """All strategies by name (DESIGN §5): one visible table."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from evenload.errors import ConfigError
-from evenload.plan.auto import plan_auto
+from evenload.plan.auto import Rival, plan_auto
 from evenload.plan.balanced import plan_balanced
 from evenload.plan.best_fit import plan_best_fit
 from evenload.plan.delay import Arrivals, DelayedChoice
 from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixed_exact, plan_fixed_greedy
 from evenload.plan.flexpipe import plan_flexpipe
 from evenload.plan.padded import plan_padded
-from evenload.plan.problem import Planner, StepProblem
+from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.sequential import plan_sequential
 from evenload.plan.skrull import can_fit, plan_skrull
 from evenload.plan.slimpack import plan_slimpack
@@ -26,9 +26,9 @@ STRATEGIES: dict[str, Planner] = {
     "balanced": plan_balanced,
     "wlb": plan_wlb,
     "skrull": plan_skrull,
-    "slimpack": plan_slimpack,
+    "slimpack": lambda problem: plan_slimpack([problem])[1],
     "flexpipe": plan_flexpipe,
-    "auto": lambda problem: plan_auto(problem, _within_auto(), WHOLE_STRATEGIES),
+    "auto": lambda problem: _plan_auto([problem])[1],
 }
 """Available strategies, naive first. Each plans one global batch whole."""
 
@@ -55,10 +55,22 @@ LAYOUT_STRATEGIES = ("flexpipe",)
 """Change the layout between steps: `plan.flex_planner` plans with them; here they pack inside one layout."""
 
 
-def _within_auto() -> dict[str, Planner]:
-    """What `auto` chooses from: everything but itself, what needs a solver, and what chooses a layout."""
-    apart = ("auto", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
-    return {name: plan for name, plan in STRATEGIES.items() if name not in apart}
+def _plan_auto(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
+    """`auto` starts from `slimpack`; rivals are the others, but what needs a solver and what chooses a layout."""
+    apart = ("auto", "slimpack", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
+    rivals = [
+        Rival(plan, cuts=name not in WHOLE_STRATEGIES, can_fit=MEMORY_CHECKS.get(name))
+        for name, plan in STRATEGIES.items()
+        if name not in apart
+    ]
+    return plan_auto(problems, rivals)
+
+
+LEVEL_STRATEGIES: dict[str, Callable[[Sequence[StepProblem]], tuple[StepProblem, tuple[ReplicaChoice, ...]]]] = {
+    "slimpack": plan_slimpack,
+    "auto": _plan_auto,
+}
+"""Those that choose the activation policies themselves, from the step under every level of `plan.policies`."""
 
 
 def strategy_named(name: str) -> Planner:

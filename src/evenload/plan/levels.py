@@ -1,0 +1,107 @@
+"""Which activation policies a step is planned under (`plan.policies` lists them, the fastest first).
+
+`plan_by_levels` plans under every level until all activations stored fits. `rank_levels` instead tells by a few
+trials of the heaviest replicas which level will be best, so that a search runs once; it is what `slimpack` and `auto`
+use, whose search costs far more than a look.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.dp_merge import merge_documents
+from evenload.plan.problem import ReplicaChoice, StepProblem
+from evenload.plan.replica_search import ReplicaSearch, score
+from evenload.plan.step_search import SearchRules
+
+Answer = TypeVar("Answer")
+
+
+def plan_by_levels(
+    problems: Sequence[StepProblem],
+    plan: Callable[[StepProblem], Answer],
+    choices_of: Callable[[Answer], tuple[ReplicaChoice, ...]],
+    can_fit: Callable[[StepProblem], bool] | None = None,
+) -> tuple[StepProblem, Answer]:
+    """The best answer over levels: within memory, then the fastest.
+
+    Args:
+        problems: the step under every level, all stored first; at least one.
+        can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no level
+            fits.
+    """
+    best: tuple[StepProblem, Answer] | None = None
+    for problem in _promising(problems, can_fit):
+        answer = plan(problem)
+        if best is None or worst_score(choices_of(answer)) < worst_score(choices_of(best[1])):
+            best = problem, answer
+        if problem.policy is None and not worst_score(choices_of(answer))[0]:
+            break  # every other policy costs time to save memory
+    assert best is not None, "there is at least one level"
+    return best
+
+
+def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Memory first, then time, of the worst replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
+
+
+def rank_levels(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> list[StepProblem]:
+    """Levels, the most promising first; only the first where all activations stored seem to fit."""
+    if len(problems) == 1 or not len(problems[0].num_tokens):
+        return list(problems)
+    found: list[tuple[tuple[int, float], int]] = []
+    for index, problem in enumerate(problems):
+        estimate = _estimate(problem, rules_of(problem))
+        found.append((estimate, index))
+        if problem.policy is None and not estimate[0]:
+            break
+    return [problems[index] for _, index in sorted(found)]
+
+
+def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem], bool] | None) -> Iterator[StepProblem]:
+    refused = [] if can_fit is None else [problem for problem in problems if not can_fit(problem)]
+    yield from (problem for problem in problems if not any(problem is one for one in refused))
+    if len(refused) == len(problems):
+        yield from refused
+
+
+def _estimate(problem: StepProblem, rules: SearchRules) -> tuple[int, float]:
+    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
+    replicas = [
+        documents
+        for documents in assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
+        if len(documents)
+    ]
+    heaviest = max(replicas, key=lambda documents: float(problem.document_s[documents].sum()))
+    longest = max(replicas, key=lambda documents: int(problem.num_tokens[documents].max()))
+    apart = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in (heaviest, longest)]
+    estimates = [_rated(apart if longest is not heaviest else apart[:1], rules, max)]
+    merge = merge_documents(problem) if problem.options.dp_merge else None
+    if merge:
+        fullest = max(
+            range(problem.layout.dp), key=lambda replica: sum(len(merge.blocks[b]) for b in merge.blocks_of(replica))
+        )
+        shared = [
+            ReplicaSearch(problem, merge.blocks[block], block[1] * problem.layout.cp, rules.worth)
+            for block in merge.blocks_of(fullest)
+        ]
+        own = [merge.own[fullest]] if len(merge.own[fullest]) else []
+        estimates.append(
+            _rated([*shared, *(ReplicaSearch(problem, documents, worth=rules.worth) for documents in own)], rules, sum)
+        )
+    return min(estimates)
+
+
+def _rated(
+    searches: list[ReplicaSearch], rules: SearchRules, total: Callable[[list[float]], float]
+) -> tuple[int, float]:
+    """Quick trials only: the list schedule with whole backwards tells levels apart."""
+    jobs = []
+    for search in searches:
+        trials = [replace(trial, split=False) for trial in rules.first(search) if trial.order == "list"]
+        jobs.append((search, trials or rules.first(search)))
+    score(jobs)
+    best = [search.best() for search in searches]
+    return max(one.excess_bytes for one in best), total([one.makespan_s for one in best])
