@@ -14,6 +14,7 @@ of the current layout and of `finalists` others per known step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import msgspec
 import numpy as np
@@ -156,51 +157,55 @@ class FlexPlanner:
             num_tokens: int64[n].
             current: the layout to switch from.
         """
-        start, options = self.start.layout, self.start.options
         if not len(num_tokens):
             return MappingSearch((), 0)
-        model, groups = self._model, start.dp * start.pp
-        can_offload = self.start.costs.coefficients.host_link is not None
-        levels = policy_levels(num_tokens, options.policy, can_offload=can_offload)
-        batches: dict[int, BatchCosts] = {}
-
-        def prices_of(depth: int, level: int) -> list[MappingCosts]:
-            if level not in batches:
-                batches[level] = BatchCosts(
-                    model, self.start.costs.coefficients, num_tokens, levels[level], cp=start.cp, tp=start.tp
-                )
-            dp = groups // depth
-            share = -(-int(num_tokens.sum()) // dp)
-            counts = pack_counts(share, depth, options.candidates, options.max_pack_tokens)
-            most = -(-len(num_tokens) // dp)
-            return [
-                MappingCosts(
-                    model,
-                    self._links(depth, dp),
-                    batches[level],
-                    depth=depth,
-                    dp=dp,
-                    micro_batches=count,
-                    cap_bytes=self.start.memory_cap_bytes,
-                    cp=start.cp,
-                    tp=start.tp,
-                )
-                for count in sorted({min(count, most) for count in counts})
-            ]
-
-        def receive_of(depth: int) -> ReceiveSeconds:
-            layout = even_layout(model.num_layers, dp=groups // depth, pp=depth, cp=start.cp, tp=start.tp)
-            return ReceiveSeconds(model, self._links_of(layout), current, layout)
-
+        start = self.start
+        can_offload = start.costs.coefficients.host_link is not None
+        levels = policy_levels(num_tokens, start.options.policy, can_offload=can_offload)
+        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in levels]
         return search_mappings(
-            model.num_layers,
-            groups,
+            self._model.num_layers,
+            start.layout.dp * start.layout.pp,
             len(levels),
-            prices_of,
-            receive_of,
+            lambda depth, level: self.prices(batches[level](), depth),
+            lambda depth: self.receive_seconds(depth, current),
             switch_weight=1.0 / self.options.known_steps,
             least_depth_only=self.options.least_depth_only,
         )
+
+    def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
+        """A batch under one policy, as HBSA prices it."""
+        layout = self.start.layout
+        return BatchCosts(self._model, self.start.costs.coefficients, num_tokens, policy, cp=layout.cp, tp=layout.tp)
+
+    def prices(self, batch: BatchCosts, depth: int) -> list[MappingCosts]:
+        """Of mappings of one depth over all devices, one for every number of micro-batches that HBSA tries."""
+        start, options = self.start.layout, self.start.options
+        dp = start.dp * start.pp // depth
+        counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
+        most = -(-batch.num_documents // dp)
+        return [
+            MappingCosts(
+                self._model,
+                self._links(depth, dp),
+                batch,
+                depth=depth,
+                dp=dp,
+                micro_batches=count,
+                cap_bytes=self.start.memory_cap_bytes,
+                cp=start.cp,
+                tp=start.tp,
+            )
+            for count in sorted({min(count, most) for count in counts})
+        ]
+
+    def receive_seconds(self, depth: int, current: ParallelLayout) -> ReceiveSeconds:
+        """What devices receive in a switch to that depth."""
+        start = self.start.layout
+        layout = even_layout(
+            self._model.num_layers, dp=start.dp * start.pp // depth, pp=depth, cp=start.cp, tp=start.tp
+        )
+        return ReceiveSeconds(self._model, self._links_of(layout), current, layout)
 
     def _worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """Layouts in the order in which they promise most: the best of every known batch, then the second, …; all that

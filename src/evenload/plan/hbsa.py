@@ -97,7 +97,12 @@ def search_mappings(
         receive = receive_of(depth)
         closest: Mapping | None = None
         for level in range(num_levels):
-            tried = [(_even(one, level, groups // depth, receive), one) for one in prices_of(depth, level)]
+            prices = prices_of(depth, level)
+            hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
+            if not hopeful and closest is not None:
+                continue
+            # A hopeless depth is priced all the same: it may be the only one that fits.
+            tried = [(_even(one, level, groups // depth, receive), one) for one in hopeful or prices[:1]]
             tried.sort(key=lambda pair: _order(pair[0], switch_weight))
             num_priced += len(tried)
             start = tried[0][0]

@@ -92,7 +92,7 @@ class BatchCosts:
     ) -> None:
         one_each = even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp)
         costs = PackCosts(model, coefficients, one_each)
-        self.num_documents = len(num_tokens)
+        self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
         document_s = costs.document_seconds(num_tokens, policy)
         heaviest = int(document_s.argmax())
         columns = whole_document_columns([list(range(len(num_tokens))), [heaviest], []], num_tokens)
@@ -101,7 +101,7 @@ class BatchCosts:
         self.whole_s = _running(seconds[0] - seconds[2])
         self.longest_s = _running(seconds[1] - seconds[2])
         self.pack_s = _running(seconds[2])
-        self.tokens = -(-int(num_tokens.sum()) // cp)
+        self.tokens = -(-self.whole_tokens // cp)
         self.longest_tokens = -(-int(num_tokens.max()) // cp)
         each = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES]) + kv_bytes_per_token(
             model, tp
@@ -218,6 +218,10 @@ class MappingCosts:
     def seconds_of(self, most_rest_s: float, most_parameters: int) -> float:
         """Of a step, from the two figures in which mappings of these sizes differ."""
         return self._fixed_s + most_rest_s + self._s_per_parameter * most_parameters
+
+    def least_seconds(self) -> float:
+        """No mapping takes less: work spread evenly over stages, nothing to reduce."""
+        return self.seconds_of(self.rest_s[-1] / self.depth, 0)
 
     def step_seconds(self, edges: tuple[int, ...]) -> float:
         """Estimated T of a mapping."""
