@@ -37,7 +37,7 @@ from evenload.plan.default_layout import usable_bytes
 from evenload.plan.global_batch import sample_global_batches
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
 from evenload.plan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
@@ -140,7 +140,7 @@ def measure_case(
 
     ours = version("evenload")
     for strategy in STRATEGIES:
-        if strategy in NEED_SOLVER:
+        if strategy in (*NEED_SOLVER, *LAYOUT_STRATEGIES):
             continue
         label = f"evenload {strategy}"
         try:
