@@ -1,5 +1,7 @@
 """Small hand-made inputs for the report tests: timelines of a greedy 1F1B run, and metrics rows."""
 
+import dataclasses
+
 import numpy as np
 
 from evenload.report.metrics_file import METRIC_KEYS
@@ -10,7 +12,7 @@ from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan
 from evenload.types.schedule import Schedule
 from evenload.types.time_split import CAUSE_LABELS, TimeSplit
-from evenload.types.timeline import KINDS, Timeline
+from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
 
 
 def make_timeline(
@@ -127,6 +129,37 @@ def make_plan(num_dp=1, num_packs=8, num_ranks=4, step=3, reason="") -> StepPlan
         predicted=Prediction(step_time_s=1.0, per_replica_s=(1.0,), peak_memory_bytes=1),
         left_out=(LeftOut(doc_id=7, num_tokens=99, reason=reason),) if reason else (),
     )
+
+
+def with_details(t):
+    """The timeline as the simulator makes it: samples at 0 and at start and end of every task, kinds, side tasks."""
+    lanes = sorted(set(zip(t.dp_rank.tolist(), t.rank.tolist(), strict=True)))
+    columns = {"memory_dp_rank": [], "memory_rank": [], "memory_time_s": []}
+    for dp, rank in lanes:
+        own = np.flatnonzero((t.dp_rank == dp) & (t.rank == rank))
+        times = [0.0, *np.stack([t.start_s[own], t.end_s[own]], axis=1).ravel()]
+        for name, values in zip(columns, ([dp] * len(times), [rank] * len(times), times), strict=True):
+            columns[name] += values
+    kinds = np.zeros((len(columns["memory_rank"]), len(MEMORY_KINDS)), np.int64)
+    kinds[:, 0] = 5 * 2**30
+    kinds[:, 4] = np.arange(len(kinds)) % 7 * 2**20
+    backward = np.flatnonzero(t.kind == 1)[:2]
+    end = np.flatnonzero(t.rank == 0)[:1]
+    chosen = np.concatenate([backward, backward, end])
+    side = SideTasks(
+        dp_rank=t.dp_rank[chosen],
+        rank=t.rank[chosen],
+        kind=np.array(
+            [SIDE_KINDS.index(k) for k in ("recompute", "recompute", "reload", "send_backward", "reduction")], np.uint8
+        ),
+        stage=t.stage[chosen],
+        pack=t.pack[chosen],
+        peer=np.full(5, -1, np.int32),
+        start_s=np.array([*t.start_s[backward], *t.start_s[backward], t.end_s.max()]),
+        end_s=np.array([*t.start_s[backward] + 0.001, *t.start_s[backward] + 0.002, t.step_time_s]),
+    )
+    values = {name: np.array(column) for name, column in columns.items()}
+    return dataclasses.replace(t, **values, memory_bytes=kinds.sum(axis=1), memory_kind_bytes=kinds, side=side)
 
 
 def make_split(**seconds: float) -> TimeSplit:

@@ -9,7 +9,7 @@ from test_html_report import EVIL, make_report
 from evenload.report.html import write_report
 from evenload.report.palette import KIND_STYLES
 from evenload.report.run_report import RunReport, RunSection, StepView
-from report_samples import make_plan, make_timeline
+from report_samples import make_plan, make_timeline, with_details
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -330,6 +330,30 @@ def test_the_critical_path_can_be_shown(open_page):
     root.locator("input[name=critical]").check()
     page.wait_for_timeout(100)
     assert pixel(page, canvas, *at) == "#111418" != before
+
+
+def test_memory_by_kind_and_recompute_are_shown_where_the_prediction_knows_them(open_page):
+    t = with_details(make_timeline(1, 4, 8))
+    section = RunSection(name="a", steps=(StepView(step=1, predicted=t, plan=make_plan(1, 8)),))
+    page = open_page(RunReport(title="t", sections=(section,)))
+    root = steps(page)
+    peak = page.evaluate("document.getElementById('step-view').stepView.panels()[0].placed.rows[0].lane.peakBytes")
+    assert peak == t.memory_bytes[t.memory_rank == 0].max()
+    lines = root.locator(".pair.memory canvas").first.evaluate("c => c.toDataURL()")
+    root.locator("select[name=memory]").select_option("kinds")
+    page.wait_for_timeout(200)
+    assert root.locator(".pair.memory canvas").first.evaluate("c => c.toDataURL()") != lines
+    assert "memory: activations recompute" in root.locator(".legend").inner_text()
+    memory = root.locator(".pair.memory canvas.over").first
+    memory.scroll_into_view_if_needed()
+    box = memory.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    assert "weights: 5.00 GiB" in page.locator(".tip").inner_text()
+    backward = int(np.flatnonzero(t.kind == 1)[0])
+    text = hover_task(page, 0, kind=1, stage=int(t.stage[backward]), pack=int(t.pack[backward]))
+    assert "recompute (front of a backward): 1.00 ms" in text
+    assert "reload from the host: 2.00 ms" in text
+    assert "gradient reduction" in root.locator(".legend").inner_text()
 
 
 def test_no_button_offers_to_upload_the_figure(open_page):

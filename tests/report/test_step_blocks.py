@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from evenload.report.packed_columns import pack_columns
 from evenload.report.step_blocks import plan_block, timeline_block
-from report_samples import make_plan, make_timeline
+from evenload.types.timeline import MEMORY_KINDS
+from report_samples import make_plan, make_timeline, with_details
 
 
 def unpack(text, directory):
@@ -56,17 +57,22 @@ def decode(timeline):
     c = unpack(text, meta["columns"])
     tasks, samples, task, sample = [], [], 0, 0
     for lane, (dp, rank) in enumerate(zip(c["laneDp"].tolist(), c["laneRank"].tolist(), strict=True)):
-        units = 0
+        units, first = 0, len(tasks)
         for i in range(task, task + int(c["laneTasks"][lane])):
             start = units + int(c["gap"][i])
             units = start + int(c["length"][i])
             times = (start * meta["unitS"], units * meta["unitS"])
             tasks.append((dp, rank, *(int(c[k][i]) for k in ("kind", "stage", "pack")), *times, int(c["critical"][i])))
         task += int(c["laneTasks"][lane])
-        units = kib = 0
-        for i in range(sample, sample + int(c["laneSamples"][lane])):
-            units, kib = units + int(c["sampleGap"][i]), kib + int(c["sampleKib"][i])
-            samples.append((dp, rank, units * meta["unitS"], kib * 1024))
+        units, held = 0, {name: 0 for name in c if name.startswith("kib")}
+        for k in range(int(c["laneSamples"][lane])):
+            if meta["sampledAtTasks"]:
+                time_s = tasks[first + (k - 1) // 2][6 - k % 2] if k else 0.0
+            else:
+                units += int(c["sampleGap"][sample + k])
+                time_s = units * meta["unitS"]
+            held = {name: kib + int(c[name][sample + k]) for name, kib in held.items()}
+            samples.append((dp, rank, time_s, {name: kib * 1024 for name, kib in held.items()}))
         sample += int(c["laneSamples"][lane])
     return tasks, samples, meta
 
@@ -85,7 +91,22 @@ def test_timeline_block_holds_every_task_and_sample(split):
     assert meta["bubble"] == t.bubble_fraction()
     order = np.lexsort((t.memory_rank, t.memory_dp_rank))
     assert np.allclose([s[2] for s in samples], t.memory_time_s[order], rtol=0, atol=0.51e-9)
-    assert np.allclose([s[3] for s in samples], t.memory_bytes[order], rtol=0, atol=512)
+    assert np.allclose([s[3]["kib"] for s in samples], t.memory_bytes[order], rtol=0, atol=512)
+
+
+def test_details_of_a_prediction_come_back():
+    t = with_details(make_timeline(2, 4, 8, noise=0.3))
+    _, samples, meta = decode(t)
+    assert meta["sampledAtTasks"]
+    assert np.allclose([s[2] for s in samples], t.memory_time_s, rtol=0, atol=0.51e-9)
+    assert meta["memoryKinds"] == [MEMORY_KINDS[0], MEMORY_KINDS[4]]
+    assert [sum(s[3].values()) for s in samples] == t.memory_bytes.tolist()
+    assert [list(s[3].values()) for s in samples] == t.memory_kind_bytes[:, [0, 4]].tolist()
+    assert meta["tail"] == [("reduction", t.end_s.max(), t.step_time_s)]
+    c = unpack(timeline_block(t)[0], meta["columns"])
+    # Recompute twice and one reload; the hop is not drawn.
+    assert int(c["laneSides"].sum()) == len(c["sideKind"]) == 3
+    assert sorted(c["sideLength"].tolist()) == [1_000_000, 1_000_000, 2_000_000]
 
 
 def test_touching_tasks_still_touch_and_long_steps_take_a_coarser_unit():

@@ -25,13 +25,20 @@ const Evenload = {};
     const n = c.gap.length;
     const start = new Float64Array(n);
     const end = new Float64Array(n);
-    const time = new Float64Array(c.sampleGap.length);
-    const bytes = new Float64Array(c.sampleGap.length);
+    const numSamples = c.laneSamples.reduce((sum, part) => sum + part, 0);
+    const time = new Float64Array(numSamples);
+    const bytes = new Float64Array(numSamples);
+    const numSides = c.sideKind?.length ?? 0;
+    const sides = c.laneSides
+      ? { kind: c.sideKind, start: new Float64Array(numSides), end: new Float64Array(numSides) }
+      : null;
+    const kinds = view.memoryKinds.map((name) => ({ name, bytes: new Float64Array(time.length), kib: c[`kib ${name}`] }));
     const lanes = [];
     let task = 0;
     let sample = 0;
+    let side = 0;
     for (let i = 0; i < c.laneDp.length; i++) {
-      const lane = { dp: c.laneDp[i], rank: c.laneRank[i], first: task, firstSample: sample, endS: 0, peakBytes: 0 };
+      const lane = { dp: c.laneDp[i], rank: c.laneRank[i], first: task, firstSample: sample, firstSide: side, endS: 0, peakBytes: 0 };
       let units = 0;
       for (const last = task + c.laneTasks[i]; task < last; task++) {
         start[task] = (units + c.gap[task]) * view.unitS;
@@ -40,18 +47,32 @@ const Evenload = {};
         lane.endS = Math.max(lane.endS, end[task]);
       }
       units = 0;
+      for (const last = side + (sides ? c.laneSides[i] : 0); side < last; side++) {
+        units += c.sideStart[side];
+        sides.start[side] = units * view.unitS;
+        sides.end[side] = (units + c.sideLength[side]) * view.unitS;
+      }
+      units = 0;
       let kib = 0;
+      const held = kinds.map(() => 0);
+      // Samples that lie at 0 and at start and end of every task carry no times of their own.
+      const atTask = (k) => (k === 0 ? 0 : (k % 2 ? start : end)[lane.first + ((k - 1) >> 1)]);
       for (const last = sample + c.laneSamples[i]; sample < last; sample++) {
-        units += c.sampleGap[sample];
-        kib += c.sampleKib[sample];
-        time[sample] = units * view.unitS;
+        if (!view.sampledAtTasks) units += c.sampleGap[sample];
+        time[sample] = view.sampledAtTasks ? atTask(sample - lane.firstSample) : units * view.unitS;
+        kinds.forEach((kind, k) => {
+          held[k] += kind.kib[sample];
+          kind.bytes[sample] = held[k] * 1024;
+        });
+        kib = kinds.length ? held.reduce((sum, part) => sum + part, 0) : kib + c.kib[sample];
         bytes[sample] = kib * 1024;
         lane.peakBytes = Math.max(lane.peakBytes, bytes[sample]);
       }
-      lanes.push({ ...lane, last: task, lastSample: sample });
+      lanes.push({ ...lane, last: task, lastSample: sample, lastSide: side });
     }
     return {
-      lanes, start, end, stage: c.stage, kind: c.kind, pack: c.pack, critical: c.critical, time, bytes,
+      lanes, start, end, stage: c.stage, kind: c.kind, pack: c.pack, critical: c.critical, sides, time, bytes, kinds,
+      tail: view.tail,
       stepTimeS: view.stepTimeS, bubble: view.bubble, endS: lanes.reduce((most, lane) => Math.max(most, lane.endS), 0),
     };
   };

@@ -32,6 +32,31 @@ LIMIT = "#d1364c"
 SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
 """Runs in one picture; after these, dashes tell them apart."""
 DASHES = ("solid", "dash", "dot", "dashdot")
+MEMORY_COLORS = {
+    "weights": "#3f6fa5",
+    "gradients": "#86bdea",
+    "optimizer_state": "#2a4a70",
+    "activations_replay": "#e07b1a",
+    "activations_recompute": "#f2ae69",
+    "activations_offload": "#c9a77c",
+    "keys_and_values": "#1b9e77",
+    "key_value_gradients": "#7fd6b8",
+    "gathered_keys_and_values": "#17795a",
+    "weight_gradient_inputs": "#8f5fc0",
+    "recompute_buffers": "#c8a3e0",
+    "offload_buffers": "#e0b7cf",
+    "layer_buffers": "#98a2b0",
+    "head_logits": "#c53347",
+}
+"""`MEMORY_KINDS`: what stays blue, activations orange, keys and values green, buffers violet, grey and red."""
+SIDE_STYLES = {
+    "recompute": ("#00000055", "recompute (front of a backward)"),
+    "offload": ("#17a398", "offload to the host"),
+    "reload": ("#c2438f", "reload from the host"),
+    "reduction": ("#9d7fc9", "gradient reduction"),
+    "optimizer": ("#6a4f96", "optimizer"),
+}
+"""`SIDE_KINDS` that are drawn: colour, and the legend's name."""
 LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}
 """What is counted over document lengths."""
 CAUSE_COLORS = {

@@ -3,7 +3,8 @@
 Timeline: tasks sorted by lane (replica, pipeline rank) and start. Times count whole units of `unit_s`, a power of ten
 seconds (1 ns where the step allows), rounded once: a task stores the gap since the task before it on its lane ended,
 and its length, so neighbours that touch in the timeline touch on the screen. Memory samples store time and KiB as
-differences. Plan: documents, packs and slices as in `StepPlan`, documents by index.
+differences, by kind where the timeline knows. Recompute and copies are stored like tasks; the end of the step is the
+same on all ranks and travels once. Plan: documents, packs and slices as in `StepPlan`, documents by index.
 
 Price: O(n log n) in tasks, samples and slices.
 """
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 
 from evenload.report.packed_columns import pack_columns
 from evenload.types.plan import StepPlan
-from evenload.types.timeline import Timeline
+from evenload.types.timeline import MEMORY_KINDS, SIDE_KINDS, Timeline
 
 _KIB = 1024
 # The largest difference that stays within int32, whatever the order of the tasks.
 _MOST_UNITS = 2**31 - 1
+_SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
+_SIDE_KINDS_AT_END = ("reduction", "optimizer")
 
 Block = tuple[str, dict[str, Any]]
 """(text of the data block, what the page must know to read it)."""
@@ -39,6 +42,10 @@ def timeline_block(timeline: Timeline) -> Block:
     samples = np.argsort(lane_of_sample, kind="stable")
     sample_lane = np.searchsorted(lanes, lane_of_sample[samples])
     critical = np.zeros(timeline.num_tasks, bool) if timeline.is_critical is None else timeline.is_critical
+    side, tail = _side_columns(timeline, lanes, unit_s)
+    kinds = _memory_columns(timeline, samples, sample_lane)
+    sampled = np.rint(timeline.memory_time_s[samples] / unit_s).astype(np.int64)
+    at_tasks = _sampled_at_tasks(sampled, sample_lane, start, end, lane, len(lanes))
     text, directory = pack_columns(
         {
             "laneDp": lanes >> 32,
@@ -51,8 +58,9 @@ def timeline_block(timeline: Timeline) -> Block:
             "pack": timeline.pack[order],
             "critical": critical[order].astype(np.uint8),
             "laneSamples": np.bincount(sample_lane, minlength=len(lanes)),
-            "sampleGap": _differences(np.rint(timeline.memory_time_s[samples] / unit_s).astype(np.int64), sample_lane),
-            "sampleKib": _differences(np.rint(timeline.memory_bytes[samples] / _KIB).astype(np.int64), sample_lane),
+            **({} if at_tasks else {"sampleGap": _differences(sampled, sample_lane)}),
+            **side,
+            **kinds,
         }
     )
     return text, {
@@ -60,7 +68,64 @@ def timeline_block(timeline: Timeline) -> Block:
         "unitS": unit_s,
         "stepTimeS": timeline.step_time_s,
         "bubble": timeline.bubble_fraction(),
+        "tail": tail,
+        "sampledAtTasks": at_tasks,
+        "memoryKinds": [name.removeprefix("kib ") for name in kinds if name != "kib"],
     }
+
+
+def _side_columns(
+    timeline: Timeline, lanes: NDArray[np.int64], unit_s: float
+) -> tuple[dict[str, NDArray], list[tuple[str, float, float]]]:
+    """Side tasks that stand in the rows of ranks, and (name, start, end in seconds) of what ends the step."""
+    side = timeline.side
+    if side is None:
+        return {}, []
+    lane = np.searchsorted(lanes, _lane_key(side.dp_rank, side.rank))
+    shown = np.isin(side.kind, [SIDE_KINDS.index(name) for name in _SIDE_KINDS_IN_ROWS])
+    order = np.flatnonzero(shown)[np.lexsort((side.start_s[shown], lane[shown]))]
+    start, end = (np.rint(column[order] / unit_s).astype(np.int64) for column in (side.start_s, side.end_s))
+    tail = []
+    for name in _SIDE_KINDS_AT_END:
+        of_kind = side.kind == SIDE_KINDS.index(name)
+        if of_kind.any():
+            tail.append((name, float(side.start_s[of_kind].min()), float(side.end_s[of_kind].max())))
+    return {
+        "laneSides": np.bincount(lane[order], minlength=len(lanes)),
+        "sideKind": side.kind[order],
+        "sideStart": _differences(start, lane[order]),
+        "sideLength": end - start,
+    }, tail
+
+
+def _memory_columns(
+    timeline: Timeline, samples: NDArray[np.int64], sample_lane: NDArray[np.int64]
+) -> dict[str, NDArray[np.int64]]:
+    """KiB as differences: in all ("kib"), or by every kind that is ever held, whose sum is all."""
+    by_kind = timeline.memory_kind_bytes
+    if by_kind is None:
+        return {"kib": _differences(np.rint(timeline.memory_bytes[samples] / _KIB).astype(np.int64), sample_lane)}
+    used = np.flatnonzero(by_kind.any(axis=0)).tolist()
+    kib = np.rint(by_kind[samples] / _KIB).astype(np.int64)
+    return {f"kib {MEMORY_KINDS[kind]}": _differences(kib[:, kind], sample_lane) for kind in used}
+
+
+def _sampled_at_tasks(
+    sampled: NDArray[np.int64],
+    sample_lane: NDArray[np.int64],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    lane: NDArray[np.int64],
+    num_lanes: int,
+) -> bool:
+    """Samples lie at 0 and at start and end of every task, as the simulator takes them: their times need no room."""
+    if len(sampled) != 2 * len(start) + num_lanes:
+        return False
+    pairs = np.stack([start, end], axis=1).ravel()
+    expected = np.concatenate([np.zeros(num_lanes, np.int64), pairs])
+    lanes = np.concatenate([np.arange(num_lanes), np.repeat(lane, 2)])
+    order = np.argsort(lanes, kind="stable")
+    return bool((lanes[order] == sample_lane).all() and (expected[order] == sampled).all())
 
 
 def plan_block(plan: StepPlan) -> Block:

@@ -1,10 +1,8 @@
-// Draws a step: one row a pipeline rank, one bar a task, true widths at any zoom; and the memory of each rank below.
+// Draws a step: one row a pipeline rank, one bar a task, true widths at any zoom.
 "use strict";
 Evenload.stepTimeline = (() => {
-  const { AXIS, color, context, scale, ticks, tickSeconds, bytes, axis, clip, blend, rgb } = Evenload.chart;
-  const MEMORY_PX = 132;
+  const { AXIS, color, context, scale, tickSeconds, axis, clip } = Evenload.chart;
   const REPLICA_GAP = 5;
-  const RANK_STOPS = [[47, 127, 208], [140, 100, 170], [224, 140, 40]];
 
   const rowHeight = (lanes) => {
     const n = lanes.length;
@@ -35,7 +33,7 @@ Evenload.stepTimeline = (() => {
     return low;
   };
 
-  const draw = (canvas, panel, view, width, kinds, showCritical) => {
+  const draw = (canvas, panel, view, width, { kinds, sides, tails }, showCritical) => {
     const { timeline } = panel;
     const { rows, height, bottom } = panel.placed;
     const ctx = context(canvas, width, bottom + AXIS);
@@ -49,8 +47,11 @@ Evenload.stepTimeline = (() => {
     for (const { lane, top } of rows) {
       ctx.fillStyle = color("--idle");
       ctx.fillRect(x.at(0), top, x.factor * timeline.endS, bar);
-      ctx.fillStyle = color("--tail");
-      ctx.fillRect(x.at(timeline.endS), top, x.factor * Math.max(0, timeline.stepTimeS - timeline.endS), bar);
+      const ends = timeline.tail.length ? timeline.tail : [[null, timeline.endS, Math.max(timeline.stepTimeS, timeline.endS)]];
+      for (const [kind, from, to] of ends) {
+        ctx.fillStyle = kind ? tails[kind].color : color("--tail");
+        ctx.fillRect(x.at(from), top, x.factor * (to - from), bar);
+      }
       for (let i = firstVisible(timeline, lane, x.low); i < lane.last && timeline.start[i] < x.high; i++) {
         const left = x.at(timeline.start[i]);
         const wide = x.factor * (timeline.end[i] - timeline.start[i]);
@@ -68,6 +69,7 @@ Evenload.stepTimeline = (() => {
         }
       }),
     );
+    for (const { lane, top } of timeline.sides ? rows : []) drawSides(ctx, timeline, lane, x, top, bar, height, sides);
     ctx.fillStyle = color("--critical");
     for (let k = 0; k < critical.length; k += 3) {
       const thick = Math.max(1, Math.min(3, bar / 4));
@@ -81,6 +83,18 @@ Evenload.stepTimeline = (() => {
     }
     ctx.restore();
     names(ctx, panel.placed, bar);
+  };
+
+  // Recompute shades the front of its bar; copies run beside compute, as a line under the bars.
+  const drawSides = (ctx, timeline, lane, x, top, bar, height, sides) => {
+    const { kind, start, end } = timeline.sides;
+    for (let i = lane.firstSide; i < lane.lastSide; i++) {
+      if (end[i] < x.low || start[i] > x.high) continue;
+      const isInside = sides[kind[i]].inside;
+      ctx.fillStyle = sides[kind[i]].color;
+      const thick = isInside ? bar : Math.max(1, height - bar - 1);
+      ctx.fillRect(x.at(start[i]), isInside ? top : top + height - thick, x.factor * (end[i] - start[i]), thick);
+    }
   };
 
   // Every rank where rows are high enough for a name; else each replica once.
@@ -99,104 +113,6 @@ Evenload.stepTimeline = (() => {
     });
   };
 
-  // Bytes a lane holds at a time; undefined before its first sample.
-  const held = (timeline, lane, at) => {
-    let low = lane.firstSample;
-    let high = lane.lastSample;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (timeline.time[middle] <= at) low = middle + 1;
-      else high = middle;
-    }
-    return low > lane.firstSample ? timeline.bytes[low - 1] : undefined;
-  };
-
-  const memoryScale = (panel, limitBytes) => {
-    const peak = panel.placed.rows.reduce((most, { lane }) => Math.max(most, lane.peakBytes), 0);
-    const most = Math.max(peak, limitBytes ?? 0) * 1.06 || 1;
-    return { most, at: (value) => MEMORY_PX - 4 - (value / most) * (MEMORY_PX - 12) };
-  };
-
-  const laneColor = (panel, lane) =>
-    rgb(blend(RANK_STOPS, panel.mostRank ? lane.rank / panel.mostRank : 0));
-
-  const drawMemory = (canvas, panel, view, width, limitBytes) => {
-    const { timeline } = panel;
-    const ctx = context(canvas, width, MEMORY_PX + AXIS);
-    const x = scale(view, width);
-    const y = memoryScale(panel, limitBytes);
-    axis(ctx, x, 0, MEMORY_PX, tickSeconds);
-    const gib = 2 ** 30;
-    const unit = y.most >= gib ? gib : 2 ** 20;
-    const found = ticks(0, y.most / unit, MEMORY_PX, 30);
-    ctx.strokeStyle = color("--grid");
-    ctx.fillStyle = color("--muted");
-    ctx.textAlign = "right";
-    ctx.beginPath();
-    for (const value of found.values) {
-      const at = Math.round(y.at(value * unit)) + 0.5;
-      ctx.moveTo(x.left, at);
-      ctx.lineTo(x.right, at);
-      const places = Math.max(0, Math.ceil(-Math.log10(found.step)));
-      ctx.fillText(`${value.toFixed(places)} ${unit === gib ? "GiB" : "MiB"}`, x.left - 8, at);
-    }
-    ctx.stroke();
-    clip(ctx, x, 0, MEMORY_PX);
-    ctx.lineWidth = panel.placed.rows.length > 32 ? 0.8 : 1.5;
-    for (const { lane } of panel.placed.rows) {
-      ctx.strokeStyle = laneColor(panel, lane);
-      ctx.beginPath();
-      trace(ctx, timeline, lane, x, y);
-      ctx.stroke();
-    }
-    if (limitBytes) {
-      ctx.strokeStyle = color("--limit");
-      ctx.lineWidth = 1.6;
-      ctx.setLineDash([6, 4]);
-      ctx.beginPath();
-      ctx.moveTo(x.left, y.at(limitBytes));
-      ctx.lineTo(x.right, y.at(limitBytes));
-      ctx.stroke();
-      ctx.setLineDash([]);
-      ctx.fillStyle = color("--limit");
-      ctx.textAlign = "right";
-      ctx.fillText(`limit ${bytes(limitBytes)}`, x.right - 6, y.at(limitBytes) + 9);
-    }
-    ctx.restore();
-  };
-
-  // A staircase; many samples in one pixel become the vertical line from their least to their most.
-  const trace = (ctx, timeline, lane, x, y) => {
-    if (lane.firstSample === lane.lastSample) return;
-    let column = null;
-    let low = 0;
-    let high = 0;
-    let last = y.at(held(timeline, lane, x.low) ?? timeline.bytes[lane.firstSample]);
-    ctx.moveTo(x.left, last);
-    for (let i = lane.firstSample; i < lane.lastSample; i++) {
-      if (timeline.time[i] <= x.low) continue;
-      if (timeline.time[i] > x.high) break;
-      const at = Math.round(x.at(timeline.time[i]) * 2) / 2;
-      const level = y.at(timeline.bytes[i]);
-      if (at !== column) {
-        if (column !== null) flush(ctx, column, low, high, last);
-        ctx.lineTo(at, last);
-        column = at;
-        low = high = last;
-      }
-      low = Math.min(low, level);
-      high = Math.max(high, level);
-      last = level;
-    }
-    if (column !== null) flush(ctx, column, low, high, last);
-    ctx.lineTo(Math.min(x.right, x.at(timeline.stepTimeS)), last);
-  };
-  const flush = (ctx, column, low, high, last) => {
-    ctx.lineTo(column, low);
-    ctx.lineTo(column, high);
-    ctx.lineTo(column, last);
-  };
-
   // The task under a point of the timeline's canvas, or null.
   const taskAt = (panel, view, width, px, py) => {
     const { rows, height } = panel.placed;
@@ -212,21 +128,6 @@ Evenload.stepTimeline = (() => {
       if (best === null || panel.timeline.start[i] <= at) best = i;
     }
     return best === null ? null : { task: best, lane: row.lane };
-  };
-
-  // The line nearest to a point of the memory canvas.
-  const memoryAt = (panel, view, width, limitBytes, px, py) => {
-    const x = scale(view, width);
-    if (px < x.left || px > x.right || py > MEMORY_PX) return null;
-    const y = memoryScale(panel, limitBytes);
-    let best = null;
-    for (const { lane } of panel.placed.rows) {
-      const value = held(panel.timeline, lane, x.value(px));
-      if (value === undefined) continue;
-      const distance = Math.abs(y.at(value) - py);
-      if (best === null || distance < best.distance) best = { lane, bytes: value, at: x.value(px), distance };
-    }
-    return best;
   };
 
   // Frames around all bars of a pack, on the overlay.
@@ -248,5 +149,5 @@ Evenload.stepTimeline = (() => {
     ctx.restore();
   };
 
-  return { MEMORY_PX, place, draw, drawMemory, held, taskAt, memoryAt, mark };
+  return { place, draw, taskAt, mark };
 })();

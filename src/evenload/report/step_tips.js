@@ -2,7 +2,8 @@
 "use strict";
 Evenload.stepTips = (() => {
   const { seconds, bytes, count } = Evenload.chart;
-  const { held } = Evenload.stepTimeline;
+  const { held, kindsHeld } = Evenload.stepMemory;
+  const MOST_KINDS = 8;
   const MOST_DOCUMENTS = 6;
 
   const sliceText = (plan, slice) => {
@@ -28,7 +29,7 @@ Evenload.stepTips = (() => {
     return lines;
   };
 
-  const forTask = (panel, { task, lane }, kinds) => {
+  const forTask = (panel, { task, lane }, { kinds, sides }) => {
     const { timeline, plan } = panel;
     const kind = kinds[timeline.kind[task]];
     const number = timeline.pack[task];
@@ -41,6 +42,7 @@ Evenload.stepTips = (() => {
     ];
     const pack = plan?.byKey.get(`${lane.dp}/${direction}/${number}`);
     if (pack) lines.push(...packLines(plan, pack));
+    lines.push(...sideLines(timeline, lane, start, end, sides));
     const during = held(timeline, lane, start);
     if (during !== undefined) {
       lines.push(`memory ${bytes(during)} while it runs, ${bytes(held(timeline, lane, end))} after`);
@@ -49,11 +51,27 @@ Evenload.stepTips = (() => {
     return lines;
   };
 
-  const forMemory = (found, limitBytes) => [
-    [`rank ${found.lane.rank}`, ` of dp ${found.lane.dp}`],
-    `${bytes(found.bytes)} at ${seconds(found.at)}`,
-    `peak ${bytes(found.lane.peakBytes)}${limitBytes ? ` of ${bytes(limitBytes)}` : ""}`,
-  ];
+  // Seconds of recompute and copies inside of a task.
+  const sideLines = (timeline, lane, start, end, sides) => {
+    if (!timeline.sides) return [];
+    const lines = [];
+    for (let i = lane.firstSide; i < lane.lastSide; i++) {
+      const { kind, start: from, end: to } = timeline.sides;
+      if (from[i] >= end || to[i] <= start) continue;
+      lines.push(`${sides[kind[i]].name}: ${seconds(to[i] - from[i])}`);
+    }
+    return lines;
+  };
+
+  const forMemory = ({ timeline, limitBytes }, found, memory) => {
+    const kinds = kindsHeld(timeline, found.lane, found.at);
+    return [
+      [`rank ${found.lane.rank}`, ` of dp ${found.lane.dp}`],
+      `${bytes(found.bytes)} at ${seconds(found.at)}`,
+      `peak ${bytes(found.lane.peakBytes)}${limitBytes ? ` of ${bytes(limitBytes)}` : ""}`,
+      ...kinds.slice(0, MOST_KINDS).map(([kind, value]) => `${memory[kind].name}: ${bytes(value)}`),
+    ];
+  };
 
   const forSlice = (panel, { slice, pack: number }) => {
     const { plan, timeline } = panel;

@@ -3,19 +3,19 @@
 (() => {
   const root = document.getElementById("step-view");
   if (!root) return;
-  const { seconds, bytes, percent, count, scale, context, LEFT, RIGHT } = Evenload.chart;
-  const timelines = Evenload.stepTimeline;
-  const documents = Evenload.stepDocuments;
-  const tips = Evenload.stepTips;
+  const { count, scale, context, color, LEFT, RIGHT } = Evenload.chart;
+  const { stepTimeline: timelines, stepMemory: memories, stepDocuments: documents, stepTips: tips } = Evenload;
+  const { make, legend, heading, replicaEnds } = Evenload.stepControls;
   const index = JSON.parse(document.getElementById("step-view-data").textContent);
   const { kinds, sections } = index;
+  const names = sections.map(({ name }) => name);
   // Canvases have a largest height; beyond this many rows the replicas that end first are left out.
   const MOST_ROWS = 1024;
   // All replicas at once only while their rows are comfortably high.
   const FEW_ROWS = 16;
 
   const state = {
-    section: index.first, compare: index.compare, step: null, replica: null, critical: false,
+    section: index.first, compare: index.compare, step: null, replica: null, memory: "ranks", critical: false,
     view: null, tokens: null, drag: null, marked: null,
   };
   let panels = [];
@@ -24,71 +24,25 @@
   let wholeTokens = [0, 1];
   let shown = 0;
 
-  const make = (tag, className, text) => {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
-    return element;
+  const choose = (name, value) => {
+    const key = name === "strategy" ? "section" : name;
+    state[key] = ["strategy", "compare", "step"].includes(name) ? Number(value) : value;
+    if (name === "memory" || name === "critical") {
+      arrange();
+      draw();
+      return;
+    }
+    Object.assign(state, { view: null, tokens: null, marked: null });
+    load();
   };
-
-  // Controls.
-  const controls = make("div", "controls");
+  const controls = Evenload.stepControls.create(choose, {
+    out: () => zoom(2), in: () => zoom(0.5), whole: () => setView(null),
+  });
+  const legendRow = make("div", "legend");
   const stage = make("div", "stage");
   stage.tabIndex = 0;
   stage.setAttribute("aria-label", "timelines; arrow keys move, + and - zoom, 0 shows the whole step");
-  const select = (label, name, onChange) => {
-    const wrap = make("label", "", label);
-    const element = make("select");
-    element.name = name;
-    element.addEventListener("change", () => onChange(element.value));
-    wrap.append(element);
-    controls.append(wrap);
-    return element;
-  };
-  const fill = (element, options, value) => {
-    element.replaceChildren(
-      ...options.map(([key, text]) => {
-        const option = make("option", "", text);
-        option.value = key;
-        return option;
-      }),
-    );
-    element.value = String(value);
-    element.parentElement.hidden = options.length < 2;
-  };
-  const choose = (change) => {
-    Object.assign(state, change, { view: null, tokens: null, marked: null });
-    load();
-  };
-  const pickSection = select("strategy", "strategy", (value) => choose({ section: Number(value) }));
-  const pickCompare = select("compare with", "compare", (value) => choose({ compare: Number(value) }));
-  const pickStep = select("step", "step", (value) => choose({ step: Number(value) }));
-  const pickReplica = select("replica", "replica", (value) => choose({ replica: value }));
-  const criticalBox = make("input");
-  criticalBox.type = "checkbox";
-  criticalBox.name = "critical";
-  criticalBox.addEventListener("change", () => {
-    state.critical = criticalBox.checked;
-    draw();
-  });
-  const criticalLabel = make("label", "check");
-  criticalLabel.append(criticalBox, "critical path");
-  controls.append(criticalLabel);
-  const buttons = make("span", "buttons");
-  for (const [name, text, title, act] of [
-    ["out", "−", "zoom out (key -)", () => zoom(2)],
-    ["in", "+", "zoom in (key +)", () => zoom(0.5)],
-    ["whole", "whole step", "show the whole step (double-click, key 0)", () => setView(null)],
-  ]) {
-    const button = make("button", "", text);
-    button.type = "button";
-    button.name = name;
-    button.title = title;
-    button.addEventListener("click", act);
-    buttons.append(button);
-  }
-  controls.append(buttons);
-  root.querySelector(".view").append(controls, make("div", "legend"), stage);
+  root.querySelector(".view").append(controls.bar, legendRow, stage);
 
   const stepOf = (section) => sections[section].steps.find(({ step }) => step === state.step) ?? sections[section].steps[0];
 
@@ -114,11 +68,6 @@
     root.setAttribute("data-drawn", `${state.section}/${state.step}/${state.replica}`);
   };
 
-  const replicaEnds = (timeline) => {
-    const ends = new Map();
-    for (const { dp, endS } of timeline.lanes) ends.set(dp, Math.max(ends.get(dp) ?? 0, endS));
-    return ends;
-  };
   const slowestFirst = (section) => {
     const { timeline } = panels.findLast((panel) => panel.section === section);
     return [...replicaEnds(timeline)].sort((a, b) => b[1] - a[1] || a[0] - b[0]).map(([dp]) => dp);
@@ -155,62 +104,20 @@
     }
     whole = [0, Math.max(...panels.map(({ timeline }) => Math.max(timeline.stepTimeS, timeline.endS))) * 1.005 || 1];
     wholeTokens = [0, Math.max(1, ...plans.map(({ plan, documents: rows }) => (rows.length ? plan.docTokens[rows[0].doc] : 1))) * 1.02];
-    fill(pickSection, sections.map(({ label }, i) => [String(i), label]), state.section);
-    fill(pickCompare, [["-1", "nothing"], ...sections.flatMap(({ label }, i) => (i === state.section ? [] : [[String(i), label]]))],
-      state.compare === state.section ? -1 : state.compare);
-    pickCompare.parentElement.hidden = sections.length < 2;
-    fill(pickStep, sections[state.section].steps.map(({ step }) => [String(step), String(step)]), state.step);
-    const slowest = slowestFirst(state.section)[0];
-    fill(pickReplica, all.length > 1
-      ? [["slowest", `slowest (dp ${slowest})`], ["all", `all ${all.length}`], ...all.map((dp) => [String(dp), `dp ${dp}`])]
+    const options = sections.map(({ label }, i) => [String(i), label]);
+    controls.fill("strategy", options, state.section);
+    const others = options.filter((_, i) => i !== state.section);
+    controls.fill("compare", [["-1", "nothing"], ...others], state.compare === state.section ? -1 : state.compare);
+    controls.fill("step", sections[state.section].steps.map(({ step }) => [String(step), String(step)]), state.step);
+    controls.fill("replica", all.length > 1
+      ? [["slowest", `slowest (dp ${slowestFirst(state.section)[0]})`], ["all", `all ${all.length}`], ...all.map((dp) => [String(dp), `dp ${dp}`])]
       : [[String(all[0]), `dp ${all[0]}`]], state.replica);
-    criticalLabel.hidden = !panels.some(({ timeline }) => timeline.critical.some((on) => on));
-    legend();
+    const hasKinds = panels.some(({ timeline }) => timeline.kinds.length);
+    if (!hasKinds) state.memory = "ranks";
+    controls.fill("memory", [["ranks", "every rank"], ...(hasKinds ? [["kinds", "fullest rank by kind"]] : [])], state.memory);
+    controls.allowCritical(panels.some(({ timeline }) => timeline.critical.some((on) => on)));
+    legendRow.replaceChildren(...legend(panels, index, state.memory === "kinds"));
     build();
-  };
-
-  const legend = () => {
-    const used = new Set(panels.flatMap(({ timeline }) => [...new Set(timeline.kind)]));
-    const entries = [...used].sort().map((kind) => [kinds[kind].name, `linear-gradient(90deg,${kinds[kind].even} 50%,${kinds[kind].odd} 50%)`]);
-    entries.push(["idle", "var(--idle-solid)"], ["gradient reduction, optimizer", "var(--tail)"]);
-    root.querySelector(".legend").replaceChildren(
-      ...entries.map(([name, background]) => {
-        const entry = make("span", "", name);
-        const swatch = make("i");
-        swatch.style.background = background;
-        entry.prepend(swatch);
-        return entry;
-      }),
-    );
-  };
-
-  const heading = (panel) => {
-    const { timeline } = panel;
-    const several = sections.length > 1 || panels.some(({ section }) => section !== panels[0].section);
-    const title = [several ? sections[panel.section].name : "", panel.origin].filter(Boolean).join(", ");
-    const first = panels[0];
-    const facts = [`step ${seconds(timeline.stepTimeS)}`];
-    if (panel !== first && first.timeline.stepTimeS > 0) {
-      const ratio = timeline.stepTimeS / first.timeline.stepTimeS;
-      facts[0] += panel.section === first.section && first.origin === "predicted"
-        ? ` (${ratio >= 1 ? "+" : ""}${percent(ratio - 1)} against predicted)`
-        : ` (${ratio.toFixed(2)}× ${sections[first.section].name})`;
-    }
-    const lanes = panel.placed.rows.map(({ lane }) => lane);
-    const ends = replicaEnds(timeline);
-    if (ends.size > 1) {
-      if (panel.replicas.size === 1) facts.push(`dp ${[...panel.replicas][0]} ends at ${seconds(ends.get([...panel.replicas][0]))}`);
-      const first = Math.min(...ends.values());
-      facts.push(`replicas end at ${seconds(first)} to ${seconds(timeline.endS)}`);
-    }
-    facts.push(`bubble ${percent(timeline.bubble)}`);
-    const peak = Math.max(0, ...lanes.map(({ peakBytes }) => peakBytes));
-    const over = panel.limitBytes && peak > panel.limitBytes;
-    if (peak) facts.push(`memory peak ${bytes(peak)}${over ? ", over the limit" : ""}`);
-    if (panel.leftOut) facts.push(`the ${panel.leftOut} replicas that end first are not drawn`);
-    const element = make("h4", "", "");
-    element.append(make("b", "", title), ` ${facts.join(" · ")}`);
-    return element;
   };
 
   // One block of canvases: the picture, and over it what follows the pointer.
@@ -218,7 +125,7 @@
     const wrap = make("div", `pair ${kind}`);
     const pair = { panel, kind, wrap, base: make("canvas"), over: make("canvas", "over") };
     pair.base.setAttribute("role", "img");
-    pair.base.setAttribute("aria-label", `${kind} of ${sections[panel.section].name}, ${panel.origin}`);
+    pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}`);
     wrap.append(pair.base, pair.over);
     listen(pair);
     return pair;
@@ -228,21 +135,24 @@
     pairs = [];
     const blocks = [];
     for (const panel of panels) {
-      blocks.push(heading(panel));
+      blocks.push(heading(panel, panels[0], names));
       const pair = canvasPair(panel, "timeline");
       pairs.push(pair);
       blocks.push(pair.wrap);
     }
     for (const panel of panels) {
       if (!panel.timeline.bytes.length) continue;
-      blocks.push(make("h4", "sub", `Memory of every rank${panels.length > 1 ? `: ${sections[panel.section].name}, ${panel.origin}` : ""}`));
+      const lane = state.memory === "kinds" && panel.timeline.kinds.length ? memories.fullest(panel) : null;
+      const whose = lane ? `rank ${lane.rank} of dp ${lane.dp} by kind` : "every rank";
+      const name = panels.length > 1 ? `: ${names[panel.section]}, ${panel.origin}` : "";
+      blocks.push(make("h4", "sub", `Memory of ${whose}${name}`));
       const pair = canvasPair(panel, "memory");
       pairs.push(pair);
       blocks.push(pair.wrap);
     }
     for (const panel of plans) {
       const total = panel.documents.length;
-      const name = plans.length > 1 ? `: ${sections[panel.section].name}` : "";
+      const name = plans.length > 1 ? `: ${names[panel.section]}` : "";
       blocks.push(make("h4", "sub", `Documents${name}, longest first (${count(total)}); above forward slices, below backward slices`));
       const pair = canvasPair(panel, "documents");
       const scroller = make("div", "scroller");
@@ -271,8 +181,8 @@
     const { panel, kind } = pair;
     const w = pair.scroller ? Math.max(260, pair.scroller.clientWidth) : width();
     pair.width = w;
-    if (kind === "timeline") timelines.draw(pair.base, panel, viewOf(kind), w, kinds, state.critical);
-    else if (kind === "memory") timelines.drawMemory(pair.base, panel, viewOf(kind), w, panel.limitBytes);
+    if (kind === "timeline") timelines.draw(pair.base, panel, viewOf(kind), w, index, state.critical);
+    else if (kind === "memory") memories.draw(pair.base, panel, viewOf(kind), w, panel.limitBytes, state.memory === "kinds" ? index.memory : null);
     else documents.draw(pair.base, panel, viewOf(kind), w, pair.scroller.scrollTop, markedPack(panel));
     drawOver(pair);
   };
@@ -293,7 +203,7 @@
     const ctx = context(over, w, height);
     if (state.drag && state.drag.kind === kind) {
       const x = scale(viewOf(kind), w);
-      ctx.fillStyle = Evenload.chart.color("--select");
+      ctx.fillStyle = color("--select");
       ctx.fillRect(x.at(Math.min(...state.drag.span)), 0, Math.abs(state.drag.span[1] - state.drag.span[0]) * x.factor, height);
     }
     if (state.marked && state.marked.section === panel.section && kind === "timeline") {
@@ -401,11 +311,11 @@
       if (!found) return rest();
       const direction = panel.timeline.kind[found.task] ? 1 : 0;
       setMarked({ section: panel.section, dp: found.lane.dp, direction, pack: panel.timeline.pack[found.task] });
-      tips.show(tips.forTask(panel, found, kinds), event);
+      tips.show(tips.forTask(panel, found, index), event);
     } else if (kind === "memory") {
-      const found = timelines.memoryAt(panel, viewOf(kind), w, panel.limitBytes, px, py);
+      const found = memories.memoryAt(panel, viewOf(kind), w, panel.limitBytes, px, py, state.memory === "kinds");
       if (!found) return rest();
-      tips.show(tips.forMemory(found, panel.limitBytes), event);
+      tips.show(tips.forMemory(panel, found, index.memory), event);
     } else {
       const found = documents.sliceAt(panel, viewOf(kind), w, scroller.scrollTop, px, py);
       if (!found) return rest();

@@ -9,18 +9,20 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from evenload.report.palette import KIND_STYLES
+from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
 from evenload.report.step_blocks import Block, plan_block, timeline_block
 from evenload.report.units import format_seconds
-from evenload.types.timeline import KINDS
+from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS
 
 STEP_VIEW_SCRIPTS = (
     "packed_columns.js",
     "chart.js",
     "step_timeline.js",
+    "step_memory.js",
     "step_documents.js",
     "step_tips.js",
+    "step_controls.js",
     "step_view.js",
 )
 _BASELINE = "best_fit"
@@ -64,6 +66,14 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
             }
             for letter in KINDS
         ],
+        "sides": [
+            {"name": SIDE_STYLES[kind][1], "color": SIDE_STYLES[kind][0], "inside": kind == "recompute"}
+            if kind in SIDE_STYLES
+            else None
+            for kind in SIDE_KINDS
+        ],
+        "tails": {kind: {"name": name, "color": color} for kind, (color, name) in SIDE_STYLES.items()},
+        "memory": {kind: {"name": kind.replace("_", " "), "color": MEMORY_COLORS[kind]} for kind in MEMORY_KINDS},
         "sections": [_section(section, blocks, best, refused) for section in sections],
         "first": first,
         "compare": compare,
