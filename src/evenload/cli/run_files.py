@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.cost.coefficients import CostCoefficients, write_coefficients
+from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
+from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
+from evenload.plan.detailed_timeline import detailed_timeline
 from evenload.plan.plan_file import decode_plan_file, encode_plan_file
-from evenload.plan.predicted_timeline import predicted_timeline
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
@@ -109,9 +110,10 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         (plan,) = decode_plan_file((directory / "plan.json").read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
+    costs = PackCosts(facts.model, read_coefficients(directory / "cost.json"), plan.layout)
     view = StepView(
         step=plan.step,
-        predicted=predicted_timeline(plan, facts.model),
+        predicted=detailed_timeline(plan, costs),
         measured=read_timeline(directory / "measured.npz"),
         plan=plan,
     )

@@ -30,7 +30,7 @@ from evenload.simulate.critical_path import critical_path
 from evenload.simulate.links import Hops, hops, simulate_links
 from evenload.simulate.memory_ledger import memory_ledger
 from evenload.simulate.simulate import Simulation, simulate
-from evenload.simulate.timeline import to_timeline
+from evenload.simulate.timeline import join_timelines, to_timeline
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import SIDE_KINDS, SideTasks, Timeline
@@ -70,15 +70,8 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts, *, links: Literal["delay
         sides.append((dp_rank, [*rows, *_hop_rows(actions, transfers)]))
     makespan_s = max(float(part.end_s.max(initial=0.0)) for part in parts)
     longer_s = makespan_s - max(plan.predicted.per_replica_s) if links == "serial" else 0.0
-    joined = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (
-            *("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"),
-            *("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes"),
-        )
-    }
-    return Timeline(
-        **joined,
+    return join_timelines(
+        parts,
         step_time_s=plan.predicted.step_time_s + longer_s,
         is_critical=np.concatenate(critical) if links == "delay" else None,
         side=_side_tasks(sides, costs, makespan_s),

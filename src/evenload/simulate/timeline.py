@@ -1,5 +1,8 @@
 """A simulation as the `Timeline` that reports draw and measured runs are compared with. O(actions)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from evenload.simulate.simulate import Simulation
@@ -57,3 +60,20 @@ def to_timeline(
             [np.concatenate([tasks.static_bytes[r : r + 1], column]) for r, column in enumerate(samples)]
         ),
     )
+
+
+def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
+    """Timelines of a step's replicas as one, tasks and samples in the order of the parts.
+
+    Args:
+        parts: at least one.
+        more: fields that are not joined: `step_time_s`, and what only the whole step knows.
+    """
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in (
+            *("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"),
+            *("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes"),
+        )
+    }
+    return Timeline(**columns, **more)
