@@ -1,43 +1,38 @@
 """Where the time of a planned step goes, as shares of all devices' time; they add up to 1.
 
+`types.time_split` in fewer columns:
+
 useful          the lower bound: linear layers, attention and head of real tokens, once, at full kernel speed
-extra work      the rest of busy time: recomputing, copies to the host, tensor- and context-parallel transfers,
-                padding, tiles, prefix traffic, constants of packs and slices
+extra work      the rest of busy time: recomputing, copies to the host, tensor- and context-parallel transfers and
+                waits, padding, tiles, prefix traffic, constants of packs and slices
 fill and drain  pipeline ranks before their first and after their last pack
-dependency      gaps between packs: the neighbour stage is late, because packs differ or memory makes it wait
-hops            gaps in which only the transfer between stages is under way
+dependency      gaps between packs: a stage is late, because packs differ or the order makes it wait
+hops            gaps in which only a transfer between stages is under way
 replicas        faster replicas wait for the slowest
-update          gradient reduction and optimizer
+update          gradient reduction, optimizer, switch of layout
 """
 
-import numpy as np
-
 from evenload.plan.planner import Proposal
-from evenload.simulate.bubble import split_bubble
 
 PARTS = ("useful", "extra work", "fill and drain", "dependency", "hops", "replicas", "update")
+_FIELDS = {
+    "useful": ("useful_s",),
+    "extra work": (
+        *("kernels_s", "padding_s", "recompute_s", "offload_s"),
+        *("tp_communication_s", "cp_communication_s", "cp_imbalance_s"),
+    ),
+    "fill and drain": ("warmup_s", "cooldown_s"),
+    "dependency": ("imbalance_s", "dependency_s"),
+    "hops": ("p2p_s",),
+    "replicas": ("dp_imbalance_s",),
+    "update": ("reduction_s", "optimizer_s", "switch_s"),
+}
 
 
-def time_shares(proposal: Proposal, lower_bound_s: float) -> dict[str, float]:
-    """Shares of one step.
-
-    Args:
-        lower_bound_s: of the documents that the plan trains.
-    """
-    found = [choice.candidate for choice in proposal.choices]
-    step_s = proposal.plan.predicted.step_time_s
-    ranks = found[0].tasks.num_ranks
-    available_s = step_s * ranks * len(found)
-    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
-    makespan_s = np.array([one.makespan_s for one in found])
-    shares = {
-        "useful": lower_bound_s / step_s,
-        "extra work": sum(bubble.busy_s for bubble in bubbles) / available_s - lower_bound_s / step_s,
-        "fill and drain": sum(bubble.warmup_s + bubble.cooldown_s for bubble in bubbles) / available_s,
-        "dependency": sum(bubble.imbalance_s + bubble.dependency_s for bubble in bubbles) / available_s,
-        "hops": sum(bubble.communication_s for bubble in bubbles) / available_s,
-        "replicas": float((makespan_s.max() - makespan_s).sum()) * ranks / available_s,
-        "update": (step_s - float(makespan_s.max())) / step_s,
-    }
+def time_shares(proposal: Proposal) -> dict[str, float]:
+    """Shares of one step."""
+    split, step_s = proposal.time_split(), proposal.plan.predicted.step_time_s
+    shares = {part: sum(getattr(split, field) for field in fields) / step_s for part, fields in _FIELDS.items()}
+    assert sum(len(fields) for fields in _FIELDS.values()) == len(split.__struct_fields__), "every cause has a part"
     assert abs(sum(shares.values()) - 1) < 1e-6, shares
     return shares

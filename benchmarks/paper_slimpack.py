@@ -108,7 +108,7 @@ def main() -> None:
             }
             speed_ups = {baseline: ratio(slow, tried) for baseline, slow in baselines.items()}
             paper = PAPER.get((name, context), "") if strategy in OURS else ""
-            shares = time_shares(tried.proposal, tried.lower_bound_s) if tried else {}
+            shares = time_shares(tried.proposal) if tried else {}
             label = f"best_fit pp>={DEEP}" if strategy == "best_fit deep" else strategy
             table.add_row(
                 name, f"{context // 1024}K", label, tried.layout.describe() if tried else "-",
