@@ -20,17 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.plan.dp_merge import other_merges
 from evenload.plan.levels import plan_by_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch
 from evenload.plan.slimpack import search_levels, slimpack_rules
-from evenload.plan.step_search import FoundStep, RefineRules, SearchRules, refine, search_merged
+from evenload.plan.step_search import RefineRules, SearchRules, refine
 from evenload.plan.trial_space import Setting, Trial
-
-BUSY_ENOUGH = 0.9
-"""Of all ranks' time in packs, above which other groups of replicas are not tried."""
 
 Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
 
@@ -41,11 +37,13 @@ class Rival:
 
     Args:
         cuts: it may cut a document or share one among replicas.
+        bounded: without a memory limit it is never slower than with one.
         can_fit: as in `plan.levels.plan_by_levels`.
     """
 
     plan: Planner
     cuts: bool
+    bounded: bool = False
     can_fit: Callable[[StepProblem], bool] | None = None
 
 
@@ -63,18 +61,13 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
     searched = search_levels(problems, rules_of)
     if searched:
         problem, found = searched
-        found = _with_other_groups(found, rules_of(problem))
         refine(found, refine_rules(problem))
         plans.append((problem, found.choices()))
-    # No plan of whole documents is faster: the longest one passes every stage forward and backward in turn.
-    longest_s = float(problems[0].document_s.max(initial=0.0))
     failure: Exception | None = None
     for rival in rivals:
-        if plans and not rival.cuts:
-            excess, makespan_s, _ = step_score(plans[0][1])
-            if not excess and makespan_s <= longest_s:
-                continue
         try:
+            if plans and not _may_win(rival, problems, plans[0][1]):
+                continue
             plans.append(plan_by_levels(problems, rival.plan, lambda choices: choices, rival.can_fit))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
@@ -83,6 +76,24 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
     return min(plans, key=lambda planned: step_score(planned[1]))
+
+
+def _may_win(rival: Rival, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> bool:
+    """Whether a strategy can be faster than what was found, which fits memory or else may always be beaten.
+
+    No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn.
+    And where memory does not bind, a strategy that searches for time alone is as fast as it gets: policies that save
+    memory only add to the time of every pack.
+    """
+    excess, makespan_s, _ = step_score(found)
+    if excess or len(problems) == 1:
+        return True
+    if not rival.cuts and float(problems[0].document_s.max(initial=0.0)) >= makespan_s:
+        return False
+    if not rival.bounded:
+        return True
+    boundless = replace(problems[0], cap_bytes=None)
+    return step_score(rival.plan(boundless))[1] < makespan_s
 
 
 def rules_of(problem: StepProblem) -> SearchRules:
@@ -101,16 +112,6 @@ def refine_rules(problem: StepProblem) -> RefineRules:
         budget=options.max_candidates,
         time_budget_s=options.time_budget_s,
     )
-
-
-def _with_other_groups(found: FoundStep, rules: SearchRules) -> FoundStep:
-    """Other groups of replicas for shared documents, where pipelines idle."""
-    share = found.busy_share()
-    if found.merge is None or share >= BUSY_ENOUGH:
-        return found
-    problem = found.own[0].problem
-    others = [search_merged(problem, merge, rules, share) for merge in other_merges(problem, found.merge)]
-    return min((found, *(one for one in others if one)), key=FoundStep.worth)
 
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:

@@ -34,8 +34,10 @@ from evenload.types.model import ModelSpec
 
 QUICK_CANDIDATES = 24
 """Schedules of the first pass; enough to tell layouts apart by a few percent."""
-FINALISTS = 6
+FINALISTS = 8
 """Layouts planned on all batches."""
+FINAL_CANDIDATES = 768
+"""Schedules of the second pass, at least: a layout is chosen once for a run."""
 VIRTUAL_STAGES = 2
 """Stages a rank that the best layouts are tried with."""
 
@@ -89,7 +91,8 @@ def search_layouts(
     found.sort(key=lambda pair: _order(pair[1]))
     best = [layout for layout, result in found[:FINALISTS] if result.feasible]
     best += [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
-    final = [_planned(model, cluster, layout, batches, coefficients_of, strategy, options) for layout in best]
+    long = msgspec.structs.replace(options, max_candidates=max(options.max_candidates, FINAL_CANDIDATES))
+    final = [_planned(model, cluster, layout, batches, coefficients_of, strategy, long) for layout in best]
     rest = [result for layout, result in found if layout not in best]
     # Those planned on all batches stay in front: a time on one batch is no match for a mean.
     fitting = sorted((result for result in final if result.feasible), key=_order)

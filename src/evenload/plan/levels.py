@@ -17,6 +17,11 @@ from evenload.plan.step_search import SearchRules
 
 Answer = TypeVar("Answer")
 
+CLOSE = 1.02
+"""Levels are told apart by so much."""
+MOST_CLOSE = 2
+"""Levels that are searched because they are close, at most."""
+
 
 def plan_by_levels(
     problems: Sequence[StepProblem],
@@ -47,17 +52,25 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
     return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
-def rank_levels(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> list[StepProblem]:
-    """Levels, the most promising first; only the first where all activations stored seem to fit."""
+def rank_levels(
+    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
+) -> tuple[list[StepProblem], int]:
+    """Levels, the most promising first, and how many of them are too close to tell apart.
+
+    Only the first, all activations stored, where that seems to fit.
+    """
     if len(problems) == 1 or not len(problems[0].num_tokens):
-        return list(problems)
+        return list(problems), 1
     found: list[tuple[tuple[int, float], int]] = []
     for index, problem in enumerate(problems):
         estimate = _estimate(problem, rules_of(problem))
         found.append((estimate, index))
         if problem.policy is None and not estimate[0]:
             break
-    return [problems[index] for _, index in sorted(found)]
+    found.sort()
+    (excess, seconds), _ = found[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
+    return [problems[index] for _, index in found], close
 
 
 def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem], bool] | None) -> Iterator[StepProblem]:

@@ -4,14 +4,14 @@
 the levels below; the fastest that fits is kept, else the one that misses memory by the least. Long documents go
 first because they alone decide the peak: their first backward waits for their last forward, however they are cut.
 
-    recompute long      the longest documents, half of the tokens
-    offload long        the same; long attention hides their copies
-    recompute           all
-    offload long, recompute short
-    offload             all
+    recompute the longest    documents that hold 1/4, 1/2, 3/4 of the tokens
+    offload the longest      the same; long attention hides their copies
+    recompute all
+    offload the longest half, recompute the others
+    offload all
 
 A level is one policy column for the whole global batch, so every replica and every cut is planned under it.
-O(n log n), at most six plans a step.
+O(n log n), at most ten levels.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
 from evenload.plan.options import PolicyOption
 
-LONG_SHARE = 0.5
+LONG_SHARES = (0.25, 0.5, 0.75)
 """Of the tokens: the longest documents that hold them count as long."""
 
 
@@ -36,22 +36,28 @@ def policy_levels(
     if option != "choose":
         code = POLICIES.index(option)
         return [np.full(len(num_tokens), code, np.int8) if code else None]
-    long = _long_documents(num_tokens)
-    pairs = [
-        (RECOMPUTE, REPLAY),
-        (OFFLOAD, REPLAY),
-        (RECOMPUTE, RECOMPUTE),
-        (OFFLOAD, RECOMPUTE),
-        (OFFLOAD, OFFLOAD),
+    quarter, half, most = (_long_documents(num_tokens, share) for share in LONG_SHARES)
+    levels = [
+        *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
+        *((long, OFFLOAD, REPLAY) for long in (quarter, half, most)),
+        (half, RECOMPUTE, RECOMPUTE),
+        (half, OFFLOAD, RECOMPUTE),
+        (half, OFFLOAD, OFFLOAD),
     ]
-    usable = [pair for pair in pairs if can_offload or OFFLOAD not in pair]
-    return [None, *(np.where(long, of_long, of_short).astype(np.int8) for of_long, of_short in usable)]
+    columns: list[NDArray[np.int8] | None] = [None]
+    for long, of_long, of_short in levels:
+        column = np.where(long, of_long, of_short).astype(np.int8)
+        # One document may hold all shares: equal columns are one level.
+        is_new = not any(other is not None and (other == column).all() for other in columns)
+        if is_new and (can_offload or OFFLOAD not in (of_long, of_short)):
+            columns.append(column)
+    return columns
 
 
-def _long_documents(num_tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """The longest documents that hold at least `LONG_SHARE` of the tokens; equal lengths in arrival order."""
+def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """The longest documents that hold at least this share of the tokens; equal lengths in arrival order."""
     order = np.argsort(-num_tokens, kind="stable")
     before = np.cumsum(num_tokens[order]) - num_tokens[order]
     long = np.zeros(len(num_tokens), bool)
-    long[order[before < LONG_SHARE * num_tokens.sum()]] = True
+    long[order[before < share * num_tokens.sum()]] = True
     return long

@@ -23,7 +23,7 @@ from functools import partial
 
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.dp_balance import assign_replicas
-from evenload.plan.dp_merge import merge_documents
+from evenload.plan.dp_merge import merge_documents, other_merges
 from evenload.plan.levels import rank_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import ReplicaChoice, StepProblem
@@ -36,6 +36,8 @@ EVENNESS_WORTH = 1.1
 room, a few of their packs in flight can take three times as long."""
 EVEN_REPLICAS = 1.01
 """Max/mean time of replicas above which merging documents is tried."""
+BUSY_ENOUGH = 0.9
+"""Of all ranks' time in packs, above which no other groups of replicas are tried."""
 SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
@@ -69,13 +71,14 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[R
 def search_levels(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
 ) -> tuple[StepProblem, FoundStep] | None:
-    """The most promising level first, until one fits memory; else the one that misses it by the least."""
+    """The best of the most promising levels, or of the next ones until one fits memory."""
     best: tuple[StepProblem, FoundStep] | None = None
-    for problem in rank_levels(problems, rules_of):
+    ranked, close = rank_levels(problems, rules_of)
+    for place, problem in enumerate(ranked):
         found = search_with_merging(problem, rules_of(problem))
         if found and (best is None or found.worth() < best[1].worth()):
             best = problem, found
-        if found and not found.worth()[0]:
+        if place + 1 >= close and best and not best[1].worth()[0]:
             break
     return best
 
@@ -100,9 +103,16 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep |
     merge = merge_documents(problem)
     if merge is None:
         return apart
-    merged = search_merged(problem, merge, rules, _pipeline_share(problem, apart))
-    options = [found for found in (apart, merged) if found]
-    return min(options, key=FoundStep.worth, default=None)
+    share = _pipeline_share(problem, apart)
+    best = min(
+        (found for found in (apart, search_merged(problem, merge, rules, share)) if found),
+        key=FoundStep.worth,
+        default=None,
+    )
+    if best is None or not _is_even_and_fits(best) or best.busy_share() < BUSY_ENOUGH:
+        others = [search_merged(problem, other, rules, share) for other in other_merges(problem, merge)]
+        best = min((found for found in (best, *others) if found), key=FoundStep.worth, default=None)
+    return best
 
 
 def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:

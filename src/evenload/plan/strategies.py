@@ -48,6 +48,9 @@ SOLVER_STRATEGIES = ("fixed_exact",)
 WHOLE_STRATEGIES = ("padded", "best_fit", "fixed_greedy", "fixed_exact", "balanced", "wlb")
 """Never cut a document, nor share one among replicas."""
 
+BOUNDED_STRATEGIES = ("padded", "sequential", "best_fit", "fixed_greedy", "balanced")
+"""Their packs do not depend on memory, or are chosen among by time: no memory limit makes them faster."""
+
 FLAT_STRATEGIES = ("skrull",)
 """Know no pipeline: refused where pp > 1."""
 
@@ -59,7 +62,7 @@ def _plan_auto(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[Repl
     """`auto` starts from `slimpack`; rivals are the others, but what needs a solver and what chooses a layout."""
     apart = ("auto", "slimpack", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
     rivals = [
-        Rival(plan, cuts=name not in WHOLE_STRATEGIES, can_fit=MEMORY_CHECKS.get(name))
+        Rival(plan, name not in WHOLE_STRATEGIES, name in BOUNDED_STRATEGIES, MEMORY_CHECKS.get(name))
         for name, plan in STRATEGIES.items()
         if name not in apart
     ]
