@@ -82,12 +82,14 @@ double context_layer_s(const CostTable& table, const PassTable& pass, double gat
 
 struct Direction {
     std::vector<double> seconds, p2p_s;
+    std::vector<double> copy_s;  // of offloaded tokens, as `seconds`; empty without policies
 };
 
 Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
                           std::span<const int8_t> policy, bool is_backward) {
     const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
-    Direction out{std::vector<double>(m * P), std::vector<double>(m, 0.0)};
+    Direction out{std::vector<double>(m * P), std::vector<double>(m, 0.0), {}};
+    if (!policy.empty()) out.copy_s.assign(m * P, 0.0);
     const bool shared = any_shared(packs);
     std::vector<double> features(F);
     std::array<double, kPolicies> policy_tokens{};
@@ -126,7 +128,9 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             if (policy_tokens[kOffload] > 0) {
                 const double copied_bytes = policy_tokens[kOffload] * table.offload_bytes_per_token[s];
                 if (copied_bytes > 0) {
-                    seconds = std::max(seconds, copied_bytes / table.host.bandwidth_bytes_per_s + table.host.latency_s);
+                    const double copy_s = copied_bytes / table.host.bandwidth_bytes_per_s + table.host.latency_s;
+                    out.copy_s[k * P + s] = copy_s;
+                    seconds = std::max(seconds, copy_s);
                 }
             }
             out.seconds[k * P + s] = seconds;
@@ -259,7 +263,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     }
 }
 
-void price_split(const CostTable& table, const PackView& backward, Priced& out) {
+void price_split(const CostTable& table, const PackView& backward, const std::vector<double>& copy_s, Priced& out) {
     const int64_t P = table.num_stages, m_b = backward.num_packs();
     out.input_s.resize(m_b * P);
     out.weight_s.resize(m_b * P);
@@ -275,7 +279,9 @@ void price_split(const CostTable& table, const PackView& backward, Priced& out) 
         for (int64_t s = 0; s < P; ++s) {
             const int64_t cell = j * P + s;
             const double whole_s = out.backward_s[cell];
-            const double weight_s = std::min(table.weight_share * (layer_s * table.layers[s]), table.weight_share * whole_s);
+            double weight_s = std::min(table.weight_share * (layer_s * table.layers[s]), table.weight_share * whole_s);
+            // I needs all that comes back from the host; while it waits, a part of W's work is done.
+            if (!copy_s.empty()) weight_s = std::min(weight_s, whole_s - copy_s[cell]);
             const int64_t held = tokens * table.weight_held_bytes[s], made = tokens * table.weight_new_bytes[s];
             out.input_s[cell] = whole_s - weight_s;
             out.weight_s[cell] = weight_s;
@@ -347,7 +353,7 @@ Priced price(const CostTable& table, const PackView& forward, const PackView& ba
     out.p2p_backward_s = std::move(second.p2p_s);
     out.forwards_needed = forwards_needed(forward, backward, num_tokens);
     price_bytes(table, forward, backward, num_tokens, policy, out);
-    if (split) price_split(table, backward, out);
+    if (split) price_split(table, backward, second.copy_s, out);
     return out;
 }
 

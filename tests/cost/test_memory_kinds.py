@@ -22,7 +22,7 @@ def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=LINK, devices_per_node=64)
     costs = PackCosts(sample_model(), coefficients, layout)
     tasks = pipeline_tasks(costs, forward, backward, num_tokens, policy)
-    return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward)) if split else tasks
+    return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -110,6 +110,21 @@ def test_copies_fit_into_their_actions_and_stick_out_by_what_the_plan_charges() 
     assert fast.time_split().offload_s == 0
 
 
+def test_reloads_fit_into_the_input_gradients_of_split_backwards() -> None:
+    """I reads what comes back from the host, so it cannot be shorter than the copy, however short W leaves it."""
+    proposal = propose(even_layout(3, dp=2, pp=3), "auto", host=SLOW, lengths=LENGTHS * 3, policy="offload")
+    timeline = detailed_timeline(*_with_costs(proposal))
+    side, rows = timeline.side, side_of(timeline, "reload")
+    assert side is not None
+    split = 0
+    for row in rows.tolist():
+        at = task_of(timeline, row, "B", "I")
+        split += int(timeline.kind[at] == KINDS.index("I"))
+        assert side.start_s[row] == timeline.start_s[at]
+        assert side.end_s[row] <= timeline.end_s[at] * (1 + 1e-12)
+    assert split > 10
+
+
 def task_of(timeline: Timeline, row: int, *kinds: str) -> int:
     side = timeline.side
     assert side is not None

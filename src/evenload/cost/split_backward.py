@@ -29,12 +29,15 @@ WEIGHT_SHARE = 0.5
 """Of the backward of a linear layer: dW and dX are products of the same size."""
 
 
-def split_backward(costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns) -> SplitBackward:
+def split_backward(
+    costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns, policy: NDArray[np.int8] | None = None
+) -> SplitBackward:
     """How the backward packs of `tasks` divide. O(slices + packs·stages).
 
     Args:
         tasks: priced packs, whole backwards.
         backward: the same packs.
+        policy: int8[num_documents] with which they were priced; None = all replay.
     """
     layout, per_layer = costs.layout, costs.coefficients.backward
     weight_s = WEIGHT_SHARE * np.outer(
@@ -43,6 +46,9 @@ def split_backward(costs: PackCosts, tasks: PipelineTasks, backward: SliceColumn
     )
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
     weight_s = np.minimum(weight_s, WEIGHT_SHARE * tasks.backward_s)
+    if policy is not None:
+        # I needs all that comes back from the host; while it waits, a part of W's work is done.
+        weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
     return divide_backward(costs.model, layout, tasks, backward, tasks.backward_s - weight_s, weight_s)
 
 

@@ -96,7 +96,7 @@ def pipeline_tasks(
         backward_freed_bytes=held.backward_freed_bytes,
         backward_temp_bytes=held.backward_temp_bytes,
     )
-    return replace(tasks, split=split_backward(costs, tasks, backward)) if split else tasks
+    return replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
 
 
 def forwards_needed(forward: SliceColumns, backward: SliceColumns, num_tokens: NDArray[np.int64]) -> NDArray[np.int32]:

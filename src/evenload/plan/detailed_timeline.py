@@ -5,9 +5,8 @@ On top of `predicted_timeline`, with the same start and end of every action and 
     critical path    which actions set the end of their replica
     recompute        the front of a backward (or of its I): forward work repeated before gradients flow
     offload, reload  copies on the rank's copy stream, beside compute: out at the end of the forward, in from the start
-                     of the backward. An action lasts as long as the longer of compute and copy, so the copy fits
-                     inside it, and what compute does not hide is in the planners' seconds already. A reload before an
-                     I, which is shorter than the whole backward, may begin up to W's seconds before it.
+                     of the backward (of I, where it is split). An action lasts as long as the longer of compute and
+                     copy, so the copy fits inside it, and what compute does not hide is in the planners' seconds
     hops             as edge delays, or ("serial") one after the other on every link from one rank to another; then
                      actions wait for them and the step is longer than planned
     reduction, optimizer    of every replica and rank, after the slowest replica, as the plan's step time counts them
@@ -116,13 +115,9 @@ def _inside(
         at = np.flatnonzero(runs)
         taken_s = seconds[actions.pack[at], actions.stage[at]]
         at, taken_s = at[taken_s > 0], taken_s[taken_s > 0]
-        start_s, end_s = simulation.start_s[at], simulation.end_s[at]
-        if name == "offload":
-            start_s = end_s - taken_s
-        else:
-            late = (actions.kind[at] == 2) & (taken_s > end_s - start_s)
-            start_s = np.where(late, end_s - taken_s, start_s)
-            end_s = start_s + taken_s
+        # Out while the forward ends, in while the backward begins; both fit, as the action waits for its copies.
+        start_s = simulation.end_s[at] - taken_s if name == "offload" else simulation.start_s[at]
+        end_s = start_s + taken_s
         found.append(
             (name, _ranks(actions)[at], actions.stage[at], actions.pack[at], np.full(len(at), -1), start_s, end_s)
         )
