@@ -107,7 +107,7 @@ def refine_rules(problem: StepProblem) -> RefineRules:
     options = problem.options
     may_split = not options.executable and problem.layout.num_stages > 1
     return RefineRules(
-        variants=lambda trial: [replace(trial, order="list", split=True)] if may_split else [],
+        variants=lambda trial: [trial._replace(order="list", split=True)] if may_split else [],
         may_split=may_split,
         budget=options.max_candidates,
         time_budget_s=options.time_budget_s,

@@ -6,7 +6,6 @@ use, whose search costs far more than a look.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from evenload.plan.dp_balance import assign_replicas
@@ -113,7 +112,7 @@ def _rated(
     """Quick trials only: the list schedule with whole backwards tells levels apart."""
     jobs = []
     for search in searches:
-        trials = [replace(trial, split=False) for trial in rules.first(search) if trial.order == "list"]
+        trials = [trial._replace(split=False) for trial in rules.first(search) if trial.order == "list"]
         jobs.append((search, trials or rules.first(search)))
     score(jobs)
     best = [search.best() for search in searches]

@@ -32,6 +32,7 @@ from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies import DELAYING_STRATEGIES, LEVEL_STRATEGIES, MEMORY_CHECKS, strategy_named
 from evenload.plan.time_split import split_step_time
 from evenload.simulate.critical_path import CriticalPath, critical_path
+from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
@@ -49,7 +50,8 @@ class Proposal:
         choices: per replica the chosen columns, tasks, actions and simulation.
         why: why the plan does not fit memory; "" when it does.
         bubble_fraction: share of all ranks' step time in which no pack is computed.
-        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage, worst replica.
+        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage, of the worst set of ranks: a
+            replica, or the replicas of a group for the packs that they share.
         imbalance_dp: max/mean makespan over replicas.
         max_pack_tokens: of the largest pack, padding included.
         cap_violations: packs above the token limit of the options.
@@ -308,8 +310,8 @@ class StepPlanner:
             choices=choices,
             why=self._memory_reason(plan.strategy, choices),
             bubble_fraction=1.0 - busy_s / (self.layout.dp * self.layout.pp * plan.predicted.step_time_s),
-            imbalance_forward=max((imbalance(one.tasks.forward_s) for one in used), default=1.0),
-            imbalance_backward=max((imbalance(one.tasks.backward_s) for one in used), default=1.0),
+            imbalance_forward=max((_uneven(one.forward, one.tasks.forward_s) for one in used), default=1.0),
+            imbalance_backward=max((_uneven(one.backward, one.tasks.backward_s) for one in used), default=1.0),
             imbalance_dp=float(makespan_s.max() / makespan_s.mean()) if makespan_s.any() else 1.0,
             max_pack_tokens=int(tokens.max(initial=0)),
             cap_violations=0 if limit is None else int((tokens > limit).sum()),
@@ -341,6 +343,14 @@ def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, Activ
     return {
         doc_id: POLICIES[code] for doc_id, code in zip(doc_ids.tolist(), policy.tolist(), strict=True) if code != REPLAY
     }
+
+
+def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
+    """Max/mean pack time of the worst set of ranks: packs that a group of replicas shares are a set of their own."""
+    if packs.cp is None:
+        return imbalance(pack_s)
+    ranks = packs.cp[packs.pack_offset[:-1]]
+    return max(imbalance(pack_s[ranks == count]) for count in np.unique(ranks))
 
 
 def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:

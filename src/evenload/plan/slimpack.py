@@ -18,7 +18,6 @@ those; then replicas are evened out (`plan.step_search`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from evenload.errors import ConfigError, InfeasiblePlanError
@@ -31,7 +30,7 @@ from evenload.plan.replica_search import ReplicaSearch, TrialScore
 from evenload.plan.step_search import FoundStep, SearchRules, search_merged, search_step
 from evenload.plan.trial_space import ORDERS, Cut, Order, Setting, Trial
 
-EVENNESS_WORTH = 1.1
+EVENNESS_WORTH = 1.2
 """Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
 room, a few of their packs in flight can take three times as long."""
 EVEN_REPLICAS = 1.01
@@ -88,7 +87,7 @@ def slimpack_rules(problem: StepProblem) -> SearchRules:
     orders = _orders(problem)
     return SearchRules(
         first=_first_trials,
-        variants=lambda trial: [replace(trial, order=order) for order in orders[1:]],
+        variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
         worth=partial(_worth, problem),
         shared=SHARED_TRIALS,
     )

@@ -222,6 +222,7 @@ def refine(found: FoundStep, rules: RefineRules) -> None:
         own = [found.own[slowest]] if len(found.own[slowest].documents) else []
         if not sum(_improve(search, budget, rules.may_split, SLOWEST_SHARE) for search in (*shared, *own)):
             stuck.add(slowest)
+    _even_out(found)
 
 
 def _rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
@@ -325,7 +326,7 @@ def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
     """Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every rest shorter."""
     trials = rules.first(search)
     for _ in range(MORE_PACKS):
-        trials = [trial.with_count(2 * trial.setting.count) for trial in trials]
+        trials = [trial.with_count(2 * trial.setting.num_packs) for trial in trials]
         score([(search, trials)])
         if _has_trial(search):
             return True

@@ -124,22 +124,24 @@ def _packs(
     ]
     forward, backward = curves
     if setting.cut == "whole":
-        return _whole(rules, num_tokens, setting.count, (forward, backward))
+        return _whole(rules, num_tokens, setting.num_packs, (forward, backward))
     limits = {
         "min_slice_tokens": rules.min_slice_tokens,
         "max_pack_tokens": rules.max_pack_tokens,
         "backend": "python",
     }
     if setting.cut == "symmetric":
-        align = _align(rules, num_tokens, setting.count, forward, backward)
-        return chain_free_columns(num_tokens, (forward, backward), setting.count, align=align, **limits)
+        align = _align(rules, num_tokens, setting.num_packs, forward, backward)
+        return chain_free_columns(num_tokens, (forward, backward), setting.num_packs, align=align, **limits)
     order = np.argsort(-work_below((forward,), num_tokens), kind="stable").astype(np.int32)
     parts = []
     for curve, last_first in ((forward, False), (backward, True)):
-        align = _align(rules, num_tokens, setting.count, curve)
+        align = _align(rules, num_tokens, setting.num_packs, curve)
         try:
             parts.append(
-                partition_by_work(num_tokens, order, curve, setting.count, align=align, last_first=last_first, **limits)
+                partition_by_work(
+                    num_tokens, order, curve, setting.num_packs, align=align, last_first=last_first, **limits
+                )
             )
         except ConfigError:
             return None  # a document beyond the limit that no legal cut divides

@@ -1,7 +1,7 @@
 """The space that `slimpack` and `auto` search for one replica: a `Trial` is a point, `neighbours` are one step away.
 
 cut          "symmetric" chain-free slices, "asymmetric" cuts of both directions, "whole" documents by LPT
-count        packs aimed at, before tapering
+num_packs    packs aimed at, before tapering
 token_weight what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ of oracle §3)
 taper        halvings of the first forward and of the last backward pack (`plan.pack_halving`)
 order        "list", "list alternate": the memory-capped list schedule, backward or forward first after a backward;
@@ -10,8 +10,7 @@ lookahead, split    of the list schedule (`schedule.packflow`)
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +25,16 @@ TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 3))
 UNLIMITED_LOOKAHEAD = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """How packs are cut."""
 
     cut: Cut
-    count: int
+    num_packs: int
     token_weight: int = 1
     taper: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Packs under one schedule."""
 
     setting: Setting
@@ -47,7 +44,7 @@ class Trial:
 
     def with_count(self, count: int) -> "Trial":
         """The same with another number of packs."""
-        return replace(self, setting=replace(self.setting, count=count))
+        return self._replace(setting=self.setting._replace(num_packs=count))
 
     def describe(self) -> str:
         """For reports."""
@@ -68,7 +65,7 @@ def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
     rows = [
         (
             CUTS.index(trial.setting.cut),
-            trial.setting.count,
+            trial.setting.num_packs,
             trial.setting.token_weight,
             *trial.setting.taper,
             ORDERS.index(trial.order),
@@ -84,21 +81,21 @@ def neighbours(trial: Trial, *, pp: int, cuts: tuple[Cut, ...], may_split: bool)
     """Trials that differ in one coordinate; the cheap ones, which keep the packs, first."""
     setting = trial.setting
     if pp > 1:
-        yield replace(trial, order="list alternate" if trial.order == "list" else "list")
+        yield trial._replace(order="list alternate" if trial.order == "list" else "list")
         for lookahead in LOOKAHEADS:
             if lookahead != trial.lookahead:
-                yield replace(trial, lookahead=lookahead)
+                yield trial._replace(lookahead=lookahead)
         if may_split:
-            yield replace(trial, split=not trial.split)
+            yield trial._replace(split=not trial.split)
         at = TAPERS.index(setting.taper)
         for taper in TAPERS[max(0, at - 1) : at + 2]:
             if taper != setting.taper:
-                yield replace(trial, setting=replace(setting, taper=taper))
-    yield replace(trial, setting=replace(setting, token_weight=3 - setting.token_weight))
-    counts = (setting.count * 3 // 2, setting.count * 3 // 4, setting.count + pp)
+                yield trial._replace(setting=setting._replace(taper=taper))
+    yield trial._replace(setting=setting._replace(token_weight=3 - setting.token_weight))
+    counts = (setting.num_packs * 3 // 2, setting.num_packs * 3 // 4, setting.num_packs + pp)
     for count in dict.fromkeys(max(1, count) for count in counts):
-        if count != setting.count:
-            yield replace(trial, setting=replace(setting, count=count))
+        if count != setting.num_packs:
+            yield trial._replace(setting=setting._replace(num_packs=count))
     for cut in cuts:
         if cut != setting.cut:
-            yield replace(trial, setting=replace(setting, cut=cut))
+            yield trial._replace(setting=setting._replace(cut=cut))

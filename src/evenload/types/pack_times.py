@@ -3,7 +3,8 @@
 A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the
 schedule splits a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over
 the mean pack of the same replica (replicas may cut into different numbers of packs), of the worst replica;
-1.0 is perfect. Planner, `metrics.jsonl` and reports all mean this. Price: O(n log n) in tasks.
+1.0 is perfect. Planner, `metrics.jsonl` and reports all mean this; only the planner knows which packs a group of
+replicas shares (DP-Merge) and counts those apart. Price: O(n log n) in tasks.
 """
 
 from typing import NamedTuple
