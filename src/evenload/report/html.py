@@ -83,8 +83,7 @@ def render_report(report: RunReport) -> str:
         blocks.append(_comparison(report.comparison, report.best))
     blocks += _notes(report.sections)
     blocks += _overview(report)
-    refused = [str(row["name"]) for row in report.comparison if not is_feasible(row)]
-    step_view = step_view_html(report.sections, report.best, refused)
+    step_view = step_view_html(report.sections, report.best, _refused(report))
     if step_view:
         blocks += ["<h2>Inside a step</h2>", step_view]
     for identifier, section in trained:
@@ -102,6 +101,11 @@ def render_report(report: RunReport) -> str:
     return page_html(report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if step_view else ())
 
 
+def _refused(report: RunReport) -> set[str]:
+    """Names of strategies that exceed memory."""
+    return {str(row["name"]) for row in report.comparison if not is_feasible(row)}
+
+
 def _notes(sections: Sequence[RunSection]) -> list[str]:
     several = len(sections) > 1
     return [
@@ -115,12 +119,17 @@ def _overview(report: RunReport) -> list[str]:
     """Figures that put all runs into one picture."""
     sections = report.sections
     blocks = ["<h2>All strategies</h2>" if len(sections) > 1 else ""]
-    splits = {section.name: section.time_split for section in sections if section.time_split is not None}
+    refused = _refused(report)
+    names = {section.name: f"{section.name} *" if section.name in refused else section.name for section in sections}
+    remark = " * exceeds memory: what it would take, were there more." if refused else ""
+    splits = {names[section.name]: section.time_split for section in sections if section.time_split is not None}
     if splits:
-        blocks.append(figure_html("all-split", "Where the time goes", _READ_SPLIT, time_split_figure(splits)))
-    with_times = {section.name: section.timelines() for section in sections if section.steps}
+        figure = time_split_figure(splits)
+        blocks.append(figure_html("all-split", "Where the time goes", _READ_SPLIT + remark, figure))
+    with_times = {names[section.name]: section.timelines() for section in sections if section.steps}
     if with_times:
-        blocks.append(figure_html("all-packs", "Pack times", _READ_PACKS, pack_time_figure(with_times)))
+        figure = pack_time_figure(with_times)
+        blocks.append(figure_html("all-packs", "Pack times", _READ_PACKS + remark, figure))
     trained = {section.name: section.metrics for section in sections if section.metrics}
     if len(trained) > 1:
         blocks.append(figure_html("all-speed", "Tokens per second", _READ_TOKENS, tokens_per_s_figure(trained)))

@@ -28,6 +28,8 @@ _GAP_PX, _TOP_PX, _BOTTOM_PX = 44, 66, 50
 _MOST_POINTS = 40
 """Up to this many packs are drawn one by one."""
 _SPREAD_OF_POINTS = 0.22
+_ROOM = 1.14
+"""The axis is longer than the longest shape by this factor, for the numbers."""
 _MOST_SHOWN = 5.0
 """Ratios beyond lie outside of the first view, or one strategy's worst pack would squeeze all shapes to a line."""
 
@@ -61,7 +63,7 @@ def pack_time_figure(sections: Sections) -> go.Figure:
             text = format_ratio(imbalance)
             if slowest > _MOST_SHOWN:
                 text = f"{text}, slowest {slowest:.1f}× ▸"
-            figure.add_annotation(_note(text, min(slowest, _MOST_SHOWN), row, panel))
+            figure.add_annotation(_note(text, slowest, row, panel))
         figure.add_annotation(_heading(f"<b>{direction.capitalize()} packs</b>", panel))
     names = [escape(f"{name}, {origin}" if both else name, quote=False) for name, origin in rows]
     figure.update_layout(
@@ -80,7 +82,7 @@ def pack_time_figure(sections: Sections) -> go.Figure:
         fixedrange=True,
     )
     # Room on the right for the numbers.
-    figure.update_xaxes(zeroline=False, range=[0, min(largest, _MOST_SHOWN) * 1.14], ticksuffix="×")
+    figure.update_xaxes(zeroline=False, range=[0, min(largest, _MOST_SHOWN) * _ROOM], ticksuffix="×")
     figure.update_xaxes(title_text="time of a pack over the mean pack of its replica", row=2, col=1)
     for panel in (1, 2):
         figure.add_vline(x=1, line={"color": PREDICTED, "width": 1, "dash": "dot"}, row=panel, col=1)  # type: ignore[arg-type]
@@ -121,11 +123,21 @@ def _shape(ratios: NDArray[np.float64], row: int, color: str, is_hollow: bool) -
 
 
 def _note(text: str, at: float, row: int, panel: int) -> go.layout.Annotation:
+    """Beside the end of a shape; over it where the shape goes on beyond the view."""
     axis = "" if panel == 1 else str(panel)
+    is_beyond = at > _MOST_SHOWN
     return go.layout.Annotation(
-        text=text, x=at, y=row, xref=f"x{axis}", yref=f"y{axis}", xanchor="left", xshift=7, showarrow=False,
+        text=text,
+        x=_MOST_SHOWN * _ROOM if is_beyond else at,
+        y=row,
+        xref=f"x{axis}",
+        yref=f"y{axis}",
+        xanchor="right" if is_beyond else "left",
+        xshift=0 if is_beyond else 7,
+        yshift=9 if is_beyond else 0,
+        showarrow=False,
         font={"size": 11.5},
-    )  # fmt: skip
+    )
 
 
 def _heading(text: str, panel: int) -> go.layout.Annotation:

@@ -10,20 +10,22 @@ from typing import NamedTuple
 
 
 class KindStyle(NamedTuple):
-    """How tasks of one kind look: colour of even and odd packs, the text on each, and the legend's name."""
+    """How tasks of one kind look: colour of even and odd packs and of those too thin to tell apart, the text on each
+    of the first two, and the legend's name."""
 
     even: str
     odd: str
+    thin: str
     text_even: str
     text_odd: str
     name: str
 
 
 KIND_STYLES = {
-    "F": KindStyle("#1f6fb5", "#7ab5e6", "#ffffff", "#0b2033", "forward"),
-    "B": KindStyle("#d06a12", "#f2ae69", "#ffffff", "#3b1d02", "backward"),
-    "I": KindStyle("#d06a12", "#f2ae69", "#ffffff", "#3b1d02", "backward: input gradient"),
-    "W": KindStyle("#7d5233", "#b58d6d", "#ffffff", "#24150a", "backward: weight gradient"),
+    "F": KindStyle("#1f6fb5", "#7ab5e6", "#4c92cd", "#ffffff", "#0b2033", "forward"),
+    "B": KindStyle("#d06a12", "#f2ae69", "#e18c3d", "#ffffff", "#3b1d02", "backward"),
+    "I": KindStyle("#d06a12", "#f2ae69", "#e18c3d", "#ffffff", "#3b1d02", "backward: input gradient"),
+    "W": KindStyle("#7d5233", "#b58d6d", "#996f50", "#ffffff", "#24150a", "backward: weight gradient"),
 }
 IDLE = "rgba(128,134,145,0.16)"
 PREDICTED = "#8a919e"

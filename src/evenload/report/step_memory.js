@@ -34,10 +34,13 @@ Evenload.stepMemory = (() => {
   const fullest = (panel) =>
     panel.placed.rows.reduce((best, { lane }) => (best && best.peakBytes >= lane.peakBytes ? best : lane), null);
 
+  // A limit far above everything held would squeeze the lines to the ground; then only its number is shown.
+  const FAR = 4;
   const memoryScale = (panel, limitBytes) => {
     const peak = panel.placed.rows.reduce((most, { lane }) => Math.max(most, lane.peakBytes), 0);
-    const most = Math.max(peak, limitBytes ?? 0) * 1.06 || 1;
-    return { most, at: (value) => MEMORY_PX - 4 - (value / most) * (MEMORY_PX - 12) };
+    const isFar = Boolean(limitBytes) && limitBytes > FAR * peak;
+    const most = Math.max(peak, isFar ? 0 : (limitBytes ?? 0)) * 1.06 || 1;
+    return { most, isFar, at: (value) => MEMORY_PX - 4 - (value / most) * (MEMORY_PX - 12) };
   };
 
   const laneColor = (panel, lane) =>
@@ -77,17 +80,17 @@ Evenload.stepMemory = (() => {
       }
     }
     if (limitBytes) {
-      ctx.strokeStyle = color("--limit");
+      const at = y.isFar ? 4 : y.at(limitBytes);
+      ctx.strokeStyle = ctx.fillStyle = color("--limit");
       ctx.lineWidth = 1.6;
       ctx.setLineDash([6, 4]);
       ctx.beginPath();
-      ctx.moveTo(x.left, y.at(limitBytes));
-      ctx.lineTo(x.right, y.at(limitBytes));
+      ctx.moveTo(x.left, at);
+      ctx.lineTo(y.isFar ? x.left : x.right, at);
       ctx.stroke();
       ctx.setLineDash([]);
-      ctx.fillStyle = color("--limit");
       ctx.textAlign = "right";
-      ctx.fillText(`limit ${bytes(limitBytes)}`, x.right - 6, y.at(limitBytes) + 9);
+      ctx.fillText(`limit ${bytes(limitBytes)}${y.isFar ? " (far above)" : ""}`, x.right - 6, at + 9);
     }
     ctx.restore();
   };

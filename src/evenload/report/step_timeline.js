@@ -40,7 +40,7 @@ Evenload.stepTimeline = (() => {
     const x = scale(view, width);
     axis(ctx, x, 0, bottom, tickSeconds);
     const bar = Math.max(1, height - (height > 8 ? 3 : height > 4 ? 1 : 0));
-    const buckets = kinds.map(() => [[], []]);
+    const buckets = kinds.map(() => [[], [], []]);
     const numbers = [];
     const critical = [];
     clip(ctx, x, 0, bottom);
@@ -55,14 +55,15 @@ Evenload.stepTimeline = (() => {
       for (let i = firstVisible(timeline, lane, x.low); i < lane.last && timeline.start[i] < x.high; i++) {
         const left = x.at(timeline.start[i]);
         const wide = x.factor * (timeline.end[i] - timeline.start[i]);
-        buckets[timeline.kind[i]][timeline.pack[i] & 1].push(left, top, wide);
+        // Light and dark in turn only where the eye can tell; stripes of a pixel would be noise.
+        buckets[timeline.kind[i]][wide < 2.5 ? 2 : timeline.pack[i] & 1].push(left, top, wide);
         if (height >= 14 && wide > 4 + 6.6 * String(timeline.pack[i]).length) numbers.push([i, left, top, wide]);
         if (showCritical && timeline.critical[i]) critical.push(left, top, wide);
       }
     }
-    buckets.forEach((parities, kind) =>
-      parities.forEach((rects, odd) => {
-        ctx.fillStyle = odd ? kinds[kind].odd : kinds[kind].even;
+    buckets.forEach((shades, kind) =>
+      shades.forEach((rects, shade) => {
+        ctx.fillStyle = [kinds[kind].even, kinds[kind].odd, kinds[kind].thin][shade];
         for (let k = 0; k < rects.length; k += 3) {
           // A hair of background between wide neighbours; none where it would eat the bar.
           ctx.fillRect(rects[k], rects[k + 1], rects[k + 2] > 4 ? rects[k + 2] - 0.6 : rects[k + 2], bar);

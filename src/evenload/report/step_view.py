@@ -61,6 +61,7 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
                 "name": KIND_STYLES[letter].name,
                 "even": KIND_STYLES[letter].even,
                 "odd": KIND_STYLES[letter].odd,
+                "thin": KIND_STYLES[letter].thin,
                 "textEven": KIND_STYLES[letter].text_even,
                 "textOdd": KIND_STYLES[letter].text_odd,
             }

@@ -106,8 +106,10 @@ class Timeline:
         return int(self.memory_bytes.max()) if len(self.memory_bytes) else 0
 
     def bubble_fraction(self) -> float:
-        """Share of all ranks' step time in which a rank computed no pack."""
-        num_ranks = len(np.unique(self.dp_rank.astype(np.int64) * 2**32 + self.rank))
+        """Share of all ranks' step time in which a rank computed no pack; ranks that only hold memory count too."""
+        working = self.dp_rank.astype(np.int64) * 2**32 + self.rank
+        holding = self.memory_dp_rank.astype(np.int64) * 2**32 + self.memory_rank
+        num_ranks = len(np.union1d(working, holding))
         if not num_ranks or self.step_time_s <= 0:
             return 0.0
         return 1.0 - float((self.end_s - self.start_s).sum()) / (num_ranks * self.step_time_s)
