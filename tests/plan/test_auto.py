@@ -1,6 +1,5 @@
 """`auto`: never worse than any strategy, always valid, deterministic; and the moves it is made of."""
 
-import gzip
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
 
-LENGTH_TABLES = sorted((Path(__file__).parents[2] / "examples" / "lengths").glob("*.npy.gz"))
+LENGTH_TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
 OTHERS = [name for name in STRATEGIES if name not in ("auto", *SOLVER_STRATEGIES, *FLAT_STRATEGIES)]
 
 
@@ -43,12 +42,12 @@ def tiny_planner(dp: int, pp: int, *, virtual: int = 1, cap: int | None = None, 
     )
 
 
-def beats_all(planner: StepPlanner, lengths) -> Proposal:
+def beats_all(planner: StepPlanner, lengths, *, flat: bool = False) -> Proposal:
     """Check `auto` against every other strategy; its proposal."""
     step = documents(lengths)
     found = planner.propose(0, step, "auto")
     validate_plan(found.plan, max_pack_tokens=planner.options.max_pack_tokens)
-    for name in OTHERS:
+    for name in (*OTHERS, *FLAT_STRATEGIES) if flat else OTHERS:
         try:
             other = planner.propose(0, step, name)
         except EvenloadError:
@@ -59,25 +58,42 @@ def beats_all(planner: StepPlanner, lengths) -> Proposal:
     return found
 
 
-@pytest.mark.parametrize("table", LENGTH_TABLES, ids=lambda path: path.name.split(".")[0])
-@pytest.mark.parametrize(("dp", "pp", "model"), [(2, 4, "llama-7b"), (8, 1, "qwen2.5-0.5b")])
-def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model) -> None:
-    with gzip.open(table) as file:
-        lengths = np.minimum(np.load(file).astype(np.int64), 16_384)
-    lengths = np.random.default_rng(0).choice(lengths, 128)
+@pytest.mark.parametrize("table", LENGTH_TABLES)
+@pytest.mark.parametrize(
+    ("dp", "pp", "model", "context"),
+    [(2, 4, "llama-7b", 16_384), (4, 2, "qwen2.5-7b", 131_072), (8, 1, "qwen2.5-0.5b", 32_768)],
+)
+def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model, context) -> None:
+    """Within memory, with every activation policy and documents that replicas share, as `evenload plan` does."""
+    lengths = np.minimum(LENGTH_TABLES[table].astype(np.int64), context)[:256]
     spec, cluster = model_from(model), cluster_from("h100x8")
     layout = even_layout(spec.num_layers, dp=dp, pp=pp)
-    for executable in (True, False):
-        planner = StepPlanner(
-            spec,
-            analytic_coefficients(spec, cluster, layout),
-            layout,
-            usable_bytes(cluster),
-            PlanOptions(max_pack_tokens=16_384, executable=executable),
-        )
-        found = beats_all(planner, lengths)
-        kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}
-        assert not executable or kinds <= {"F", "B"}, "the runtime could not run it"
+    planner = StepPlanner(
+        spec,
+        analytic_coefficients(spec, cluster, layout),
+        layout,
+        usable_bytes(cluster),
+        PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, executable=False),
+    )
+    beats_all(planner, lengths, flat=pp == 1)
+
+
+@pytest.mark.parametrize("table", ["books", "github_dirs", "lmsys_like"])
+def test_what_the_runtime_executes_is_never_worse_either(table) -> None:
+    """No split backward, no shared documents, all activations stored: what `evenload train` plans."""
+    lengths = np.minimum(LENGTH_TABLES[table].astype(np.int64), 16_384)[:128]
+    spec, cluster = model_from("llama-7b"), cluster_from("h100x8")
+    layout = even_layout(spec.num_layers, dp=2, pp=4)
+    planner = StepPlanner(
+        spec,
+        analytic_coefficients(spec, cluster, layout),
+        layout,
+        usable_bytes(cluster),
+        PlanOptions(max_pack_tokens=16_384),
+    )
+    found = beats_all(planner, lengths)
+    kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}
+    assert kinds <= {"F", "B"}, "the runtime could not run it"
 
 
 LENGTHS = st.one_of(
