@@ -5,7 +5,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies import FLAT_STRATEGIES, STRATEGIES
-from evenload.plan.time_split import split_step_time
+from evenload.plan.time_split import split_planned_step, split_step_time
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
@@ -52,6 +52,9 @@ def test_causes_add_up_to_the_step_time(layout, strategy, policy) -> None:
         assert split.total_s() == pytest.approx(step_s, rel=1e-9)
         for cause, seconds in split.parts():
             assert seconds >= -1e-9 * step_s, cause
+        again = split_planned_step(proposal.plan, planner.costs)
+        for field in again.__struct_fields__:
+            assert getattr(again, field) == pytest.approx(getattr(split, field), abs=1e-9 * step_s), field
         assert split.useful_s == pytest.approx(planner.costs.lower_bound_seconds(np.array(lengths)), rel=1e-9)
 
 

@@ -19,6 +19,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
 from evenload.plan.detailed_timeline import detailed_timeline
 from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.time_split import split_planned_step
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
@@ -121,6 +122,7 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
         steps=(view,),
+        time_split=split_planned_step(plan, costs),
         memory_limit_bytes=facts.memory_cap_bytes,
     )
     return section, facts

@@ -18,10 +18,14 @@ from evenload.cost.owned_bytes import owners_from
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.plan.candidate import Candidate
+from evenload.plan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.plan.problem import ReplicaChoice
 from evenload.simulate.bubble import split_bubble
+from evenload.simulate.simulate import simulate
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
+from evenload.types.pipeline import action_columns
+from evenload.types.plan import StepPlan
 from evenload.types.time_split import TimeSplit
 
 
@@ -52,6 +56,33 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
         reduction_s=costs.reduction_seconds(),
         optimizer_s=costs.optimizer_seconds(),
     )
+
+
+def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
+    """As `split_step_time`, from a plan alone, for example of a finished run.
+
+    Args:
+        costs: with which it was planned.
+    """
+    documents = np.arange(len(plan.documents))
+    choices = []
+    for dp_rank, schedule in enumerate(plan.schedules):
+        packs, actions = replica_columns(plan, dp_rank), action_columns(schedule)
+        tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
+        sharding = tuple(pack.sharding for pack in plan.pack_plans[dp_rank].forward)
+        found = Candidate(
+            label="",
+            forward=packs.forward,
+            backward=packs.backward,
+            tasks=tasks,
+            actions=actions,
+            simulation=simulate(tasks, actions),
+            excess_bytes=0,
+            policy=packs.policy,
+            sharding=sharding,
+        )
+        choices.append(ReplicaChoice(documents, found))
+    return split_step_time(costs, choices)
 
 
 def _split_packs(

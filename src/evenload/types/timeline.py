@@ -75,7 +75,7 @@ class Timeline:
         memory_dp_rank, memory_rank: int32[num_samples].
         memory_time_s: float64[num_samples]; ascending for each rank.
         memory_bytes: int64[num_samples], bytes held from that time on.
-        is_critical: bool[num_tasks], on the critical path of the slowest replica; None = not known.
+        is_critical: bool[num_tasks], on the critical path of its replica; None = not known.
         side: what happens beside the packs; None = not known.
         memory_kind_bytes: int64[num_samples, len(MEMORY_KINDS)], adds up to `memory_bytes`; None = not known.
     """
