@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from test_html_report import EVIL, make_report
 
+from evenload.data.length_profile import profile_lengths
 from evenload.report.html import write_report
+from evenload.report.lengths_page import write_lengths_page
 from evenload.report.palette import KIND_STYLES
 from evenload.report.run_report import RunReport, RunSection, StepView
 from report_samples import make_plan, make_timeline, with_details
@@ -34,15 +36,28 @@ def browser():
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    """The page of `make_report()`, written once."""
+    path = tmp_path_factory.mktemp("sample") / "report.html"
+    write_report(path, make_report())
+    return path
+
+
 @pytest.fixture
-def open_page(browser, tmp_path):
-    """Opens a report; at the end no console message, error or network request may have happened."""
+def open_page(browser, sample, tmp_path):
+    """Opens a report or the file of one; without, the sample. At the end no console message, error or network request
+    may have happened."""
     complaints = []
     pages = []
 
-    def open_report(report, scheme="light", width=1280):
-        path = tmp_path / "report.html"
-        write_report(path, report)
+    def open_report(report=None, scheme="light", width=1280):
+        path = sample
+        if isinstance(report, RunReport):
+            path = tmp_path / "report.html"
+            write_report(path, report)
+        elif report is not None:
+            path = report
         page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
         pages.append(page)
         # Reading pixels back is what these tests do, not the page.
@@ -136,7 +151,7 @@ def view(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_opens_draws_every_figure_and_fits_the_width(open_page, scheme):
-    page = open_page(make_report(), scheme)
+    page = open_page(scheme=scheme)
     plots = page.locator(".plot")
     for i in range(plots.count()):
         draw(page, plots.nth(i).get_attribute("data-figure").removesuffix("-data"))
@@ -169,7 +184,7 @@ def test_the_page_holds_the_timelines_own_numbers(open_page):
 
 
 def test_bars_stand_where_their_tasks_are(open_page):
-    page = open_page(make_report())
+    page = open_page()
     canvas = steps(page).locator(".pair.timeline canvas").first
     for kind, letter in enumerate("FB"):
         for pack in (2, 3):
@@ -182,7 +197,7 @@ def test_bars_stand_where_their_tasks_are(open_page):
 
 def test_colours_follow_the_reader_also_while_open(open_page):
     """Dark text on a dark page is the usual fault of embedded plots."""
-    page = open_page(make_report())
+    page = open_page()
     plot = draw(page, "run-0-time")
 
     def tick_fill():
@@ -213,7 +228,7 @@ def test_colours_follow_the_reader_also_while_open(open_page):
 
 
 def test_hovering_a_bar_shows_its_content(open_page):
-    page = open_page(make_report())
+    page = open_page()
     steps(page)
     text = hover_task(page, 0, dp=0, kind=0, stage=0, pack=0)
     assert "0F0 forward, stage 0, pack 0" in text
@@ -229,7 +244,7 @@ def test_hovering_a_bar_shows_its_content(open_page):
 
 
 def test_hovering_memory_and_documents_shows_their_content(open_page):
-    page = open_page(make_report())
+    page = open_page()
     view = steps(page)
     memory = view.locator(".pair.memory canvas.over").first
     memory.scroll_into_view_if_needed()
@@ -250,7 +265,7 @@ def test_hovering_memory_and_documents_shows_their_content(open_page):
 
 
 def test_strategy_step_and_replica_can_be_chosen(open_page):
-    page = open_page(make_report())
+    page = open_page()
     root = steps(page)
     headings = root.locator("h4 b")
     assert headings.all_text_contents() == ["auto, predicted", "auto, measured"]
@@ -273,7 +288,7 @@ def test_strategy_step_and_replica_can_be_chosen(open_page):
 
 
 def test_dragging_zooms_all_timelines_and_a_double_click_goes_back(open_page):
-    page = open_page(make_report())
+    page = open_page()
     root = steps(page)
     whole = view(page)
     area = root.locator(".pair.timeline canvas.over").first.bounding_box()
@@ -304,7 +319,7 @@ def test_dragging_zooms_all_timelines_and_a_double_click_goes_back(open_page):
 
 
 def test_keys_and_buttons_zoom_too(open_page):
-    page = open_page(make_report())
+    page = open_page()
     root = steps(page)
     whole = view(page)
     root.locator("button[name=in]").click()
@@ -321,7 +336,7 @@ def test_keys_and_buttons_zoom_too(open_page):
 
 
 def test_the_critical_path_can_be_shown(open_page):
-    page = open_page(make_report())
+    page = open_page()
     root = steps(page)
     canvas = root.locator(".pair.timeline canvas").first
     box = task_box(page, 0, find_task(page, 0, dp=0, kind=0, stage=0, pack=0))
@@ -358,7 +373,7 @@ def test_memory_by_kind_and_recompute_are_shown_where_the_prediction_knows_them(
 
 def test_no_button_offers_to_upload_the_figure(open_page):
     """plotly.js 4 shows a "share in the cloud" button by default; run data must not leave by a click."""
-    page = open_page(make_report())
+    page = open_page()
     plot = draw(page, "all-packs")
     buttons = plot.locator(".modebar-btn")
     titles = [buttons.nth(i).get_attribute("data-title") for i in range(buttons.count())]
@@ -376,7 +391,7 @@ def test_hostile_names_stay_text_in_the_step_view(open_page):
 
 
 def test_a_narrow_page_makes_room_for_a_wrapped_legend(open_page):
-    page = open_page(make_report(), width=420)
+    page = open_page(width=420)
     plot = draw(page, "all-split")
     legend = plot.locator(".legend").bounding_box()
     bar = plot.locator(".bars .point path").first.bounding_box()
@@ -405,3 +420,14 @@ def test_sixteen_ranks_of_512_packs_stay_usable(open_page):
     )
     assert redraw_ms < 2000
     assert "forward" in hover_task(page, 1, kind=0, stage=15, pack=200)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
+    lengths = np.random.default_rng(0).lognormal(6, 2, 3000).astype(np.int64) + 1
+    write_lengths_page(tmp_path / "lengths.html", f"lengths of {EVIL}", profile_lengths(lengths))
+    page = open_page(tmp_path / "lengths.html", scheme)
+    assert EVIL in page.locator("h1").text_content()
+    for figure in ("classes", "cumulative", "windows"):
+        assert draw(page, figure).locator(".trace, .scatterlayer path").count() > 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from evenload.cli.output_file import require_writable, write_output
 from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths
@@ -58,7 +59,10 @@ def lengths_command(
     Exit code: 0 ok, 2 wrong input.
     """
     require_writable(json_file, html, png)
-    profile = profile_lengths(read_lengths(source), tuple(window) if window else DEFAULT_WINDOWS)
+    # Counting the tokens of a text source takes time; the spinner shows on terminals only.
+    with Console(stderr=True).status(f"reading {escape(source)}"):
+        lengths = read_lengths(source)
+    profile = profile_lengths(lengths, tuple(window) if window else DEFAULT_WINDOWS)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     title = f"evenload {version('evenload')} lengths: {source}"
     console.print(title, markup=False, highlight=False, soft_wrap=True)
