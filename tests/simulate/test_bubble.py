@@ -19,7 +19,8 @@ def test_hand_computed_split():
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
     bubble = split_bubble(tasks, actions, simulate(tasks, actions))
     assert (bubble.busy_s, bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
-    assert (bubble.communication_s, bubble.imbalance_s, bubble.dependency_s) == (1.0, 0.0, 3.0)
+    assert (bubble.communication_s, bubble.dependency_s) == (1.0, 3.0)
+    assert (bubble.stage_imbalance_s, bubble.pack_imbalance_s) == (0.0, 0.0)
     assert bubble.fraction == pytest.approx(8 / 26)
 
 
@@ -33,14 +34,17 @@ def test_1f1b_fraction_is_the_textbook_one():
 
 
 def test_parts_add_up_to_all_ranks_time():
-    rng, seen = np.random.default_rng(0), np.zeros(5, int)
+    rng, seen = np.random.default_rng(0), np.zeros(6, int)
     for trial in range(400):
         exact = trial % 2 == 0
         tasks = random_tasks(rng, ranks=random_ranks(rng) if trial % 3 == 0 else None, whole_seconds=exact)
         cap = np.full(tasks.num_ranks, 150, dtype=np.int64)
         actions = packflow_list(tasks, cap_bytes=cap) if trial % 5 else packflow_word(tasks, inject=True)
         bubble = split_bubble(tasks, actions, simulate(tasks, actions))
-        idle = (bubble.warmup_s, bubble.cooldown_s, bubble.communication_s, bubble.imbalance_s, bubble.dependency_s)
+        idle = (
+            *(bubble.warmup_s, bubble.cooldown_s, bubble.communication_s),
+            *(bubble.dependency_s, bubble.stage_imbalance_s, bubble.pack_imbalance_s),
+        )
         assert min(bubble.busy_s, *idle) >= 0
         available = tasks.num_ranks * bubble.makespan_s
         assert bubble.busy_s + bubble.idle_s == pytest.approx(available, rel=1e-12)
@@ -49,11 +53,13 @@ def test_parts_add_up_to_all_ranks_time():
 
 
 def test_a_gap_is_explained_by_the_whole_chain_before_it():
-    """Three stages, tF = 1 but pack 1 takes 3 on stage 0; hops 0.5; mean tF = 11/9 (2 s beyond it: 16/9).
+    """Three stages, tF = 1 but pack 1 takes 3 on stage 0; hops 0.5.
 
     stage 0  F0 0..1, F1 1..4, F2 4..5
-    stage 1  F0 1.5..2.5, F1 4.5..5.5: gap 2, of which hop 0.5 and 1.5 of 0F1's last 16/9 s
-    stage 2  F0 3..4, F1 6..7: gap 2 = hop 0.5, 1F1 1.0 (an equal action: dependency), hop 0.5
+    stage 1  F0 1.5..2.5, F1 4.5..5.5: gap 2 = hop 0.5 and 1.5 of 0F1
+    stage 2  F0 3..4, F1 6..7: gap 2 = hop 0.5, 1F1 1.0, hop 0.5
+    packs equal: stage 0 takes 5/3 a pack, so stages 1 and 2 have gaps of 2/3 = hop 1/2 and 1/6 of the stage before
+    stages equal, too: no gap
     """
     tasks = uniform_tasks([3], 3, 3, hop_s=0.5)
     tasks.forward_s[1, 0] = 3.0
@@ -61,14 +67,30 @@ def test_a_gap_is_explained_by_the_whole_chain_before_it():
     simulation = simulate(tasks, actions)
     assert simulation.start_s.tolist() == [0, 1, 4, 1.5, 4.5, 3, 6]
     bubble = split_bubble(tasks, actions, simulation)
-    assert (bubble.communication_s, bubble.imbalance_s, bubble.dependency_s) == (1.5, 1.5, 1.0)
+    assert (bubble.communication_s, bubble.dependency_s) == (1.5, 0.0)
+    assert bubble.stage_imbalance_s == pytest.approx(2 / 6)
+    assert bubble.pack_imbalance_s == pytest.approx(1.5 + 1.0 - 2 / 6)
+
+
+def test_a_slow_last_stage_is_stage_imbalance_on_every_rank_that_waits():
+    """As with the head there; ranks two and more stages away wait for it too, through their neighbours."""
+    tasks = equal_packs(40, 5)
+    tasks.forward_s[:, 4] *= 1.5
+    tasks.backward_s[:, 4] *= 1.5
+    actions = one_f_one_b(tasks)
+    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
+    assert bubble.pack_imbalance_s == pytest.approx(0, abs=1e-9)
+    even = equal_packs(40, 5)
+    assert bubble.dependency_s <= split_bubble(even, actions, simulate(even, actions)).dependency_s * 1.11
+    # Four ranks wait half an action's 3 s for nearly every pack.
+    assert bubble.stage_imbalance_s >= 0.8 * 4 * 40 * 1.5
 
 
 def test_equal_packs_and_stages_have_no_imbalance():
     tasks = equal_packs(8, 4, forward_s=0.1, backward_s=0.3, hop_s=0.07)
     actions = one_f_one_b(tasks)
     bubble = split_bubble(tasks, actions, simulate(tasks, actions))
-    assert bubble.imbalance_s == 0
+    assert bubble.stage_imbalance_s + bubble.pack_imbalance_s == pytest.approx(0, abs=1e-9)
     assert bubble.dependency_s > 0
     assert bubble.communication_s > 0
 

@@ -73,6 +73,7 @@ CAUSE_COLORS = {
     "warmup_s": "#f2a0a8",
     "cooldown_s": "#e0707c",
     "imbalance_s": "#c53347",
+    "stage_imbalance_s": "#87192f",
     "dependency_s": "#8f5fc0",
     "p2p_s": "#5cc4c9",
     "dp_imbalance_s": "#e8833a",

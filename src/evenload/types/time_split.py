@@ -23,6 +23,7 @@ CAUSE_LABELS = {
     "warmup_s": "pipeline warm-up",
     "cooldown_s": "pipeline cool-down",
     "imbalance_s": "pack imbalance",
+    "stage_imbalance_s": "stage imbalance",
     "dependency_s": "dependency",
     "p2p_s": "hops between stages",
     "dp_imbalance_s": "dp imbalance",
@@ -47,7 +48,8 @@ class TimeSplit(Frozen):
         cp_imbalance_s: ranks of a context-parallel group that wait for its slowest (documents whole on one rank).
         warmup_s: pipeline ranks before their first action.
         cooldown_s: pipeline ranks after their last action, until their replica ends.
-        imbalance_s: waiting in between because some action took longer than the mean of its kind.
+        imbalance_s: waiting in between because packs differ.
+        stage_imbalance_s: waiting in between because stages differ (head, embedding, layers), were packs equal.
         dependency_s: waiting in between because of the order alone: equal actions would make the rank wait as well.
         p2p_s: waiting in between while only a hop between stages was under way.
         dp_imbalance_s: replicas that wait for the slowest.
@@ -67,6 +69,7 @@ class TimeSplit(Frozen):
     warmup_s: float
     cooldown_s: float
     imbalance_s: float
+    stage_imbalance_s: float
     dependency_s: float
     p2p_s: float
     dp_imbalance_s: float
