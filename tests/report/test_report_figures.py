@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -6,7 +7,7 @@ from evenload.report.pack_time_figure import pack_time_figure, relative_times
 from evenload.report.time_split_figure import time_split_figure
 from evenload.types.pack_times import pack_times
 from evenload.types.time_split import CAUSE_LABELS
-from report_samples import make_row, make_split, make_timeline
+from report_samples import make_plan, make_row, make_split, make_timeline
 
 
 def test_curves_are_the_rows_values_with_gaps_and_the_latest_of_a_repeated_step():
@@ -32,33 +33,55 @@ def test_step_time_shows_predicted_and_measured_and_only_what_exists():
 
 
 def test_pack_times_are_relative_to_the_mean_of_their_replica():
-    times = pack_times(make_timeline(3, 4, 8), "forward")
-    found = relative_times(times)
+    t = make_timeline(3, 4, 8)
+    times = pack_times(t, "forward")
+    found = relative_times(t, make_plan(3, 8), "forward")
     assert len(found) == 24
     for replica in range(3):
         seconds = times.seconds[times.dp_rank == replica]
         assert np.allclose(found[8 * replica : 8 * replica + 8], seconds / seconds.mean())
     assert found.max() == pytest.approx(times.imbalance())
+    assert np.array_equal(found, relative_times(t, None, "forward"))
+
+
+def test_packs_that_replicas_share_are_a_set_of_their_own():
+    """The planner counts them apart; the picture must not call a plan uneven that the table calls even."""
+    t, plan = make_timeline(1, 1, 6), make_plan(1, 6, num_ranks=1)
+    shared = {1, 4}
+    (replica,) = plan.pack_plans
+    forward = tuple(
+        msgspec.structs.replace(
+            pack,
+            slices=tuple(msgspec.structs.replace(one, cp=2 if pack.index in shared else 1) for one in pack.slices),
+        )
+        for pack in replica.forward
+    )
+    plan = msgspec.structs.replace(plan, pack_plans=(msgspec.structs.replace(replica, forward=forward),))
+    seconds = pack_times(t, "forward").seconds
+    found = relative_times(t, plan, "forward")
+    alone = [k for k in range(6) if k not in shared]
+    expected = [*(seconds[alone] / seconds[alone].mean()), *(seconds[[1, 4]] / seconds[[1, 4]].mean())]
+    assert found == pytest.approx(expected)
 
 
 def test_pack_time_shapes_hold_all_packs_of_all_steps_and_the_imbalance():
-    few = {"predicted": (make_timeline(2, 4, 8), make_timeline(2, 4, 8, seed=1))}
-    many = {"predicted": (make_timeline(1, 4, 60),)}
+    few = {"predicted": ((make_timeline(2, 4, 8), None), (make_timeline(2, 4, 8, seed=1), None))}
+    many = {"predicted": ((make_timeline(1, 4, 60), None),)}
     figure = pack_time_figure({"auto": few, "<b>": many})
     points, violin = (trace for trace in figure.data if trace.xaxis == "x")
     assert (points.type, violin.type) == ("scatter", "violin")
     assert len(points.x) == 2 * 2 * 8
-    assert np.allclose(violin.x, relative_times(pack_times(many["predicted"][0], "forward")))
+    assert np.allclose(violin.x, relative_times(*many["predicted"][0], "forward"))
     assert len([trace for trace in figure.data if trace.xaxis == "x2"]) == 2
     notes = [annotation.text for annotation in figure.layout.annotations]
     for direction in ("forward", "backward"):
         # The comparison shows the mean over the steps, so the picture does too.
-        assert f"{np.mean([pack_times(t, direction).imbalance() for t in few['predicted']]):.3f}" in notes
+        assert f"{np.mean([pack_times(t, direction).imbalance() for t, _ in few['predicted']]):.3f}" in notes
     assert list(figure.layout.yaxis.ticktext) == ["auto", "&lt;b&gt;"]
 
 
 def test_predicted_and_measured_packs_lie_side_by_side_and_are_named():
-    both = {"predicted": (make_timeline(),), "measured": (make_timeline(noise=0.5),)}
+    both = {"predicted": ((make_timeline(), None),), "measured": ((make_timeline(noise=0.5), None),)}
     figure = pack_time_figure({"auto": both})
     assert list(figure.layout.yaxis.ticktext) == ["auto, predicted", "auto, measured"]
     assert [trace.marker.symbol for trace in figure.data if trace.xaxis == "x"] == ["circle-open", "circle"]
@@ -69,9 +92,9 @@ def test_a_pack_far_slower_than_all_others_is_named_and_leaves_room_for_the_rest
     t = make_timeline(1, 1, 50)
     slow = (t.pack == 7) & (t.kind == 0)
     t.end_s[slow] += 30 * (t.end_s[slow] - t.start_s[slow])
-    figure = pack_time_figure({"a": {"predicted": (t,)}})
+    figure = pack_time_figure({"a": {"predicted": ((t, None),)}})
     assert figure.layout.xaxis.range[1] < 6
-    slowest = relative_times(pack_times(t, "forward")).max()
+    slowest = relative_times(t, None, "forward").max()
     assert slowest > 6
     assert any(f"slowest {slowest:.1f}×" in annotation.text for annotation in figure.layout.annotations)
 

@@ -46,10 +46,10 @@ _READ_LOSS = (
     "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps)."
 )
 _READ_PACKS = (
-    "Each shape is the time of all packs of a strategy, relative to the mean pack of the same replica and step: the "
-    "wider it is at a place, the more packs take that long; the box holds the middle half. A pipeline has the pace "
-    "of its slowest pack, so the number beside a shape is what counts, <b>max/mean</b>: 1.000 is perfectly even, 1.300 "
-    "loses up to 30 %. Few packs are drawn one by one."
+    "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "
+    "the replicas that share it): the wider it is at a place, the more packs take that long; the box holds the middle "
+    "half. A pipeline has the pace of its slowest pack, so the number beside a shape is what counts, <b>max/mean</b>: "
+    "1.000 is perfectly even, 1.300 loses up to 30 %. Few packs are drawn one by one."
 )
 _READ_SPLIT = (
     "Every bar is a step of the average device, from left to right: useful work (the lower bound, equal for all "
@@ -155,8 +155,8 @@ def _training(identifier: str, section: RunSection) -> list[str]:
     missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in section.timelines()]
     missing += [
         f"{origin} memory over time"
-        for origin, timelines in section.timelines().items()
-        if not any(len(timeline.memory_bytes) for timeline in timelines)
+        for origin, steps in section.timelines().items()
+        if not any(len(timeline.memory_bytes) for timeline, _ in steps)
     ]
     if missing:
         blocks.append(f"<p>Not in this report: {escape(', '.join(missing))}.</p>")

@@ -1,9 +1,10 @@
 """How evenly strategies cut: the spread of pack times, forward over backward, one violin a strategy (SlimPack
 Figs. 14 to 16).
 
-A pack counts with its slowest stage (`types.pack_times`), relative to the mean pack of its replica and step: a
+A pack counts with its slowest stage (`types.pack_times`), relative to the mean pack of its step and set of ranks: a
 pipeline moves at the pace of its slowest pack, whatever a mean pack takes, and strategies cut into different numbers
-of packs. Where a strategy has few packs every pack is a point; a density over ten points would be invention.
+of packs. A set is a replica, or the replicas that share a pack (DP-Merge), as in the planner's imbalance. Where a
+strategy has few packs every pack is a point; a density over ten points would be invention.
 Price: O(n log n) in packs; the page holds four bytes a pack.
 """
 
@@ -19,6 +20,7 @@ from evenload.report.palette import KIND_STYLES, PREDICTED
 from evenload.report.units import format_ratio
 from evenload.types.micropack import Direction
 from evenload.types.pack_times import PackTimes, pack_times
+from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -33,15 +35,15 @@ _ROOM = 1.14
 _MOST_SHOWN = 5.0
 """Ratios beyond lie outside of the first view, or one strategy's worst pack would squeeze all shapes to a line."""
 
-Sections = Mapping[str, Mapping[str, Sequence[Timeline]]]
-"""By name, the timelines of all steps by origin."""
+Steps = Sequence[tuple[Timeline, StepPlan | None]]
+"""A timeline of every step, with its plan where that is known."""
 
 
-def pack_time_figure(sections: Sections) -> go.Figure:
+def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> go.Figure:
     """Violins of pack time over mean pack time; the number beside each is max/mean, mean over the steps.
 
     Args:
-        sections: by strategy, then by origin ("predicted", "measured"), the timelines of its steps.
+        sections: by strategy, then by origin ("predicted", "measured"), its steps.
     """
     rows = [(name, origin) for name, origins in sections.items() for origin in origins]
     both = len({origin for _, origin in rows}) > 1
@@ -50,17 +52,17 @@ def pack_time_figure(sections: Sections) -> go.Figure:
     largest = 1.0
     for panel, direction in enumerate(_DIRECTIONS, start=1):
         for row, (name, origin) in enumerate(rows):
-            times = [pack_times(timeline, direction) for timeline in sections[name][origin]]
-            ratios = np.concatenate([relative_times(one) for one in times])
+            steps = [relative_times(timeline, plan, direction) for timeline, plan in sections[name][origin]]
+            ratios = np.concatenate(steps)
             if not len(ratios):
                 continue
             largest = max(largest, float(ratios.max()))
             is_hollow = both and origin == "predicted"
             color = PREDICTED if is_hollow else _COLORS[direction]
             figure.add_trace(_shape(ratios, row, color, is_hollow), row=panel, col=1)
-            imbalance = float(np.mean([one.imbalance() for one in times]))
             slowest = float(ratios.max())
-            text = format_ratio(imbalance)
+            # Mean over the steps, as in the comparison of strategies.
+            text = format_ratio(float(np.mean([one.max() for one in steps if len(one)])))
             if slowest > _MOST_SHOWN:
                 text = f"{text}, slowest {slowest:.1f}× ▸"
             figure.add_annotation(_note(text, slowest, row, panel))
@@ -83,16 +85,31 @@ def pack_time_figure(sections: Sections) -> go.Figure:
     )
     # Room on the right for the numbers.
     figure.update_xaxes(zeroline=False, range=[0, min(largest, _MOST_SHOWN) * _ROOM], ticksuffix="×")
-    figure.update_xaxes(title_text="time of a pack over the mean pack of its replica", row=2, col=1)
+    figure.update_xaxes(title_text="time of a pack over the mean pack", row=2, col=1)
     for panel in (1, 2):
         figure.add_vline(x=1, line={"color": PREDICTED, "width": 1, "dash": "dot"}, row=panel, col=1)  # type: ignore[arg-type]
     return figure
 
 
-def relative_times(times: PackTimes) -> NDArray[np.float64]:
-    """Seconds of every pack over the mean of its replica; packs of a replica without time are left out."""
-    parts = [times.seconds[times.dp_rank == rank] for rank in np.unique(times.dp_rank)]
+def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
+    """Seconds of every pack over the mean of its set of ranks, sets without time left out; the maximum is max/mean."""
+    times = pack_times(timeline, direction)
+    sets = _sets(times, plan, direction)
+    parts = [times.seconds[sets == one] for one in np.unique(sets)]
     return np.concatenate([np.zeros(0), *(part / part.mean() for part in parts if part.sum() > 0)])
+
+
+def _sets(times: PackTimes, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
+    """A number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
+    if plan is None:
+        return times.dp_rank
+    ranks = {
+        (replica.dp_rank, pack.index): pack.slices[0].cp if pack.slices else 0
+        for replica in plan.pack_plans
+        for pack in (replica.forward if direction == "forward" else replica.backward)
+    }
+    keys = zip(times.dp_rank.tolist(), times.pack.tolist(), strict=True)
+    return times.dp_rank << 32 | np.array([ranks.get(key, 0) for key in keys], np.int64)
 
 
 def _shape(ratios: NDArray[np.float64], row: int, color: str, is_hollow: bool) -> go.Violin | go.Scatter:

@@ -54,11 +54,13 @@ class RunSection:
     memory_limit_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
-    def timelines(self) -> dict[str, tuple[Timeline, ...]]:
-        """Timelines of all steps by origin, predicted before measured."""
-        found: dict[str, tuple[Timeline, ...]] = {}
+    def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
+        """(timeline, plan) of all steps by origin, predicted before measured."""
+        found: dict[str, tuple[tuple[Timeline, StepPlan | None], ...]] = {}
         for origin in ("predicted", "measured"):
-            of_origin = tuple(view.timelines()[origin] for view in self.steps if origin in view.timelines())
+            of_origin = tuple(
+                (view.timelines()[origin], view.plan) for view in self.steps if origin in view.timelines()
+            )
             if of_origin:
                 found[origin] = of_origin
         return found

@@ -101,7 +101,7 @@ def _section(section: RunSection, blocks: list[str], best: str, refused: Collect
         plan = _add(blocks, plan_block(view.plan)) if view.plan else None
         steps.append({"step": view.step, "views": views, "plan": plan})
     times = next(iter(section.timelines().values()))
-    mean_s = sum(timeline.step_time_s for timeline in times) / len(times)
+    mean_s = sum(timeline.step_time_s for timeline, _ in times) / len(times)
     mark = " ★" if section.name == best else ""
     over = ", does not fit" if section.name in refused else ""
     return {
