@@ -1,8 +1,11 @@
 """The step view of a page: any strategy, step and replica as timeline, memory and documents, drawn in the browser.
 
 All timelines and plans of a report travel as packed columns (`step_blocks`); a choice in the page unpacks what it
-needs and draws it on canvases. So the page opens at once however many steps it holds, and a step of 16 stages and
-512 packs redraws in a few ten milliseconds, with true widths at every zoom.
+needs and draws it on canvases, with true widths at every zoom. So the page opens at once however many steps it holds.
+
+Price, measured in headless Chromium without a GPU on two shared cores: 16 stages and 512 packs, predicted over measured
+(32,768 bars, 65,000 memory samples) are first drawn in 0.4 s and again in 30 to 60 ms, and add 0.4 MB to the page; nine
+strategies over four steps of 2,048 documents on 64 devices make a page of 8.4 MB, 4.8 MB of them plotly.js.
 """
 
 import json
