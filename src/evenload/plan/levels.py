@@ -6,6 +6,7 @@ use, whose search costs far more than a look.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from evenload.plan.dp_balance import assign_replicas
@@ -20,6 +21,9 @@ CLOSE = 1.02
 """Levels are told apart by so much."""
 MOST_CLOSE = 2
 """Levels that are searched because they are close, at most."""
+
+Estimate = tuple[int, float]
+"""Bytes beyond memory, seconds."""
 
 
 def plan_by_levels(
@@ -53,23 +57,26 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
 
 def rank_levels(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
-) -> tuple[list[StepProblem], int]:
-    """Levels, the most promising first, and how many of them are too close to tell apart.
+) -> tuple[list[tuple[Estimate, StepProblem]], int]:
+    """Levels with what they promise, the most promising first, and how many are too close to tell apart.
 
-    Only the first, all activations stored, where that seems to fit.
+    Only the first, all activations stored, where memory does not slow it: more memory is all that others give. The
+    list schedule fits almost any step by holding forwards back, at the price of an idle pipeline.
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
-        return list(problems), 1
-    found: list[tuple[tuple[int, float], int]] = []
+        return [((0, 0.0), problem) for problem in problems], 1
+    found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
         estimate = _estimate(problem, rules_of(problem))
         found.append((estimate, index))
         if problem.policy is None and not estimate[0]:
-            break
+            boundless = replace(problem, cap_bytes=None)
+            if problem.cap_bytes is None or estimate[1] <= CLOSE * _estimate(boundless, rules_of(boundless))[1]:
+                break
     found.sort()
     (excess, seconds), _ = found[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
-    return [problems[index] for _, index in found], close
+    return [(estimate, problems[index]) for estimate, index in found], close
 
 
 def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem], bool] | None) -> Iterator[StepProblem]:
@@ -79,7 +86,7 @@ def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem],
         yield from refused
 
 
-def _estimate(problem: StepProblem, rules: SearchRules) -> tuple[int, float]:
+def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:
     """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
     replicas = [
         documents
@@ -106,9 +113,7 @@ def _estimate(problem: StepProblem, rules: SearchRules) -> tuple[int, float]:
     return min(estimates)
 
 
-def _rated(
-    searches: list[ReplicaSearch], rules: SearchRules, total: Callable[[list[float]], float]
-) -> tuple[int, float]:
+def _rated(searches: list[ReplicaSearch], rules: SearchRules, total: Callable[[list[float]], float]) -> Estimate:
     """Quick trials only: the list schedule with whole backwards tells levels apart."""
     jobs = []
     for search in searches:

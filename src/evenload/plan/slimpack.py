@@ -23,7 +23,7 @@ from functools import partial
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.dp_merge import merge_documents, other_merges
-from evenload.plan.levels import rank_levels
+from evenload.plan.levels import CLOSE, rank_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch, TrialScore
@@ -70,15 +70,20 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[R
 def search_levels(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
 ) -> tuple[StepProblem, FoundStep] | None:
-    """The best of the most promising levels, or of the next ones until one fits memory."""
+    """The best of the most promising levels, and of the next ones while they promise more than was found."""
     best: tuple[StepProblem, FoundStep] | None = None
     ranked, close = rank_levels(problems, rules_of)
-    for place, problem in enumerate(ranked):
+    for place, (estimate, problem) in enumerate(ranked):
+        if place >= close and best and best[1].worth()[:2] <= estimate:
+            break
         found = search_with_merging(problem, rules_of(problem))
         if found and (best is None or found.worth() < best[1].worth()):
             best = problem, found
-        if place + 1 >= close and best and not best[1].worth()[0]:
-            break
+    (excess, seconds), _ = ranked[0]
+    if len(ranked) < len(problems) and (best is None or best[1].worth()[:2] > (excess, CLOSE * seconds)):
+        # All stored was not what it promised, so that the others were not looked at.
+        others = search_levels(problems[1:], rules_of)
+        best = min((one for one in (best, others) if one), key=lambda one: one[1].worth(), default=None)
     return best
 
 
