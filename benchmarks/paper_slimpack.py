@@ -1,13 +1,14 @@
 """SlimPack's settings: its models, devices and contexts, simulated, beside the speed-ups it reports.
 
 EVERYTHING HERE IS SIMULATED by Evenload's analytic cost model of H100; SlimPack measured on Hopper GPUs. Lengths are
-`examples/lengths/commoncrawl_like.py`, fitted to what the paper publishes about its Common Crawl. Llama 7B and 13B on
-128 devices, 70B and 150B on 256 (§6.2, Table 3), 1,024 documents a step (the paper: 512 to 2,048), cut to the context.
+`examples/lengths/commoncrawl_like.py`, fitted to what the paper publishes about its Common Crawl, and the real
+`examples/lengths/github_dirs.npy.gz`. Llama 7B and 13B on 128 devices, 70B and 150B on 256 (SlimPack §6.2, Table 3),
+1,024 documents a step (the paper: 512 to 2,048), cut to the context.
 
-Every strategy gets its own best layout of tp x cp x pp x dp within 80 GB, storing, recomputing or offloading
-activations (`auto` only the best layouts of the others). Three baselines, all `best_fit`, the paper's Megatron-LM with
-best-fit packing and 1F1B: tuned over all layouts; tuned over those with a pipeline of at least 4 stages; and the
-median of all its layouts that fit, which is what no tuning gets. SlimPack does not publish its baseline's layouts.
+Every strategy gets its own best layout of tp x cp x pp x dp x virtual stages within 80 GB, storing, recomputing or
+offloading activations (`plan.layout_search`). Three baselines, all `best_fit`, the paper's Megatron-LM with best-fit
+packing and 1F1B: tuned over all layouts; tuned over those with a pipeline of at least 4 stages; and the median of all
+its layouts that fit, which is what no tuning gets. SlimPack does not publish its baseline's layouts.
 
     python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024]
 """
@@ -15,25 +16,35 @@ median of all its layouts that fit, which is what no tuning gets. SlimPack does 
 import argparse
 import runpy
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from evenload.plan.global_batch import sample_global_batches
+from evenload.cost.analytic import analytic_coefficients
+from evenload.data.lengths import read_lengths
+from evenload.plan.default_layout import usable_bytes
+from evenload.plan.global_batch import GlobalBatch, sample_global_batches
+from evenload.plan.layout_search import LayoutResult, search_layouts
 from evenload.plan.options import PlanOptions
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.planner import StepPlanner
+from evenload.plan.time_split import split_step_time
+from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.layout import ParallelLayout
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
-from layouts import Tried, layouts_of, try_layouts
-from losses import PARTS, time_shares
+from evenload.types.time_split import CAUSE_LABELS
 from results import Row, append_rows
 
 HERE = Path(__file__).parent
 
-SAMPLER = HERE.parent / "examples" / "lengths" / "commoncrawl_like.py"
+LENGTHS = HERE.parent / "examples" / "lengths"
 RESULTS = HERE / "results" / "paper_slimpack.csv"
+TABLES = ("commoncrawl_like", "github_dirs")
 SETTINGS = (("llama-7b", 128), ("llama-13b", 128), ("llama-70b", 256), ("llama-150b", 256))
 CONTEXTS = (65_536, 131_072, 262_144)
 PAPER = {
@@ -41,40 +52,88 @@ PAPER = {
     ("llama-13b", 262_144): "2.8",
 }  # fmt: skip
 """Speed-ups that the text of SlimPack §6.2 states (2.8 is its largest); the others are only bars in its Fig. 13."""
-TP, CP, PP = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 4, 8, 16)
-PROMISING = 2
-"""`auto`, the slowest planner, tries only so many of the best layouts of each other strategy."""
 DEEP = 4
 """Stages of the second baseline's pipeline, at least."""
 NUM_LENGTHS, SEED = 20_000, 104
-OURS = tuple(name for name in ("slimpack", "auto") if name in STRATEGIES)
+STRATEGIES = ("best_fit", "slimpack", "auto")
+SHOWN = 0.0005
+"""Causes below this share of a step are left out."""
 
 
-def run_cell(model_name: str, devices: int, context: int, documents: int) -> dict[str, Tried | None]:
+class Found(NamedTuple):
+    """A strategy in one layout: seconds of the step, share of the lower bound, and of the step by cause."""
+
+    layout: str
+    step_s: float
+    fraction: float
+    shares: dict[str, float]
+
+
+def lengths_of(table: str) -> NDArray[np.int64]:
+    """All lengths of a table."""
+    if table == "commoncrawl_like":
+        sampler = runpy.run_path(str(LENGTHS / "commoncrawl_like.py"))["commoncrawl_like_lengths"]
+        return sampler(NUM_LENGTHS, SEED).astype(np.int64)
+    return read_lengths(str(LENGTHS / f"{table}.npy.gz"))
+
+
+def run_cell(table: str, model_name: str, devices: int, context: int, documents: int) -> dict[str, Found | None]:
     """Best layout of every strategy; None where nothing fits."""
     model, cluster = model_from(model_name), cluster_from(f"h100x{devices}")
-    sampler = runpy.run_path(str(SAMPLER))["commoncrawl_like_lengths"]
-    lengths = sampler(NUM_LENGTHS, SEED).astype(np.int64)
     (batch,) = sample_global_batches(
-        lengths, steps=1, seed=0, num_documents=documents, context=context, overlong="truncate"
+        lengths_of(table), steps=1, seed=0, num_documents=documents, context=context, overlong="truncate"
     )
-    options = PlanOptions(max_pack_tokens=context, policy="choose")
-    layouts = list(layouts_of(model, cluster, tp=TP, cp=CP, pp=PP))
-    best: dict[str, Tried | None] = {}
-    promising: list[ParallelLayout] = []
-    for strategy in ("best_fit", *OURS):
-        used = promising if strategy == "auto" else layouts
-        tried = try_layouts(model, cluster, used, batch.documents, strategy, options)
-        promising += [one.layout for one in tried[:PROMISING] if one.layout not in promising]
-        best[strategy] = tried[0] if tried else None
+    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, executable=False)
+    best: dict[str, Found | None] = {}
+    for strategy in STRATEGIES:
+        results = search_layouts(
+            model,
+            cluster,
+            [batch],
+            lambda layout: analytic_coefficients(model, cluster, layout),
+            strategy=strategy,
+            options=options,
+        )
+        fitting = sorted(
+            (result for result in results if result.feasible), key=lambda result: result.mean_step_time_s or 0.0
+        )
+        best[strategy] = found_in(model, cluster, fitting[:1], batch, strategy, options)
         if strategy == "best_fit":
-            deep = [one for one in tried if one.layout.pp >= DEEP]
-            best["best_fit deep"] = deep[0] if deep else None
-            best["best_fit median"] = tried[len(tried) // 2] if tried else None
+            deep = [result for result in fitting if result.layout["pp"] >= DEEP]
+            middle = fitting[len(fitting) // 2 :]
+            best["best_fit deep"] = found_in(model, cluster, deep[:1], batch, strategy, options)
+            best["best_fit median"] = found_in(model, cluster, middle[:1], batch, strategy, options)
     return best
 
 
-def ratio(slow: Tried | None, fast: Tried | None) -> float | None:
+def found_in(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    results: list[LayoutResult],
+    batch: GlobalBatch,
+    strategy: str,
+    options: PlanOptions,
+) -> Found | None:
+    """The first layout planned again, for its losses."""
+    if not results:
+        return None
+    layout = even_layout(model.num_layers, **results[0].layout)
+    coefficients = analytic_coefficients(model, cluster, layout)
+    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options)
+    proposal = planner.propose(0, batch.documents, strategy)
+    step_s = proposal.plan.predicted.step_time_s
+    split = msgspec.structs.asdict(split_step_time(planner.costs, proposal.choices))
+    bound_s = planner.costs.lower_bound_seconds(np.array([document.num_tokens for document in batch.documents]))
+    shares = {CAUSE_LABELS[field]: seconds / step_s for field, seconds in split.items()}
+    return Found(describe(results[0].layout), step_s, bound_s / step_s, shares)
+
+
+def describe(sizes: dict[str, int]) -> str:
+    """Sizes above 1."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def ratio(slow: Found | None, fast: Found | None) -> float | None:
     """Speed-up, where both fit."""
     return None if slow is None or fast is None else slow.step_s / fast.step_s
 
@@ -84,6 +143,12 @@ def shown(value: float | None, form: str) -> str:
     return "does not fit" if value is None else format(value, form)
 
 
+def lost_to(found: Found) -> str:
+    """Causes but useful work, the largest first."""
+    lost = sorted(((share, cause) for cause, share in found.shares.items() if cause != "useful work"), reverse=True)
+    return ", ".join(f"{cause} {share:.1%}" for share, cause in lost[:4] if share > SHOWN)
+
+
 def main() -> None:
     """Every cell: print, and append when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,35 +156,34 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
     parser.add_argument("--documents", type=int, default=1024, help="documents of a step")
     options = parser.parse_args()
-    console = Console(width=200)
-    table = Table(title=f"SlimPack's settings, SIMULATED: commoncrawl_like, {options.documents} documents a step")
-    heads = ("model", "context", "strategy", "layout", "step s", "of bound", "x best_fit", f"x pp>={DEEP}", "x median")
-    for head in (*heads, "paper", *PARTS[1:]):
-        table.add_column(head, justify="left" if head in ("model", "strategy", "layout") else "right")
+    console = Console(width=220)
+    table = Table(title=f"SlimPack's settings, SIMULATED, {options.documents} documents a step")
+    heads = ("lengths", "model", "context", "strategy", "layout", "step s", "of bound", "x best_fit", f"x pp>={DEEP}")
+    for head in (*heads, "x median", "paper", "lost to"):
+        table.add_column(head, justify="right" if head in heads[5:] else "left")
     rows: list[Row] = []
-    cells = [(name, devices, context) for name, devices in SETTINGS for context in CONTEXTS]
-    for name, devices, context in cells[:1] if options.quick else cells:
-        best = run_cell(name, devices, context, options.documents)
-        for strategy, tried in best.items():
+    cells = [(name, *setting, context) for setting in SETTINGS for context in CONTEXTS for name in TABLES]
+    for lengths, name, devices, context in cells[:1] if options.quick else cells:
+        best = run_cell(lengths, name, devices, context, options.documents)
+        for strategy, found in best.items():
             baselines = {
                 "best_fit, any layout": best["best_fit"],
                 f"best_fit, pp >= {DEEP}": best["best_fit deep"],
                 "best_fit, median layout": best["best_fit median"],
             }
-            speed_ups = {baseline: ratio(slow, tried) for baseline, slow in baselines.items()}
-            paper = PAPER.get((name, context), "") if strategy in OURS else ""
-            shares = time_shares(tried.proposal) if tried else {}
+            speed_ups = {baseline: ratio(slow, found) for baseline, slow in baselines.items()}
+            is_ours = strategy in ("slimpack", "auto") and lengths == "commoncrawl_like"
+            paper = PAPER.get((name, context), "") if is_ours else ""
             label = f"best_fit pp>={DEEP}" if strategy == "best_fit deep" else strategy
             table.add_row(
-                name, f"{context // 1024}K", label, tried.layout.describe() if tried else "-",
-                shown(tried and tried.step_s, ".2f"), shown(tried and tried.fraction, ".1%"),
-                *(shown(value, ".2f") for value in speed_ups.values()), paper,
-                *(f"{shares[part]:.1%}" if shares else "-" for part in PARTS[1:]),
+                lengths, name, f"{context // 1024}K", label, found.layout if found else "-",
+                shown(found and found.step_s, ".2f"), shown(found and found.fraction, ".1%"),
+                *(shown(value, ".2f") for value in speed_ups.values()), paper, lost_to(found) if found else "",
             )  # fmt: skip
-            if tried is None:
+            if found is None:
                 continue
-            case = f"{name} on {devices} H100, {context // 1024}K, {options.documents} documents, {label}, simulated"
-            rows.append(Row("slimpack", case, "of bound", tried.fraction, "", tried.layout.describe()))
+            case = f"{name} on {devices} H100, {context // 1024}K, {lengths}, {label}, simulated"
+            rows.append(Row("slimpack", case, "of bound", found.fraction, "", found.layout))
             rows += [
                 Row("slimpack", case, "speed-up", value, "x", baseline)
                 for baseline, value in speed_ups.items()
@@ -127,9 +191,14 @@ def main() -> None:
             ]
             if paper:
                 rows.append(Row("slimpack", case, "speed-up in the paper", float(paper), "x", "its Megatron-LM"))
-            rows += [Row("slimpack", case, f"share: {part}", share, "", "") for part, share in shares.items()]
+            rows += [
+                Row("slimpack", case, f"share: {cause}", share, "", "")
+                for cause, share in found.shares.items()
+                if share > SHOWN
+            ]
         table.add_section()
-        console.print(f"{name} {context // 1024}K done", style="dim")
+        auto = best["auto"]
+        console.print(f"{lengths} {name} {context // 1024}K: auto {shown(auto and auto.fraction, '.1%')}", style="dim")
     console.print(table)
     if options.append:
         append_rows(rows, RESULTS)

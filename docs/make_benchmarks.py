@@ -64,11 +64,10 @@ SLIMPACK = """\
 
     python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024]
 
-**Simulated.** Each strategy at its own best layout of tp x cp x pp x dp within 80 GB. Speed-ups are over `best_fit`
+**Simulated.** Each strategy at its own best layout of tp x cp x pp x dp x virtual stages within 80 GB. Speed-ups are over `best_fit`
 tuned over all layouts, tuned over those with at least 4 pipeline stages, and at the median of all layouts that fit. The
-paper compares with a Megatron-LM whose layouts it does not publish. `auto` tried only the two best layouts of each
-other strategy, so its figures are not those of a layout search of its own (`evenload plan --search-layout`). The last
-columns say what the rest of the lower bound is lost to.
+paper compares with a Megatron-LM whose layouts it does not publish. The last column says what most of the rest of the
+lower bound is lost to. `slimpack` and `auto` share documents among replicas (DP-Merge), `auto` also splits backwards.
 """
 WLB = """\
 ## WLB-LLM's settings
@@ -143,19 +142,33 @@ def _growth() -> Iterable[str]:
 def _slimpack() -> Iterable[str]:
     rows = _latest("paper_slimpack.csv", ("benchmark",))
     yield from _provenance(rows)
-    parts = ("extra work", "fill and drain", "dependency", "hops", "replicas", "update")
-    heads = ("model, context", "strategy", "layout", "of bound", "x best_fit", "x pp >= 4", "x median", "paper", *parts)
-    yield from _head(heads)
+    heads = (
+        "model, context, lengths",
+        "strategy",
+        "layout",
+        "of bound",
+        "x best_fit",
+        "x pp >= 4",
+        "x median",
+        "paper",
+    )
+    yield from _head((*heads, "lost to"))
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
-        shares = {row["metric"]: _percent(row["value"]) for row in mine if row["metric"].startswith("share")}
+        shares = {
+            row["metric"].removeprefix("share: "): float(row["value"])
+            for row in mine
+            if row["metric"].startswith("share")
+        }
+        lost = sorted(((share, cause) for cause, share in shares.items() if cause != "useful work"), reverse=True)
         speed = {row["baseline"]: row for row in mine if row["metric"].startswith("speed-up")}
         bound = next(row for row in mine if row["metric"] == "of bound")
-        # "llama-7b on 128 H100, 64K, 1024 documents, slimpack, simulated"
-        model, context, _, strategy, _ = case.split(", ")
+        # "llama-7b on 128 H100, 64K, github_dirs, slimpack, simulated"
+        model, context, lengths, strategy, _ = case.split(", ")
         yield _line(
-            f"{model}, {context}", strategy, bound["baseline"], _percent(bound["value"]),
-            *(_times(speed.get(baseline)) for baseline in BASELINES), *(shares[f"share: {part}"] for part in parts),
+            f"{model}, {context}, {lengths}", strategy, bound["baseline"], _percent(bound["value"]),
+            *(_times(speed.get(baseline)) for baseline in BASELINES),
+            ", ".join(f"{cause} {share:.1%}" for share, cause in lost[:4]),
         )  # fmt: skip
     yield ""
 

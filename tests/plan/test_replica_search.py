@@ -51,7 +51,7 @@ def problem_of(
 SETTINGS = st.builds(
     Setting,
     cut=st.sampled_from(CUTS),
-    count=st.integers(1, 24),
+    num_packs=st.integers(1, 24),
     token_weight=st.integers(1, 2),
     taper=st.sampled_from(TAPERS),
 )
