@@ -1,0 +1,40 @@
+"""Asymmetric cuts of documents longest first and shortest first, for `ablation.py`.
+
+The planner's search always lays documents out longest first. `partition_by_work` takes any order, so here packs are
+cut, priced and scheduled without the search; replicas are dealt by time, share no documents and are not evened out.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from evenload.plan.candidate import packflow_candidate, pipeline_tasks
+from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.partition import partition_by_work
+from evenload.plan.problem import StepProblem
+
+
+def score_in_order(
+    problem: StepProblem, counts: Sequence[int], schedule: str, *, longest_first: bool
+) -> tuple[int, float]:
+    """Bytes beyond memory and seconds of the slowest replica, each with its best number of packs.
+
+    Args:
+        counts: numbers of packs to try.
+        schedule: one of `plan.candidate.PACKFLOW_ORDERS`.
+    """
+    curves = (problem.costs.forward_work(), False), (problem.costs.backward_work(), True)
+    best: list[tuple[int, float]] = []
+    for documents in assign_replicas(problem.document_s, problem.layout.dp):
+        tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
+        order = np.argsort(-tokens if longest_first else tokens, kind="stable").astype(np.int32)
+        scores = []
+        for count in counts:
+            forward, backward = (
+                partition_by_work(tokens, order, curve, count, last_first=last_first) for curve, last_first in curves
+            )
+            tasks = pipeline_tasks(problem.costs, forward, backward, tokens, policy)
+            made = packflow_candidate("", forward, backward, tasks, schedule, problem.cap_bytes, problem.options)
+            scores.append(made.score())
+        best.append(min(scores))
+    return max(excess for excess, _ in best), max(seconds for _, seconds in best)
