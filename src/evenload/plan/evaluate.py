@@ -22,6 +22,7 @@ from evenload.plan.delay import DelayState
 from evenload.plan.flex_planner import FlexPlanner, FlexProposal
 from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.progress import OnProgress, no_progress
 from evenload.plan.strategies import LAYOUT_STRATEGIES, strategy_named
 from evenload.types.base import Frozen
 from evenload.types.document import Document
@@ -79,11 +80,13 @@ def evaluate_strategies(
     batches: Sequence[GlobalBatch],
     strategies: Sequence[str],
     flexible: FlexPlanner | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> Evaluation:
     """Plan every batch with every strategy.
 
     Args:
         flexible: for strategies that change the layout between steps; starts in the layout of `planner`.
+        on_progress: called before each strategy.
 
     Raises:
         ConfigError: an unknown strategy, or one that changes the layout without `flexible`.
@@ -95,7 +98,8 @@ def evaluate_strategies(
                 f"strategy {name} needs the costs of other layouts: give evaluate_strategies a FlexPlanner"
             )
     results, proposals = [], {}
-    for name in strategies:
+    for index, name in enumerate(strategies):
+        on_progress(index, len(strategies), name)
         result, proposals[name] = _evaluate(planner, batches, name, flexible)
         results.append(result)
     # A baseline that cannot run is no baseline.
