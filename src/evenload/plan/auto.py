@@ -1,9 +1,9 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory (DESIGN §6).
 
-    1  what `slimpack` finds, with and without documents that replicas share
-    2  from there on by time alone (`plan.step_search.refine`): split backwards and other schedules of the best packs,
-       then neighbours of the best trials (`plan.trial_space`): look-ahead, tapered ends, token weight, pack count,
-       cut; the slowest replica last
+    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
+    2  where several activation policies come close, each of the best (`plan.step_search.refine`): split backwards and
+       other schedules of the best packs, then neighbours of the best trials (`plan.trial_space`): look-ahead, tapered
+       ends, token weight, pack count, cut; the slowest replica last
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
 So `auto` is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where
@@ -23,10 +23,15 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.levels import plan_by_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
-from evenload.plan.replica_search import ReplicaSearch
+from evenload.plan.replica_search import ReplicaSearch, by_time
 from evenload.plan.slimpack import search_levels, slimpack_rules
-from evenload.plan.step_search import RefineRules, SearchRules, refine
+from evenload.plan.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.trial_space import Setting, Trial
+
+CLOSE_LEVELS = 1.06
+"""Refining gains so much, so levels within it of the best are refined too."""
+MOST_REFINED = 3
+"""Levels that are refined, at most."""
 
 Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
 
@@ -58,10 +63,11 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         ConfigError, DataError, InfeasiblePlanError: nothing can plan this step; the error of the last strategy.
     """
     plans: list[Planned] = []
-    searched = search_levels(problems, rules_of)
-    if searched:
-        problem, found = searched
+    steps = _close_to_best(search_levels(problems, rules_of))
+    for problem, found in steps:
         refine(found, refine_rules(problem))
+    if steps:
+        problem, found = min(steps, key=lambda step: step[1].worth())
         plans.append((problem, found.choices()))
     failure: Exception | None = None
     for rival in rivals:
@@ -76,6 +82,14 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
     return min(plans, key=lambda planned: step_score(planned[1]))
+
+
+def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:
+    """The levels that refining may still make the best, of all searched ones, the best first."""
+    if not steps:
+        return []
+    excess, seconds, _ = steps[0][1].worth()
+    return [step for step in steps if step[1].worth()[:2] <= (excess, CLOSE_LEVELS * seconds)][:MOST_REFINED]
 
 
 def _may_win(rival: Rival, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> bool:
@@ -97,8 +111,8 @@ def _may_win(rival: Rival, problems: Sequence[StepProblem], found: tuple[Replica
 
 
 def rules_of(problem: StepProblem) -> SearchRules:
-    """As `slimpack`, and packs of whole documents always."""
-    rules = slimpack_rules(problem)
+    """As `slimpack` by time alone, and packs of whole documents always."""
+    rules = replace(slimpack_rules(problem), worth=by_time)
     return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
 
 

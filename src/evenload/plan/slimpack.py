@@ -56,35 +56,38 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[R
             f"strategy slimpack: model {problems[0].costs.model.name} is bidirectional, every token sees the whole "
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
-    found = search_levels(problems, slimpack_rules)
-    if found is None:
+    steps = search_levels(problems, slimpack_rules)
+    if not steps:
         options = problems[0].options
         raise InfeasiblePlanError(
             f"strategy slimpack: no number of packs meets max_pack_tokens {options.max_pack_tokens} with "
             f"slices of at least {options.min_slice_tokens} tokens; raise the one or lower the other"
         )
-    problem, step = found
-    return problem, step.choices()
+    problem, found = steps[0]
+    return problem, found.choices()
 
 
 def search_levels(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
-) -> tuple[StepProblem, FoundStep] | None:
-    """The best of the most promising levels, and of the next ones while they promise more than was found."""
-    best: tuple[StepProblem, FoundStep] | None = None
+) -> list[tuple[StepProblem, FoundStep]]:
+    """The most promising levels, and the next ones while they promise more than was found; the best first."""
+    steps: list[tuple[StepProblem, FoundStep]] = []
     ranked, close = rank_levels(problems, rules_of)
     for place, (estimate, problem) in enumerate(ranked):
-        if place >= close and best and best[1].worth()[:2] <= estimate:
+        if place >= close and steps and _best_worth(steps) <= estimate:
             break
         found = search_with_merging(problem, rules_of(problem))
-        if found and (best is None or found.worth() < best[1].worth()):
-            best = problem, found
+        if found:
+            steps.append((problem, found))
     (excess, seconds), _ = ranked[0]
-    if len(ranked) < len(problems) and (best is None or best[1].worth()[:2] > (excess, CLOSE * seconds)):
+    if len(ranked) < len(problems) and (not steps or _best_worth(steps) > (excess, CLOSE * seconds)):
         # All stored was not what it promised, so that the others were not looked at.
-        others = search_levels(problems[1:], rules_of)
-        best = min((one for one in (best, others) if one), key=lambda one: one[1].worth(), default=None)
-    return best
+        steps += search_levels(problems[1:], rules_of)
+    return sorted(steps, key=lambda step: step[1].worth())
+
+
+def _best_worth(steps: list[tuple[StepProblem, FoundStep]]) -> tuple[int, float]:
+    return min(found.worth()[:2] for _, found in steps)
 
 
 def slimpack_rules(problem: StepProblem) -> SearchRules:
