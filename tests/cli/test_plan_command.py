@@ -83,6 +83,35 @@ def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys)
     assert "layouts, fastest first" in capsys.readouterr().out
 
 
+def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_path, capsys) -> None:
+    """The head of qwen2.5-0.5b costs as much as 9 of its 24 layers: the last of four stages gets fewer than six."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "emit-plan")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--documents", "16", "--strategy", "slimpack"]
+    assert run(table, *arguments, "--layout", "pp=4", *options) == 0
+    counts = json.loads(files["json"].read_text())["inputs"]["stage_layers"]
+    assert counts[-1] < min(counts[:-1])
+    assert sum(counts) == 24
+    assert f"layout pp=4 layers={'+'.join(map(str, counts))}" in capsys.readouterr().out.splitlines()[0]
+    (plan,) = decode_plan_file(files["emit-plan"].read_bytes())
+    assert plan.layout.stage_counts == tuple(counts)
+
+
+def test_searched_layouts_say_which_layers_their_stages_have(tmp_path, capsys) -> None:
+    """Few long documents: no replica alone is fast, so pipelines are among the best."""
+    table, path = tmp_path / "long.npy", tmp_path / "out.json"
+    np.save(table, np.full(8, 4000, np.uint32))
+    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--json", str(path), "--documents", "4"]
+    assert run(str(table), *arguments, "--strategy", "slimpack", "--search-layout") == 0
+    content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    for result in content["layouts"]:
+        assert len(result["stage_layers"]) == result["layout"]["pp"] * result["layout"]["virtual"]
+        assert sum(result["stage_layers"]) == 24
+    assert content["layouts"][0]["stage_layers"] == content["inputs"]["stage_layers"]
+    uneven = [result["stage_layers"] for result in content["layouts"] if max(result["stage_layers"]) > 6]
+    assert any(f"layers {'+'.join(map(str, counts))}" in shown for counts in uneven)
+
+
 def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
     path = tmp_path / "plan.json"
     arguments = ["--model", "llama-7b", "--cluster", "h100x4", "--layout", "pp=4,virtual=2", "--documents", "16"]

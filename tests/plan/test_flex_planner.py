@@ -208,7 +208,7 @@ def test_row_counts_switches_and_their_seconds() -> None:
     assert found.best == "flexpipe"
     assert flexpipe.layout == {"dp": 2, "cp": 1, "pp": 2, "tp": 1}
     assert flexpipe.note.startswith("layout switched 1 times, ")
-    assert "dp=2 pp=2 (3)" in flexpipe.note
+    assert "dp=2 pp=2 layers=3+1 (3)" in flexpipe.note
     assert flexpipe.step_time_s == tuple(step.plan.predicted.step_time_s for step in steps)
     assert flexpipe.time_split is not None
     assert flexpipe.time_split.switch_s == pytest.approx(np.mean([step.switch_s for step in steps]))

@@ -10,7 +10,6 @@ from evenload.plan.layout_search import FINALISTS, layout_sizes, layouts_of, sea
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
@@ -47,7 +46,7 @@ def test_fastest_first_and_the_first_is_what_planning_it_gives() -> None:
     times = [result.mean_step_time_s for result in finalists]
     assert all(result.feasible and result.num_batches == 2 for result in finalists)
     assert times == sorted(times, key=lambda time_s: time_s or 0.0)
-    best = even_layout(MODEL.num_layers, **results[0].layout)
+    best = results[0].parallel_layout()
     planner = StepPlanner(MODEL, analytic_coefficients(MODEL, CLUSTER, best), best, usable_bytes(CLUSTER), OPTIONS)
     again = [planner.plan(k, batch.documents, "auto").predicted.step_time_s for k, batch in enumerate(batches())]
     assert times[0] == pytest.approx(np.mean(again))

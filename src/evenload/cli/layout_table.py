@@ -29,9 +29,16 @@ def layout_table(results: Sequence[LayoutResult]) -> Table:
             format_seconds(time_s) if result.feasible and time_s is not None else "-",
             format_percent(share) if result.feasible and share is not None else "-",
             format_bytes(peak) if peak is not None else "-",
-            result.label if result.feasible else result.why,
+            _plan(result) if result.feasible else result.why,
         )
     hidden = max(0, len(fitting) - SHOWN), max(0, len(others) - SHOWN)
     if any(hidden):
         table.caption = f"not shown: {hidden[0]} that fit and {hidden[1]} that do not (--json lists all)"
     return table
+
+
+def _plan(result: LayoutResult) -> str:
+    """How it is cut and scheduled, and the layers of stages where they are not even."""
+    if result.parallel_layout().is_even:
+        return result.label
+    return f"{result.label}; layers {'+'.join(map(str, result.stage_layers))}"

@@ -14,6 +14,7 @@ from evenload.cli.layout_option import parse_layout
 from evenload.cli.layout_table import layout_table
 from evenload.cli.output_file import require_writable, write_output
 from evenload.cli.plan_report import plan_report
+from evenload.cli.progress_bar import progress_bar
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.data.lengths import read_lengths
@@ -28,6 +29,7 @@ from evenload.plan.layout_search import LayoutResult, layout_sizes, search_layou
 from evenload.plan.options import PlanOptions
 from evenload.plan.plan_file import encode_plan_file
 from evenload.plan.planner import StepPlanner
+from evenload.plan.stage_layers import balanced_layout
 from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
@@ -35,7 +37,7 @@ from evenload.report.pack_label import label_packs
 from evenload.report.table import comparison_table
 from evenload.report.units import format_seconds
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout
 from evenload.types.model_catalog import model_from
 
 DEFAULT_DOCUMENTS = 512
@@ -56,7 +58,10 @@ def plan_command(
     model: Annotated[str, typer.Option(help="Built-in name (llama-7b, qwen2.5-0.5b, ...) or an HF config.json.")],
     cluster: Annotated[str, typer.Option(help="Built-in name (h100x32, a100x8, ...) or a TOML file.")],
     layout: Annotated[
-        str | None, typer.Option(help="For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits.")
+        str | None,
+        typer.Option(
+            help="For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
+        ),
     ] = None,
     documents: Annotated[
         int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
@@ -144,24 +149,35 @@ def plan_command(
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     layouts: tuple[LayoutResult, ...] = ()
     if search_layout:
-        layouts = search_layouts(
-            spec,
-            machines,
-            batches,
-            lambda one: measured or analytic_coefficients(spec, machines, one),
-            strategy="auto" if strategy == "all" or "," in strategy else strategy,
-            options=options,
-        )
+        with progress_bar() as on_progress:
+            layouts = search_layouts(
+                spec,
+                machines,
+                batches,
+                lambda one: measured or analytic_coefficients(spec, machines, one),
+                strategy="auto" if strategy == "all" or "," in strategy else strategy,
+                options=options,
+                on_progress=on_progress,
+            )
         console.print(layout_table(layouts))
         if not layouts[0].feasible:
             raise InfeasiblePlanError(f"no layout of {cluster} fits; the closest: {layouts[0].why}")
-        chosen = even_layout(spec.num_layers, **layouts[0].layout)
+        chosen = layouts[0].parallel_layout()
+        coefficients = measured or analytic_coefficients(spec, machines, chosen)
     else:
-        chosen = (
+        sizes = (
             parse_layout(layout, spec.num_layers, machines.num_devices) if layout else default_layout(spec, machines)
         )
-    analytic = analytic_coefficients(spec, machines, chosen)  # also checks that the layout fits the cluster
-    coefficients = measured or analytic
+        analytic = analytic_coefficients(spec, machines, sizes)  # also checks that the layout fits the cluster
+        coefficients = measured or analytic
+        chosen = balanced_layout(
+            spec,
+            coefficients,
+            [document.num_tokens for batch in batches for document in batch.documents],
+            **layout_sizes(sizes),
+            num_steps=len(batches),
+            memory_bytes=cap_bytes,
+        )
     planner = StepPlanner(spec, coefficients, chosen, cap_bytes, options)
     flexible = FlexPlanner(
         planner,
@@ -173,6 +189,7 @@ def plan_command(
         "model": model,
         "cluster": cluster,
         "layout": layout_sizes(chosen),
+        "stage_layers": chosen.stage_counts,
         "devices": machines.num_devices,
         "documents": documents if tokens is not None else documents or DEFAULT_DOCUMENTS,
         "tokens": tokens,
@@ -189,7 +206,10 @@ def plan_command(
         "memory_cap_bytes": cap_bytes,
     }
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
-    evaluation = evaluate_strategies(planner, batches, _strategy_names(strategy, chosen), flexible)
+    with progress_bar() as on_progress:
+        evaluation = evaluate_strategies(
+            planner, batches, _strategy_names(strategy, chosen), flexible, on_progress=on_progress
+        )
     rows = [msgspec.to_builtins(result) for result in evaluation.results]
     if any(result.feasible for result in evaluation.results):
         console.print(comparison_table(rows, evaluation.best or ""))

@@ -9,6 +9,7 @@ Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
     pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
     dp        the rest
 
+Layers go to stages by cost (`plan.stage_layers`), evenly where that does not fit.
 A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
 and the GiB by which the best plan misses.
 """
@@ -27,9 +28,11 @@ from evenload.plan.default_layout import usable_bytes
 from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.progress import OnProgress, no_progress
+from evenload.plan.stage_layers import balanced_layout
 from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 
 QUICK_CANDIDATES = 24
@@ -47,6 +50,7 @@ class LayoutResult(Frozen):
 
     Args:
         layout: sizes of the dimensions, and "virtual" stages a rank.
+        stage_layers: layers of every virtual stage.
         why: why it is out; "" when it fits.
         mean_step_time_s, fraction_of_bound: over the batches it was planned on.
         num_batches: all, or 1 where the first batch showed that others are faster.
@@ -61,6 +65,12 @@ class LayoutResult(Frozen):
     peak_memory_bytes: int | None = None
     num_batches: int = 0
     label: str = ""
+    stage_layers: tuple[int, ...]
+
+    def parallel_layout(self) -> ParallelLayout:
+        """The layout that was planned."""
+        sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
+        return split_layout(self.stage_layers, **sizes)
 
 
 def search_layouts(
@@ -71,6 +81,7 @@ def search_layouts(
     *,
     strategy: str = "auto",
     options: PlanOptions,
+    on_progress: OnProgress = no_progress,
 ) -> tuple[LayoutResult, ...]:
     """All layouts of the cluster, the fastest that fit first, then those that are out.
 
@@ -78,6 +89,7 @@ def search_layouts(
         batches: at least one, of the run's lengths.
         coefficients_of: costs of a layout, for example `analytic_coefficients`.
         options: of planning; memory is the device's.
+        on_progress: called before each layout, of both passes.
 
     Raises:
         ConfigError: no batches, or an unknown strategy.
@@ -86,13 +98,24 @@ def search_layouts(
         raise ConfigError("layout search: give at least one batch")
     quick = msgspec.structs.replace(options, max_candidates=min(options.max_candidates, QUICK_CANDIDATES))
     found: list[tuple[ParallelLayout, LayoutResult]] = []
-    for layout in layouts_of(model, cluster):
-        found.append((layout, _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)))
+    every = layouts_of(model, cluster)
+    for done, sizes in enumerate(every):
+        on_progress(done, len(every), f"layout {sizes.describe()}")
+        layout = _balanced(model, cluster, sizes, batches, coefficients_of)
+        result = _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+        if not result.feasible and not layout.is_even:
+            layout = sizes
+            result = _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+        found.append((layout, result))
     found.sort(key=lambda pair: _order(pair[1]))
     best = [layout for layout, result in found[:FINALISTS] if result.feasible]
-    best += [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
+    deeper = [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
+    best += [_balanced(model, cluster, layout, batches, coefficients_of) for layout in deeper]
     long = msgspec.structs.replace(options, max_candidates=max(options.max_candidates, FINAL_CANDIDATES))
-    final = [_planned(model, cluster, layout, batches, coefficients_of, strategy, long) for layout in best]
+    final: list[LayoutResult] = []
+    for layout in best:
+        on_progress(len(final), len(best), f"the best again: {layout.describe()}")
+        final.append(_planned(model, cluster, layout, batches, coefficients_of, strategy, long))
     rest = [result for layout, result in found if layout not in best]
     # Those planned on all batches stay in front: a time on one batch is no match for a mean.
     fitting = sorted((result for result in final if result.feasible), key=_order)
@@ -117,6 +140,27 @@ def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, 
     return tuple(layouts)
 
 
+def _balanced(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    sizes: ParallelLayout,
+    batches: Sequence[GlobalBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+) -> ParallelLayout:
+    """The same sizes with layers by cost; as they are where they cannot be costed, which planning then says."""
+    try:
+        return balanced_layout(
+            model,
+            coefficients_of(sizes),
+            [document.num_tokens for batch in batches for document in batch.documents],
+            **layout_sizes(sizes),
+            num_steps=len(batches),
+            memory_bytes=usable_bytes(cluster),
+        )
+    except ConfigError:
+        return sizes
+
+
 def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLayout | None:
     """The same sizes with `VIRTUAL_STAGES` a rank; None where there is no pipeline or too few layers."""
     if layout.pp == 1 or layout.pp * VIRTUAL_STAGES > model.num_layers:
@@ -139,7 +183,13 @@ def _planned(
     held = static_bytes(model, layout)
     if held.max() > room:
         why = f"weights and optimizer alone: {_over(held, room)}"
-        return LayoutResult(layout=sizes, feasible=False, why=why, peak_memory_bytes=int(held.max()))
+        return LayoutResult(
+            layout=sizes,
+            feasible=False,
+            why=why,
+            peak_memory_bytes=int(held.max()),
+            stage_layers=layout.stage_counts,
+        )
     proposals: list[Proposal] = []
     bounds_s: list[float] = []
     try:
@@ -149,7 +199,7 @@ def _planned(
             tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
             bounds_s.append(planner.costs.lower_bound_seconds(tokens))
     except (ConfigError, DataError, InfeasiblePlanError) as error:
-        return LayoutResult(layout=sizes, feasible=False, why=str(error))
+        return LayoutResult(layout=sizes, feasible=False, why=str(error), stage_layers=layout.stage_counts)
     peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
     peak = np.max(peaks, axis=0)
     step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
@@ -164,6 +214,7 @@ def _planned(
         peak_memory_bytes=int(peak.max()),
         num_batches=len(batches),
         label=slowest.candidate.label,
+        stage_layers=layout.stage_counts,
     )
 
 

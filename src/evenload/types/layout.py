@@ -6,6 +6,7 @@ the traffic is smallest.
 """
 
 import itertools
+from collections.abc import Sequence
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
@@ -65,11 +66,25 @@ class ParallelLayout(Frozen):
         """The rank in `torch.distributed` order."""
         return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
 
+    @property
+    def stage_counts(self) -> tuple[int, ...]:
+        """Layers of every virtual stage."""
+        return tuple(stop - start for start, stop in self.stage_layers)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether stages hold as many layers as `even_layout` gives them."""
+        return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages).stage_counts
+
     def describe(self) -> str:
-        """Short form for tables and logs, for example `dp=2 pp=4`."""
+        """Short form for tables and logs, for example `dp=2 pp=4`, with layers of stages that are not even."""
         parts = [f"{k}={getattr(self, k)}" for k in ("dp", "cp", "pp", "tp") if getattr(self, k) > 1]
         virtual = self.num_stages // self.pp
-        return " ".join(parts + ([f"virtual={virtual}"] if virtual > 1 else [])) or "single"
+        if virtual > 1:
+            parts.append(f"virtual={virtual}")
+        if not self.is_even:
+            parts.append(f"layers={'+'.join(map(str, self.stage_counts))}")
+        return " ".join(parts) or "single"
 
 
 def even_layout(
@@ -86,15 +101,24 @@ def even_layout(
             f"layout: {num_layers} layers cannot fill {stages} stages (pp={pp} x virtual={virtual}); lower pp"
         )
     base, extra = divmod(num_layers, stages)
-    edges = [0]
-    for stage in range(stages):
-        edges.append(edges[-1] + base + (stage < extra))
+    counts = [base + (stage < extra) for stage in range(stages)]
+    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, generation=generation)
+
+
+def split_layout(
+    stage_counts: Sequence[int], *, dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, generation: int = 0
+) -> ParallelLayout:
+    """Give every virtual stage so many layers; stages go round the pipeline's ranks.
+
+    Raises:
+        ConfigError: a stage without layers, or a number of stages that pp does not divide.
+    """
     return ParallelLayout(
         dp=dp,
         cp=cp,
         pp=pp,
         tp=tp,
-        stage_layers=tuple(itertools.pairwise(edges)),
-        stage_to_rank=tuple(stage % pp for stage in range(stages)),
+        stage_layers=tuple(itertools.pairwise(itertools.accumulate(stage_counts, initial=0))),
+        stage_to_rank=tuple(stage % pp for stage in range(len(stage_counts))),
         generation=generation,
     )
