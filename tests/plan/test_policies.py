@@ -34,7 +34,7 @@ def test_levels_take_long_documents_first() -> None:
     levels = policy_levels(lengths, "choose", can_offload=True)
     assert levels[0] is None
     assert levels[1] is not None
-    assert levels[1].tolist() == [REPLAY, RECOMPUTE, REPLAY, REPLAY]  # 60 of 100 tokens
+    assert levels[1].tolist() == [REPLAY, OFFLOAD, REPLAY, REPLAY]  # 60 of 100 tokens
     assert [level.tolist() for level in levels if level is not None and (level == level[0]).all()] == [
         [RECOMPUTE] * 4,
         [OFFLOAD] * 4,

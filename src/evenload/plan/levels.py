@@ -60,19 +60,20 @@ def rank_levels(
 ) -> tuple[list[tuple[Estimate, StepProblem]], int]:
     """Levels with what they promise, the most promising first, and how many are too close to tell apart.
 
-    Only the first, all activations stored, where memory does not slow it: more memory is all that others give. The
-    list schedule fits almost any step by holding forwards back, at the price of an idle pipeline.
+    It ends with the first level that fits and is as fast as all activations stored would be without a memory limit:
+    no other can be faster. (The list schedule fits almost any step by holding forwards back, at the price of an idle
+    pipeline, so fitting alone says little.)
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
         return [((0, 0.0), problem) for problem in problems], 1
+    boundless = replace(problems[0], cap_bytes=None)
+    least_s = _estimate(boundless, rules_of(boundless))[1]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
-        estimate = _estimate(problem, rules_of(problem))
+        estimate = _estimate(problem, rules_of(problem)) if problem.cap_bytes is not None else (0, least_s)
         found.append((estimate, index))
-        if problem.policy is None and not estimate[0]:
-            boundless = replace(problem, cap_bytes=None)
-            if problem.cap_bytes is None or estimate[1] <= CLOSE * _estimate(boundless, rules_of(boundless))[1]:
-                break
+        if not estimate[0] and estimate[1] <= CLOSE * least_s:
+            break
     found.sort()
     (excess, seconds), _ = found[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])

@@ -4,8 +4,8 @@
 the levels below; the fastest that fits is kept, else the one that misses memory by the least. Long documents go
 first because they alone decide the peak: their first backward waits for their last forward, however they are cut.
 
-    recompute the longest    documents that hold 1/4, 1/2, 3/4 of the tokens
-    offload the longest      the same; long attention hides their copies
+    offload the longest      documents that hold 1/4, 1/2, 3/4 of the tokens; long attention hides their copies
+    recompute the longest    the same
     recompute all
     offload the longest half, recompute the others
     offload all
@@ -38,8 +38,8 @@ def policy_levels(
         return [np.full(len(num_tokens), code, np.int8) if code else None]
     quarter, half, most = (_long_documents(num_tokens, share) for share in LONG_SHARES)
     levels = [
-        *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
         *((long, OFFLOAD, REPLAY) for long in (quarter, half, most)),
+        *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
         (half, RECOMPUTE, RECOMPUTE),
         (half, OFFLOAD, RECOMPUTE),
         (half, OFFLOAD, OFFLOAD),

@@ -37,7 +37,9 @@ EVEN_REPLICAS = 1.003
 """Max/mean time of replicas at which no more documents move."""
 MOST_MOVES = 2
 """Documents moved, for each replica."""
-MOVED_TRIALS = 1
+MOVED_SHARES = (0.5, 0.25, 0.1)
+"""Of the gap between the slowest and the fastest replica: documents that are tried, until one helps."""
+MOVED_TRIALS = 3
 """Best trials of a replica that are rated again when its documents change."""
 VARIED = 4
 """Best settings of a probe whose packs are tried under other schedules."""
@@ -275,28 +277,33 @@ def _improve(search: ReplicaSearch, budget: _Budget, may_split: bool, share: flo
 
 def _even_out(found: FoundStep) -> None:
     """Move documents from the slowest replica to the fastest while that makes the slower of both faster."""
-    problem = found.own[0].problem
     for _ in range(MOST_MOVES * len(found.own)):
         seconds = found.seconds()
         slow, fast = int(seconds.argmax()), int(seconds.argmin())
         if seconds[slow] <= EVEN_REPLICAS * seconds.mean() or len(found.own[slow].documents) < 2:
             return
-        one, other = found.own[slow], found.own[fast]
-        busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
-        wanted_s = (seconds[slow] - seconds[fast]) / 2 * problem.layout.pp * busy_share
-        work_s = problem.document_s[one.documents]
-        moved = int(np.abs(work_s - wanted_s).argmin())
-        trials = one.ranking()[:MOVED_TRIALS]
-        lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth)
-        heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=one.worth)
-        score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
-        if not (_has_trial(lighter) and _has_trial(heavier)):
+        # A document that fills half the gap; where memory makes that one too dear, smaller ones.
+        if not any(_move(found, slow, fast, (seconds[slow] - seconds[fast]) * share) for share in MOVED_SHARES):
             return
-        excess = max(lighter.best().excess_bytes, heavier.best().excess_bytes)
-        slower_s = max(found.start_s(slow) + lighter.best().makespan_s, found.start_s(fast) + heavier.best().makespan_s)
-        if (excess, slower_s) >= (max(one.best().excess_bytes, other.best().excess_bytes), seconds[slow]):
-            return
-        found.own[slow], found.own[fast] = lighter, heavier
+
+
+def _move(found: FoundStep, slow: int, fast: int, wanted_s: float) -> bool:
+    """Move one document of about so many seconds, unless the slower of both replicas does not gain."""
+    one, other = found.own[slow], found.own[fast]
+    problem = one.problem
+    busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
+    moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
+    trials = one.ranking()[:MOVED_TRIALS]
+    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth)
+    heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=one.worth)
+    score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
+    if not (_has_trial(lighter) and _has_trial(heavier)):
+        return False
+    starts_s = found.start_s(slow), found.start_s(fast)
+    if _slower(starts_s, (lighter, heavier)) >= _slower(starts_s, (one, other)):
+        return False
+    found.own[slow], found.own[fast] = lighter, heavier
+    return True
 
 
 def _slower(starts_s: tuple[float, float], searches: tuple[ReplicaSearch, ReplicaSearch]) -> tuple[int, float]:
