@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from cost_samples import sample_coefficients, sample_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.cost.activation import OFFLOAD
@@ -86,6 +86,7 @@ def assert_same(one: PipelineTasks, other: PipelineTasks) -> None:
         assert first.dtype == second.dtype, field.name
 
 
+@settings(deadline=None)
 @given(priced_inputs())
 def test_native_prices_equal_their_twin(inputs: tuple) -> None:
     """Slices, padding, windows, tiles, policies, shared documents, tp, cp, pp and split backwards."""

@@ -64,7 +64,7 @@ PROBLEMS = {
 }
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(LENGTHS, SETTINGS, st.fixed_dictionaries(PROBLEMS))
 def test_cuts_equal_their_twin(num_tokens: list[int], setting: Setting, changes: dict) -> None:
     """Every cut, with windows, tiles, token limits, least slices, token weights and tapered ends."""

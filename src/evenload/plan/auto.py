@@ -24,7 +24,7 @@ from evenload.plan.levels import plan_by_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.replica_search import ReplicaSearch, by_time
-from evenload.plan.slimpack import search_levels, slimpack_rules
+from evenload.plan.slimpack import plan_slimpack, search_levels, slimpack_rules
 from evenload.plan.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.trial_space import Setting, Trial
 
@@ -70,6 +70,10 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         problem, found = min(steps, key=lambda step: step[1].worth())
         plans.append((problem, found.choices()))
     failure: Exception | None = None
+    try:
+        plans.append(plan_slimpack(problems))
+    except (ConfigError, InfeasiblePlanError) as error:
+        failure = error
     for rival in rivals:
         try:
             if plans and not _may_win(rival, problems, plans[0][1]):

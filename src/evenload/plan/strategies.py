@@ -59,7 +59,7 @@ LAYOUT_STRATEGIES = ("flexpipe",)
 
 
 def _plan_auto(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
-    """`auto` starts from `slimpack`; rivals are the others, but what needs a solver and what chooses a layout."""
+    """Beside `slimpack`, rivals of `auto` are all but what needs a solver and what chooses a layout."""
     apart = ("auto", "slimpack", *SOLVER_STRATEGIES, *LAYOUT_STRATEGIES)
     rivals = [
         Rival(plan, name not in WHOLE_STRATEGIES, name in BOUNDED_STRATEGIES, MEMORY_CHECKS.get(name))
