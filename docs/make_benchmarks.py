@@ -18,6 +18,7 @@ SHOWN_CASES = (
 )
 BUSY_LOAD = 2.0
 BASELINES = ("best_fit, any layout", "best_fit, pp >= 4", "best_fit, median layout", "its Megatron-LM")
+FLEXPIPE_BASES = ("static padded", "static best_fit", "static flexpipe", "published", "known 4", "best fixed")
 
 PLANNERS = """\
 # Benchmarks of the planners
@@ -64,10 +65,11 @@ SLIMPACK = """\
 
     python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024]
 
-**Simulated.** Each strategy at its own best layout of tp x cp x pp x dp x virtual stages within 80 GB. Speed-ups are over `best_fit`
-tuned over all layouts, tuned over those with at least 4 pipeline stages, and at the median of all layouts that fit. The
-paper compares with a Megatron-LM whose layouts it does not publish. The last column says what most of the rest of the
-lower bound is lost to. `slimpack` and `auto` share documents among replicas (DP-Merge), `auto` also splits backwards.
+**Simulated.** Each strategy at its own best layout of tp x cp x pp x dp x virtual stages within 80 GB. Speed-ups are
+over `best_fit` tuned over all layouts, tuned over those with at least 4 pipeline stages, and at the median of all
+layouts that fit. The paper compares with a Megatron-LM whose layouts it does not publish. The last column says what
+most of the rest of the lower bound is lost to. `slimpack` and `auto` share documents among replicas (DP-Merge), `auto`
+also splits backwards.
 """
 WLB = """\
 ## WLB-LLM's settings
@@ -88,6 +90,32 @@ SKRULL = """\
 The paper reports means of 5.50 (0.5B) and 2.03 (7B) over DeepSpeed. "one a pass" runs every document alone, sharded
 over all context ranks; a baseline that packs leaves less to gain.
 """
+FLEXPIPE = """\
+## FlexPipe's settings
+
+    python benchmarks/paper_flexpipe.py [--quick] [--append]
+
+**Simulated.** Models and clusters of its Table 1, 24 steps. Time of each way to train over the time of `flexpipe`;
+"best fixed" is the fastest single layout in hindsight.
+[planner.md](planner.md#flexpipe-another-layout-between-steps) says why switching gains nothing over it.
+"""
+DELAY = """\
+## Documents that wait
+
+    python benchmarks/wlb_delay.py [LENGTHS ...] [--quick] [--append]
+
+Imbalance of N micro-batches (longest over mean, forward + backward) and mean delay of a token in steps, llama-7b at
+128K, 40 steps, mean of 3 seeds: `wlb` with its two release rules.
+"""
+ABLATION = """\
+## Which ideas pay
+
+    python benchmarks/ablation.py [--quick] [--append]
+
+**Simulated**, 80 GB, 3 batches of 1,024 documents. Share of the lower bound, one change at a time to the base:
+symmetric cuts under the list schedule, without a pipeline whole documents, policies and sharing chosen by search.
+"(+4 GiB)": does not fit, by so much in the worst batch. [planner.md](planner.md#which-ideas-pay) draws the conclusions.
+"""
 
 Table = list[dict[str, str]]
 
@@ -96,7 +124,10 @@ def benchmarks_page() -> str:
     """The whole page."""
     return (
         "\n".join(
-            [PLANNERS, *_planners(), GROWTH, *_growth(), SLIMPACK, *_slimpack(), WLB, *_wlb(), SKRULL, *_skrull()]
+            [
+                *(PLANNERS, *_planners(), GROWTH, *_growth(), ABLATION, *_ablation(), SLIMPACK, *_slimpack()),
+                *(WLB, *_wlb(), DELAY, *_delay(), SKRULL, *_skrull(), FLEXPIPE, *_flexpipe()),
+            ]
         ).rstrip("\n")
         + "\n"
     )
@@ -203,6 +234,79 @@ def _skrull() -> Iterable[str]:
             _times(speed.get("one a pass")),
             _times(speed.get("best_fit")),
         )
+    yield ""
+
+
+def _flexpipe() -> Iterable[str]:
+    rows = _latest("paper_flexpipe.csv", ("benchmark",))
+    yield from _provenance(rows)
+    yield from _head(("model", "longest document", "documents", *(f"x {base}" for base in FLEXPIPE_BASES), "switches"))
+    by_case = {
+        case: [row for row in rows if row["case"] == case] for case in dict.fromkeys(row["case"] for row in rows)
+    }
+    for case, mine in by_case.items():
+        # "bert-340m, 1 nodes, longest 2048, 4 documents, simulated"; the searches' cases have no commas.
+        if "," not in case:
+            continue
+        model, nodes, longest, documents, _ = case.split(", ")
+        speed = {row["baseline"]: row for row in mine if row["metric"] == "speed-up"}
+        switches = next(row["value"] for row in mine if row["metric"] == "switches")
+        yield _line(
+            f"{model}, {nodes.replace('1 nodes', '1 node')}",
+            f"{int(longest.split()[1]):,}",
+            documents.split()[0],
+            *(_times(speed.get(base)) for base in FLEXPIPE_BASES),
+            switches,
+        )
+    yield ""
+    yield from _head(
+        ("HBSA on one batch of 256 documents", "ms", "mappings priced", "splits of layers", "exhaustive ms")
+    )
+    for case, mine in by_case.items():
+        if "," in case:
+            continue
+        figures = {row["metric"]: f"{float(row['value']):,.0f}" for row in mine}
+        metrics = ("HBSA", "mappings priced", "splits of layers in all", "exhaustive")
+        yield _line(case, *(figures.get(metric, "") for metric in metrics))
+    yield ""
+
+
+def _delay() -> Iterable[str]:
+    rows = _latest("wlb_delay.csv", ("benchmark",))
+    yield from _provenance(rows)
+    yield from _head(("lengths", "N", "`balance`: imbalance", "delay", "`queues`: imbalance", "delay"))
+    # "docs, N=32, release balance"
+    figures = {(row["case"], row["metric"]): float(row["value"]) for row in rows}
+    for cell in dict.fromkeys(row["case"].partition(", release ")[0] for row in rows):
+        name, _, count = cell.partition(", N=")
+        cases = [f"{cell}, release {rule}" for rule in ("balance", "queues")]
+        metrics = (("imbalance", ".3f"), ("mean token delay", ".2f"))
+        yield _line(name, count, *(format(figures[case, name], form) for case in cases for name, form in metrics))
+    yield ""
+
+
+def _ablation() -> Iterable[str]:
+    rows = _latest("ablation.csv", ("benchmark",))
+    yield from _provenance(rows)
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figures = {(row["metric"], row["case"]): float(row["value"]) for row in rows}
+    # "llama-13b, dp=4 cp=2 pp=4 tp=4, 256K, 1024 documents, 3 batches, simulated"
+    heads = [", ".join(case.split(", ")[:3]) for case in cases]
+    yield from _head(("change", *heads))
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    for metric in (one for one in metrics if not one.startswith("noise") and not one.endswith(": beyond memory")):
+        cells = []
+        for case in cases:
+            excess = figures.get((f"{metric}: beyond memory", case))
+            share = f"{figures[metric, case]:.1%}" if (metric, case) in figures else ""
+            cells.append(f"{share} (+{excess:.0f} GiB)" if excess else share)
+        yield _line(metric, *cells)
+    yield ""
+    yield "Time lost when durations differ from the estimate by log-normal noise of so much:\n"
+    yield from _head(("noise", *heads))
+    for metric in (one for one in metrics if one.startswith("noise")):
+        losses = (figures.get((metric, case)) for case in cases)
+        yield _line(metric.removeprefix("noise "), *("" if loss is None else f"{loss:+.1%}" for loss in losses))
     yield ""
 
 
