@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 from dist_training import train_steps
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state
+from evenload.errors import ConfigError
 from evenload.runtime.checkpoint import Progress
 from evenload.runtime.config import TrainConfig, load_train_config
+from evenload.runtime.trainer import layout_of
 from reference_training import tiny_config
 
 STEPS = 6
@@ -167,6 +169,29 @@ def test_a_checkpoint_continues_under_another_layout(gloo_pool, config_file, tmp
     first = gloo_pool.run(4, train_steps, str(config_file), [*base, "parallel.pp=2", "parallel.dp=2"], 3)[0]
     rest = gloo_pool.run(3, train_steps, str(config_file), [*base, "parallel.dp=3"], STEPS)[0]
     assert first + rest == pytest.approx(whole, rel=1e-9)
+
+
+def test_layers_given_to_stages_train_the_same_and_continue_from_an_even_split(gloo_pool, config_file, tmp_path):
+    """Checkpoints know layers, not stages: 2 + 2 goes on as 3 + 1, equal up to summation order."""
+    base = [f"train.output_dir={tmp_path}/moved", "parallel.pp=2"]
+    uneven = [*base, "parallel.stage_layers=[3, 1]"]
+    assert layout_of(load_train_config(config_file, uneven), 4).stage_layers == ((0, 3), (3, 4))
+    first = gloo_pool.run(2, train_steps, str(config_file), base, 3)[0]
+    rest = gloo_pool.run(2, train_steps, str(config_file), uneven, STEPS)[0]
+    assert first + rest == pytest.approx(plain_losses(load_train_config(config_file, base)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[2, 2, 1]", r"parallel.stage_layers is \[2, 2, 1\], must be 2 numbers"),
+        ("[4, 0]", "of at least 1"),
+        ("[2, 3]", "hold 5 layers, the model has 4"),
+    ],
+)
+def test_stage_layers_that_are_not_the_models_are_refused(config_file, value, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(load_train_config(config_file, ["parallel.pp=2", f"parallel.stage_layers={value}"]), 4)
 
 
 def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):

@@ -33,7 +33,7 @@ from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.runtime.trace import gather_timeline
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
@@ -66,9 +66,20 @@ def model_spec(config: TrainConfig) -> ModelSpec:
 
 
 def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
-    """The configured layout, layers split evenly."""
+    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
+
+    Raises:
+        ConfigError: more stages than layers, or stages that do not hold all layers.
+    """
     p = config.parallel
-    return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
+    if p.stage_layers is None:
+        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
+    if sum(p.stage_layers) != num_layers:
+        raise ConfigError(
+            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
+            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
+        )
+    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
 
 
 class Trainer:
