@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one cell: does it work at all?")
     parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
     parser.add_argument("--documents", type=int, default=1024, help="documents of a step")
+    parser.add_argument("--models", default=",".join(name for name, _ in SETTINGS), help="of these, with commas")
     options = parser.parse_args()
     console = Console(width=220)
     table = Table(title=f"SlimPack's settings, SIMULATED, {options.documents} documents a step")
@@ -162,7 +163,8 @@ def main() -> None:
     for head in (*heads, "x median", "paper", "lost to"):
         table.add_column(head, justify="right" if head in heads[5:] else "left")
     rows: list[Row] = []
-    cells = [(name, *setting, context) for setting in SETTINGS for context in CONTEXTS for name in TABLES]
+    settings = [setting for setting in SETTINGS if setting[0] in options.models.split(",")]
+    cells = [(name, *setting, context) for setting in settings for context in CONTEXTS for name in TABLES]
     for lengths, name, devices, context in cells[:1] if options.quick else cells:
         best = run_cell(lengths, name, devices, context, options.documents)
         for strategy, found in best.items():

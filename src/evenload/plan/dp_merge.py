@@ -29,6 +29,8 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 
 Block = tuple[int, int]
 """(first replica, number of replicas), aligned: first is a multiple of the number, a power of two."""
+PRINTED_THRESHOLD = 1.0
+"""SlimPack's: only documents longer than a whole replica's share."""
 THRESHOLDS = 4
 """Thresholds to try, each half of the one before."""
 EVEN_ENOUGH = 1.005
@@ -77,12 +79,16 @@ def merge_documents(problem: StepProblem) -> Merge | None:
 
 
 def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
-    """By smaller thresholds, in larger groups, and with groups of one size only.
+    """By the printed threshold and by smaller ones, in larger groups, and with groups of one size only.
 
-    Where memory keeps shared documents whole, a group runs few packs and the pipeline fills and drains for long: twice
-    as large groups run twice as many packs of half the time. Groups of one size make one phase of them.
+    Sharing costs transfers of keys and values, so few shared documents are best where replicas can be evened out with
+    the others. But where memory keeps shared documents whole, a group runs few packs and the pipeline fills and drains
+    for long: twice as large groups run twice as many packs of half the time. Groups of one size make one phase of them.
     """
     found = [merge for merge, _ in _merges(problem)]
+    printed = _merged_above(problem, PRINTED_THRESHOLD)
+    if printed is not None:
+        found.append(printed[0])
     outliers = np.concatenate(list(than.blocks.values()))
     found += [_uniform(problem, outliers, size) for size in _group_sizes(problem.layout.dp)]
     return [merge for merge in found if _blocks_of(merge) != _blocks_of(than)]

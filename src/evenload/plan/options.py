@@ -40,7 +40,8 @@ class PlanOptions(Frozen):
             where that is faster.
         solver_time_limit_s: of `fixed_exact`, for one step.
         executable: `auto` plans only what `evenload train` of this version runs: no split backward.
-        max_candidates: schedules `auto` simulates of its own in a step, over all replicas.
+        max_candidates: schedules `auto` simulates beyond `slimpack`'s in a step, over all replicas, for every set of
+            activation policies that comes close.
         time_budget_s: `auto` ends its search by the clock too; None = never, because plans then depend on the machine.
         backend: "native", or "python" for the readable twins.
 

@@ -35,8 +35,8 @@ EVENNESS_WORTH = 1.2
 room, a few of their packs in flight can take three times as long."""
 EVEN_REPLICAS = 1.01
 """Max/mean time of replicas above which merging documents is tried."""
-BUSY_ENOUGH = 0.9
-"""Of all ranks' time in packs, above which no other groups of replicas are tried."""
+EFFICIENT = 0.97
+"""Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
 SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
@@ -116,10 +116,16 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep |
         key=FoundStep.worth,
         default=None,
     )
-    if best is None or not _is_even_and_fits(best) or best.busy_share() < BUSY_ENOUGH:
+    if best is None or not _is_even_and_fits(best) or _efficiency(problem, best) < EFFICIENT:
         others = [search_merged(problem, other, rules, share) for other in other_merges(problem, merge)]
         best = min((found for found in (best, *others) if found), key=FoundStep.worth, default=None)
     return best
+
+
+def _efficiency(problem: StepProblem, found: FoundStep) -> float:
+    """What the documents take on their own replicas over what all ranks take until the slowest ends."""
+    available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
+    return float(problem.document_s.sum()) / available_s if available_s else 1.0
 
 
 def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:

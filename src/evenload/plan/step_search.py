@@ -109,14 +109,6 @@ class FoundStep:
         """Simulated time of every replica; float64[dp]."""
         return np.array([self.start_s(i) + search.best().makespan_s for i, search in enumerate(self.own)])
 
-    def busy_share(self) -> float:
-        """Of all ranks' time until the slowest replica ends, what computes packs; 1 without documents."""
-        problem = self.own[0].problem
-        work_s = sum(search.work_s for search in self.own)
-        work_s += sum(block[1] * search.work_s for block, search in self.blocks.items())
-        available_s = problem.layout.dp * problem.layout.pp * float(self.seconds().max())
-        return work_s / available_s if available_s else 1.0
-
     def worth(self) -> tuple[int, float, float]:
         """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
         excess = max(search.best().excess_bytes for search in (*self.own, *self.blocks.values()))
