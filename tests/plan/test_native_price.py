@@ -1,13 +1,14 @@
 """The core prices packs exactly as numpy does: the same bits in every column."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
-from cost_samples import sample_coefficients, sample_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_samples import sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
@@ -39,7 +40,7 @@ def sliced(draw: st.DrawFn, num_tokens: list[int], pads: bool, ranks: bool, *, b
     closes[-1] = True
     offset = np.array([0, *(i + 1 for i, close in enumerate(closes) if close)], np.int64)
     flat = np.array(pieces, np.int64).reshape(-1, 3)
-    longest = [int(flat[lo:hi, 2].max()) for lo, hi in zip(offset[:-1], offset[1:], strict=True)]
+    longest = [int(flat[lo:hi, 2].max()) for lo, hi in itertools.pairwise(offset)]
     pad_to = np.array([tokens if pads and draw(st.booleans()) else 0 for tokens in longest], np.int64)
     cp = None
     if ranks:

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from cost_samples import sample_coefficients, sample_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.plan.options import PlanOptions
 from evenload.plan.problem import StepProblem
@@ -116,7 +116,8 @@ def test_scores_equal_their_twin(
         score([(search, trials)])
         rated.append(search.scores)
     assert rated[0] == rated[1]
-    assert list(rated[0]) and set(rated[0]) == set(trials)
+    assert list(rated[0])
+    assert set(rated[0]) == set(trials)
 
 
 def test_the_best_trial_is_built_as_it_was_rated() -> None:
@@ -127,7 +128,8 @@ def test_the_best_trial_is_built_as_it_was_rated() -> None:
     score([(search, [Trial(Setting(cut, 12), split=split) for cut in CUTS for split in (False, True)])])
     for trial in search.ranking():
         candidate, rated = search.build(trial), search.scores[trial]
-        assert candidate is not None and rated is not None
+        assert candidate is not None
+        assert rated is not None
         assert candidate.score() == rated[:2]
 
 
@@ -139,7 +141,8 @@ def test_trials_are_rated_once() -> None:
     score([(search, [trial, trial])])
     before = search.scores[trial]
     score([(search, [trial])])
-    assert search.num_scored == 1 and search.scores[trial] is before
+    assert search.num_scored == 1
+    assert search.scores[trial] is before
 
 
 @pytest.mark.parametrize("field", ["cut", "order", "count"])
