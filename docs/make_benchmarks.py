@@ -171,7 +171,7 @@ def _growth() -> Iterable[str]:
 
 
 def _slimpack() -> Iterable[str]:
-    rows = _latest("paper_slimpack.csv", ("benchmark",))
+    rows = _latest("paper_slimpack.csv", ("case",))
     yield from _provenance(rows)
     heads = (
         "model, context, lengths",

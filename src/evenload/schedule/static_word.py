@@ -6,7 +6,8 @@ Stage s runs B_j after exactly `min(m_f, f[j] + w[s])` forwards. With the key
 
 every data edge and every order edge goes to a larger key if f does not fall, `f[j] >= D[j]` and w does not
 rise over stages; so the graph has no circle, for any stage durations, and on ranks that hold several
-stages too when their actions are sorted by key. O(actions log actions), one numpy sort; without one where every rank holds one stage.
+stages too when their actions are sorted by key. O(actions log actions), one numpy sort; without one where every rank
+holds one stage.
 """
 
 import numpy as np
