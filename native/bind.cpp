@@ -9,14 +9,12 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <span>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bind_trials.h"
 #include "dacp.h"
 #include "pack.h"
@@ -27,39 +25,11 @@
 #include "tasks.h"
 
 namespace nb = nanobind;
+using namespace evenload::arrays;
 
 namespace {
 
-template <typename T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Grid = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Out = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <typename T>
-std::span<const T> view(const In<T>& array) {
-    return {array.data(), array.size()};
-}
-
-// Hand a vector's memory to numpy without a copy.
-template <typename T>
-Out<T> to_numpy(std::vector<T>&& values) {
-    auto* kept = new std::vector<T>(std::move(values));
-    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Out<T>(kept->data(), {kept->size()}, owner);
-}
-
-// The message is put together only on failure: these checks run over every element.
-template <typename... Parts>
-void require(bool ok, const Parts&... message) {
-    if (ok) return;
-    std::ostringstream text;
-    (text << ... << message);
-    throw std::invalid_argument(text.str());  // becomes ValueError
-}
-
-std::pair<Out<int64_t>, Out<int64_t>> to_numpy(evenload::Groups&& groups) {
+std::pair<Out<int64_t>, Out<int64_t>> arrays_of(evenload::Groups&& groups) {
     return {to_numpy(std::move(groups.members)), to_numpy(std::move(groups.offset))};
 }
 
@@ -77,7 +47,7 @@ std::pair<Out<int64_t>, Out<int64_t>> best_fit_decreasing(In<int64_t> num_tokens
         nb::gil_scoped_release unlocked;
         groups = evenload::best_fit_decreasing(view(num_tokens), capacity);
     }
-    return to_numpy(std::move(groups));
+    return arrays_of(std::move(groups));
 }
 
 std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t num_groups, In<int64_t> num_tokens,
@@ -94,7 +64,7 @@ std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t n
         nb::gil_scoped_release unlocked;
         groups = evenload::longest_first(view(work_s), num_groups, view(num_tokens), capacity);
     }
-    return to_numpy(std::move(groups));
+    return arrays_of(std::move(groups));
 }
 
 Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t num_groups, int64_t capacity) {

@@ -104,11 +104,11 @@ def _may_win(rival: Rival, problems: Sequence[StepProblem], found: tuple[Replica
     memory only add to the time of every pack.
     """
     excess, makespan_s, _ = step_score(found)
-    if excess or len(problems) == 1:
+    if excess:
         return True
     if not rival.cuts and float(problems[0].document_s.max(initial=0.0)) >= makespan_s:
         return False
-    if not rival.bounded:
+    if len(problems) == 1 or not rival.bounded:
         return True
     boundless = replace(problems[0], cap_bytes=None)
     return step_score(rival.plan(boundless))[1] < makespan_s
