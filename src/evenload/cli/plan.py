@@ -159,7 +159,7 @@ def plan_command(
                 options=options,
                 on_progress=on_progress,
             )
-        console.print(layout_table(layouts))
+        console.print(layout_table(layouts, console.width))
         if not layouts[0].feasible:
             raise InfeasiblePlanError(f"no layout of {cluster} fits; the closest: {layouts[0].why}")
         chosen = layouts[0].parallel_layout()
