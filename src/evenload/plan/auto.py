@@ -23,7 +23,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.levels import plan_by_levels
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
-from evenload.plan.replica_search import ReplicaSearch, by_time
+from evenload.plan.replica_search import KnownScores, ReplicaSearch, by_time
 from evenload.plan.slimpack import plan_slimpack, search_levels, slimpack_rules
 from evenload.plan.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.trial_space import Setting, Trial
@@ -63,7 +63,11 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         ConfigError, DataError, InfeasiblePlanError: nothing can plan this step; the error of the last strategy.
     """
     plans: list[Planned] = []
-    steps = _close_to_best(search_levels(problems, rules_of))
+    # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
+    known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
+    steps = _close_to_best(
+        search_levels(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
+    )
     for problem, found in steps:
         refine(found, refine_rules(problem))
     if steps:
@@ -71,7 +75,9 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         plans.append((problem, found.choices()))
     failure: Exception | None = None
     try:
-        plans.append(plan_slimpack(problems))
+        plans.append(
+            plan_slimpack(problems, lambda problem: replace(slimpack_rules(problem), known=known.get(id(problem))))
+        )
     except (ConfigError, InfeasiblePlanError) as error:
         failure = error
     for rival in rivals:

@@ -18,6 +18,10 @@ from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.types.backend import Backend
 from evenload.types.columns import whole_document_columns
 
+ENOUGH_WORSE = 2
+"""Larger numbers of micro-batches are not tried after so many in a row that were no better: fill and drain fall with
+their number, constants rise with it."""
+
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     """One choice per replica.
@@ -35,15 +39,18 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     policy = problem.policy_of(documents)
     num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
     found: list[Candidate] = []
+    worse = 0
     for count in pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens):
         if found and count > len(documents):
             break  # more micro-batches than documents change nothing
         groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens, options.backend)
         columns = whole_document_columns(groups, num_tokens)
         label = f"{len(groups)} packs, 1F1B"
-        found.append(
-            one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options, policy)
-        )
+        tried = one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options, policy)
+        worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0
+        found.append(tried)
+        if worse == ENOUGH_WORSE:
+            break
     return min(found, key=Candidate.score)
 
 

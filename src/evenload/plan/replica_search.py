@@ -44,6 +44,8 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
+KnownScores = dict[tuple[int | None, bytes], dict["Trial", "TrialScore | None"]]
+"""By the ranks that share documents, and the documents."""
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
 
 
@@ -59,6 +61,7 @@ class ReplicaSearch:
         documents: int64[k], indices into the problem's arrays.
         ranks: that share every slice; None = the context-parallel ranks of the layout.
         worth: how trials are ranked, smaller is better.
+        known: scores that other searches of the same problem found, and where this one leaves its own.
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class ReplicaSearch:
         documents: NDArray[np.int64],
         ranks: int | None = None,
         worth: Callable[[TrialScore], tuple[int, float]] = by_time,
+        known: KnownScores | None = None,
     ) -> None:
         self.problem = problem
+        key = (ranks, documents.tobytes())
+        self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
         self.worth = worth
         self.documents = documents
         self.ranks = ranks
@@ -101,7 +107,7 @@ class ReplicaSearch:
 
     def add(self, trial: Trial, found: TrialScore | None) -> None:
         """Record what a trial is worth; None = its packs do not exist."""
-        self.scores[trial] = found
+        self.scores[trial] = self.known[trial] = found
         self._ranking = None
 
     def rank_by(self, worth: Callable[[TrialScore], tuple[int, float]]) -> None:
@@ -191,7 +197,11 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
     for search, trials in wanted:
         by_setting: dict[Setting, list[Trial]] = {}
         for trial in dict.fromkeys(trials):
-            if trial not in search.scores:
+            if trial in search.scores:
+                continue
+            if trial in search.known:
+                search.add(trial, search.known[trial])
+            else:
                 by_setting.setdefault(trial.setting, []).append(trial)
         new = [trial for same in by_setting.values() for trial in same]  # one cut, one price for all of a setting
         if new:

@@ -41,11 +41,14 @@ SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
 
-def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
+def plan_slimpack(
+    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules] | None = None
+) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
     """The step under the policies that suit it best, and one choice per replica.
 
     Args:
         problems: the step under every level of `plan.policies` that may be used, all stored first.
+        rules_of: default: `slimpack_rules`.
 
     Raises:
         ConfigError: a bidirectional model, whose documents cannot be sliced.
@@ -56,7 +59,7 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> tuple[StepProblem, tuple[R
             f"strategy slimpack: model {problems[0].costs.model.name} is bidirectional, every token sees the whole "
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
-    steps = search_levels(problems, slimpack_rules)
+    steps = search_levels(problems, rules_of or slimpack_rules)
     if not steps:
         options = problems[0].options
         raise InfeasiblePlanError(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from evenload.plan.candidate import Candidate
 from evenload.plan.dp_merge import Block, Merge, in_phases
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.replica_search import ReplicaSearch, TrialScore, by_time, idle_candidate, score
+from evenload.plan.replica_search import KnownScores, ReplicaSearch, TrialScore, by_time, idle_candidate, score
 from evenload.plan.trial_space import Setting, Trial
 
 PROBE_SHARE = 0.5
@@ -58,12 +58,14 @@ class SearchRules:
         variants: of a trial, the same packs under other schedules.
         worth: ranks trials.
         shared: best trials of the probe that every replica rates.
+        known: scores that searches of the same problem share.
     """
 
     first: Callable[[ReplicaSearch], list[Trial]]
     variants: Callable[[Trial], list[Trial]]
     worth: Callable[[TrialScore], tuple[int, float]] = by_time
     shared: int = 3
+    known: KnownScores | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
             by the time that the shared ones leave it.
     """
     blocks = {
-        block: ReplicaSearch(problem, documents, block[1] * problem.layout.cp, rules.worth)
+        block: ReplicaSearch(problem, documents, block[1] * problem.layout.cp, rules.worth, rules.known)
         for block, documents in merge.blocks.items()
     }
     _rate_first(list(blocks.values()), rules)
@@ -172,7 +174,7 @@ def _search(
     rules: SearchRules,
     merge: Merge | None = None,
 ) -> FoundStep | None:
-    searches = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in replicas]
+    searches = [ReplicaSearch(problem, documents, None, rules.worth, rules.known) for documents in replicas]
     found = FoundStep(searches, blocks, merge)
     busy = [search for search in searches if len(search.documents)]
     if not busy:
