@@ -66,7 +66,7 @@ class PlanOptions(Frozen):
     micro_batches: int | None = None
     solver_time_limit_s: float = 10.0
     executable: bool = True
-    max_candidates: int = 96
+    max_candidates: int = 64
     time_budget_s: float | None = None
     backend: Backend = "native"
 

@@ -73,6 +73,7 @@ class ReplicaSearch:
         known: KnownScores | None = None,
     ) -> None:
         self.problem = problem
+        self.pool = known
         key = (ranks, documents.tobytes())
         self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
         self.worth = worth

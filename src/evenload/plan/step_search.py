@@ -288,8 +288,9 @@ def _move(found: FoundStep, slow: int, fast: int, wanted_s: float) -> bool:
     busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
     moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
     trials = one.ranking()[:MOVED_TRIALS]
-    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth)
-    heavier = ReplicaSearch(problem, np.sort(np.append(other.documents, one.documents[moved])), worth=one.worth)
+    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), None, one.worth, one.pool)
+    joined = np.sort(np.append(other.documents, one.documents[moved]))
+    heavier = ReplicaSearch(problem, joined, None, one.worth, one.pool)
     score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
     if not (_has_trial(lighter) and _has_trial(heavier)):
         return False
