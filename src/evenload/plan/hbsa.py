@@ -113,6 +113,11 @@ def search_mappings(
                 search = _Search(price, level, groups // depth, receive, switch_weight, limit_s)
                 found = search.run()
                 num_priced += search.num_priced
+                if found is None and even.excess_bytes:
+                    # Memory may ask for stages beyond the bounds: few layers beside the head, say.
+                    search = _Search(price, level, groups // depth, receive, switch_weight, limit_s, bounded=False)
+                    found = search.run()
+                    num_priced += search.num_priced
                 start = found or start
                 if not start.excess_bytes:
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory
@@ -163,6 +168,7 @@ class _Search:
 
     Args:
         limit_s: cost of the best known mapping; only a faster one is found.
+        bounded: layers of a stage within the bounds of lines 9-10; else any.
     """
 
     def __init__(
@@ -173,15 +179,17 @@ class _Search:
         receive: ReceiveSeconds | None,
         switch_weight: float,
         limit_s: float,
+        *,
+        bounded: bool = True,
     ) -> None:
         self._price, self._level, self._dp, self._receive = price, level, dp, receive
         self._weight, self._best_s = switch_weight, limit_s
         self._best: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
         layers, depth = price.num_layers, price.depth
-        self._bounds = layer_bounds(
-            layers, depth, embedding_layers=_end_layers(price, 0), head_layers=_end_layers(price, layers - 1)
-        )
+        ends = {"embedding_layers": _end_layers(price, 0), "head_layers": _end_layers(price, layers - 1)}
+        any_split = LayerBounds((1,) * depth, (layers,) * depth)
+        self._bounds = layer_bounds(layers, depth, **ends) if bounded else any_split
         self._least_after = [sum(self._bounds.low[stage:]) for stage in range(depth + 1)]
         self._most_after = [sum(self._bounds.high[stage:]) for stage in range(depth + 1)]
         self.num_priced = 0
