@@ -3,6 +3,12 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a red run is red again; `--hypothesis-profile=explore` looks further.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore")
+settings.load_profile("repeatable")
 
 # One thread per process, set before torch is imported: the tests run many processes on few cores, and idle OpenMP
 # threads spin instead of sleeping.
