@@ -8,15 +8,10 @@
 #include <vector>
 
 #include "pack.h"
+#include "pairs.h"
 
 namespace evenload {
 namespace {
-
-double pairs_below(double tokens, int64_t window) {
-    if (window == 0) return tokens * (tokens + 1) * 0.5;
-    const double inside = std::min(tokens, static_cast<double>(window));
-    return inside * (inside + 1) * 0.5 + (tokens - inside) * static_cast<double>(window);
-}
 
 // Fewest tokens whose work is at least `wanted` (to rounding), at most `longest`.
 class TokensOfWork {

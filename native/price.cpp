@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "pairs.h"
+
 namespace evenload {
 namespace {
 
@@ -12,12 +14,6 @@ int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 int64_t missing_to(int64_t value, int64_t of) {
     const int64_t over = value % of;
     return over ? of - over : 0;
-}
-
-double pairs_below(double tokens, int64_t window) {
-    if (window == 0) return tokens * (tokens + 1) * 0.5;
-    const double inside = std::min(tokens, static_cast<double>(window));
-    return inside * (inside + 1) * 0.5 + (tokens - inside) * static_cast<double>(window);
 }
 
 double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {

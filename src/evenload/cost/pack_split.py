@@ -130,9 +130,9 @@ class _Owned(_Shared):
         super().__init__(columns)
         local, pack = owner >= 0, columns.pack_of_slice()
         self.cp, self.policy = cp, policy
-        self.shared = _dealt(columns, ~local, pack, columns.num_packs)
-        self.local = _dealt(columns, local, pack * cp + np.where(local, owner, 0), columns.num_packs * cp)
-        self.nothing = _dealt(columns, np.zeros_like(local), pack, columns.num_packs)
+        self.shared = columns.dealt(~local, pack, columns.num_packs)
+        self.local = columns.dealt(local, pack * cp + np.where(local, owner, 0), columns.num_packs * cp)
+        self.nothing = columns.dealt(np.zeros_like(local), pack, columns.num_packs)
 
     def without_padding(self) -> "_Owned":
         return self  # such packs are never padded
@@ -163,17 +163,3 @@ class _Owned(_Shared):
     def _once(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
         """The constant of a pack, which shared and local slices pay together."""
         return costs.compute_seconds(self.nothing, direction)
-
-
-def _dealt(columns: SliceColumns, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> SliceColumns:
-    """Some slices in other packs."""
-    order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-    counts = np.bincount(pack[chosen], minlength=num_packs)
-    return SliceColumns(
-        doc=columns.doc[order],
-        start=columns.start[order],
-        stop=columns.stop[order],
-        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        pad_to=np.zeros(num_packs, np.int64),
-        cp=None if columns.cp is None else columns.cp[order],
-    )

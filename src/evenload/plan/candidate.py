@@ -150,8 +150,15 @@ def packflow_candidate(
     cap_bytes: NDArray[np.int64] | None,
     options: PlanOptions,
     policy: NDArray[np.int8] | None = None,
+    *,
+    lookahead: int | None = None,
+    split: bool = False,
 ) -> Candidate:
-    """Priced packs under one of `PACKFLOW_ORDERS`."""
+    """Priced packs under one of `PACKFLOW_ORDERS`.
+
+    Args:
+        lookahead, split: of the list schedule (`schedule.packflow`).
+    """
     if not forward.num_packs:
         actions = no_actions(tasks.num_ranks)
     elif order.startswith("word"):
@@ -159,7 +166,12 @@ def packflow_candidate(
     else:
         cap = np.full(tasks.num_ranks, UNLIMITED_BYTES, np.int64) if cap_bytes is None else cap_bytes
         actions = packflow_list(
-            tasks, cap_bytes=cap, alternate=order == "list alternate", lookahead=None, backend=options.backend
+            tasks,
+            cap_bytes=cap,
+            alternate=order == "list alternate",
+            lookahead=lookahead,
+            split=split,
+            backend=options.backend,
         )
     return candidate(label, forward, backward, tasks, actions, cap_bytes, options, policy)
 

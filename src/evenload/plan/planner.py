@@ -5,7 +5,7 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
@@ -178,7 +178,8 @@ class StepPlanner:
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         can_offload = self.costs.coefficients.host_link is not None
         levels = policy_levels(num_tokens, self.options.policy, can_offload=can_offload)
-        problems = [self._problem(step, documents, policy) for policy in levels]
+        first = self._problem(step, documents)
+        problems = [first if policy is None else replace(first, policy=policy) for policy in levels]
         if strategy in LEVEL_STRATEGIES:
             problem, choices = LEVEL_STRATEGIES[strategy](problems)
             answer = DelayedChoice(choices)

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.native_price import require_links_of_group
-from evenload.plan.candidate import UNLIMITED_BYTES, Candidate, candidate, imbalance, packflow_candidate, pipeline_tasks
+from evenload.plan.candidate import UNLIMITED_BYTES, Candidate, imbalance, packflow_candidate, pipeline_tasks
 from evenload.plan.problem import StepProblem
 from evenload.plan.trial_packs import ALIGN_FROM_TILES, NO_TOKEN_LIMIT, cut_rules, trial_packs
 from evenload.plan.trial_space import Cut, Setting, Trial, neighbours, trial_rows
-from evenload.schedule.packflow import packflow_list, packflow_word
 from evenload.types.columns import whole_document_columns
 
 NEAR_BOUND = 1.02
@@ -161,24 +160,27 @@ class ReplicaSearch:
         if packs is None or (trial.split and problem.layout.num_stages == 1):
             return None
         forward, backward = packs
-        split = split or trial.split
         tasks = pipeline_tasks(
-            problem.costs, forward, backward, self.num_tokens, self.policy, split=split, backend=options.backend
+            problem.costs,
+            forward,
+            backward,
+            self.num_tokens,
+            self.policy,
+            split=split or trial.split,
+            backend=options.backend,
         )
-        if trial.order.startswith("word"):
-            actions = packflow_word(tasks, inject=trial.order == "word inject")
-        else:
-            unlimited = np.full(tasks.num_ranks, UNLIMITED_BYTES, np.int64)
-            actions = packflow_list(
-                tasks,
-                cap_bytes=unlimited if problem.cap_bytes is None else problem.cap_bytes,
-                alternate=trial.order == "list alternate",
-                lookahead=trial.lookahead,
-                split=trial.split,
-                backend=options.backend,
-            )
-        label = f"{forward.num_packs} forward and {backward.num_packs} backward packs, {trial.describe()}"
-        return candidate(label, forward, backward, tasks, actions, problem.cap_bytes, options, self.policy)
+        return packflow_candidate(
+            f"{forward.num_packs} forward and {backward.num_packs} backward packs, {trial.describe()}",
+            forward,
+            backward,
+            tasks,
+            trial.order,
+            problem.cap_bytes,
+            options,
+            self.policy,
+            lookahead=trial.lookahead,
+            split=trial.split,
+        )
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:

@@ -197,28 +197,13 @@ def _seconds(
     policy: NDArray[np.int8] | None,
 ) -> NDArray[np.float64]:
     """Of every micro-batch on its slowest rank (eq. 2); float64[num_packs, 1]."""
-    shared = _chosen(columns, owner == SHARED, columns.num_packs, columns.pack_of_slice())
+    shared = columns.dealt(owner == SHARED, columns.pack_of_slice(), columns.num_packs)
     cp, local = costs.layout.cp, owner != SHARED
-    locals_ = _chosen(columns, local, columns.num_packs * cp, columns.pack_of_slice() * cp + np.where(local, owner, 0))
+    locals_ = columns.dealt(local, columns.pack_of_slice() * cp + np.where(local, owner, 0), columns.num_packs * cp)
     gather_s = costs.context_seconds(shared, direction)
     waiting_s = costs.pack_seconds(shared, direction) - costs.compute_seconds(shared, direction)
     shared_s = costs.pack_seconds(shared, direction, policy) - waiting_s
     local_s = costs.pack_seconds(locals_, direction, policy).reshape(columns.num_packs, cp).max(axis=1)[:, None]
     # Matrix products of local and shared tokens run together, so the constant of a pack is paid once.
-    once_s = costs.compute_seconds(_chosen(columns, np.zeros(len(owner), bool), 1, columns.pack_of_slice()), direction)
+    once_s = costs.compute_seconds(columns.dealt(np.zeros(len(owner), bool), columns.pack_of_slice(), 1), direction)
     return np.maximum(gather_s, local_s) + shared_s - once_s
-
-
-def _chosen(columns: SliceColumns, chosen: NDArray[np.bool_], num_packs: int, pack: NDArray[np.int64]) -> SliceColumns:
-    """Some slices, dealt into packs anew."""
-    assert columns.cp is not None, "every slice says how many ranks share it"
-    order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-    counts = np.bincount(pack[chosen], minlength=num_packs)
-    return SliceColumns(
-        doc=columns.doc[order],
-        start=columns.start[order],
-        stop=columns.stop[order],
-        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        pad_to=np.zeros(num_packs, np.int64),
-        cp=columns.cp[order],
-    )

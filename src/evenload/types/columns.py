@@ -60,6 +60,24 @@ class SliceColumns:
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
+    def dealt(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
+        """Some slices, without padding, dealt into packs anew; in their order inside a pack.
+
+        Args:
+            chosen: bool[num_slices].
+            pack: int64[num_slices], the new pack of every slice.
+        """
+        order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
+        counts = np.bincount(pack[chosen], minlength=num_packs)
+        return SliceColumns(
+            doc=self.doc[order],
+            start=self.start[order],
+            stop=self.stop[order],
+            pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            pad_to=np.zeros(num_packs, np.int64),
+            cp=None if self.cp is None else self.cp[order],
+        )
+
     def pack_tokens(self) -> NDArray[np.int64]:
         """Real tokens of each pack; int64[num_packs]."""
         return self.pack_sums(self.stop - self.start).astype(np.int64)
