@@ -2,45 +2,124 @@
 
 from typing import Literal
 
+import msgspec
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
-Format = Literal["auto", "text", "jsonl", "parquet"]
+Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "memmap"]
+RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]
+LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
+MixtureEnd = Literal["once", "repeat"]
+
+_CHOICES = {
+    "format": ("auto", "text", "jsonl", "parquet", "arrow", "memmap"),
+    "record": ("text", "messages", "prompt_completion", "tokens"),
+    "loss_on": ("auto", "all", "completion"),
+    "overlong": ("error", "split", "truncate", "drop"),
+    "on_corrupt": ("error", "skip"),
+    "mixture_end": ("once", "repeat"),
+}
+_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
+_AT_LEAST_1 = (
+    "batch_documents", "batch_tokens", "shuffle_window", "lanes", "epochs", "max_document_tokens", "prefetch_steps",
+)  # fmt: skip
+
+
+class MixturePart(Frozen):
+    """One of several data sets that are read side by side.
+
+    Args:
+        name: how the ledger and messages call it.
+        weight: its share of the *tokens* while all parts have some left, relative to the other weights.
+        sources, format, record, include, text_column, messages_column, prompt_column, completion_column,
+            tokens_column, labels_column, loss_on: as in `DataConfig`; unset ones are taken from there.
+    """
+
+    name: str
+    weight: float
+    sources: tuple[str, ...]
+    format: Format | None = None
+    record: RecordKind | None = None
+    include: tuple[str, ...] | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    tokens_column: str | None = None
+    labels_column: str | None = None
+    loss_on: LossOn | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("data.mixture: a part has no name")
+        if not self.weight > 0 or self.weight == float("inf"):
+            raise ConfigError(f"data.mixture: weight of '{self.name}' is {self.weight}, must be above 0 and finite")
+        if not self.sources or not all(self.sources):
+            raise ConfigError(f"data.mixture: sources of '{self.name}' are {list(self.sources)}; name at least one")
+        _check_choices(self, f"data.mixture '{self.name}' ")
 
 
 class DataConfig(Frozen):
-    """Data settings of a run. Every field but `epochs` decides which tokens a step holds.
+    """Data settings of a run.
+
+    All but `epochs`, `workers`, `prefetch_steps` and `stall_timeout_s` decide which tokens a step holds.
 
     Args:
         sources: files, directories (read recursively; names that begin with "." are left out), glob
-            patterns, or fsspec URLs of any of these.
-        format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.parquet`, anything else is text (one
-            document per file). A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may
-            follow; resuming inside a compressed file has to read it from its beginning.
-        text_column: key of a jsonl object or column of a parquet file that holds the text.
+            patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
+        mixture: several data sets with weights instead of one.
+        mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" begins
+            an ended part anew, so that the weights always hold (then `epochs` has no meaning and is not set).
+        format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy`
+            (token files), anything else is text (one document per file). A compression suffix that fsspec knows
+            (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming inside a compressed file reads it from its beginning.
+        record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
+            (ids, made by someone else's tokeniser).
+        text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
+        labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = every token after the first.
+        loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
+            "auto" = completion where the record tells which, else all.
+        chat_template: file with a Jinja template; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
             against the path below the directory. Empty = every file.
         tokenizer: "bytes", a `tokenizer.json`, or a directory that holds one.
         eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
-        append_eos: end every document with the end-of-document token.
+        append_eos: end every document of kind "text" with the end-of-document token.
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
             documents in stream order until the next one would exceed it; a document that is larger than
             the budget is a batch of its own. The last batch of an epoch may be smaller.
         shuffle_window: documents held to draw from; 1 keeps the order of the files and inside them. With
-            more than 1, the order of the files is permuted every epoch too.
+            more than 1, the order of the parts of files is permuted every epoch too.
+        lanes: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16,
+            or 1 where the order is kept. More than 16 pay where more than 16 ranks read.
         seed: of the order of files and documents.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
         overlong: what happens to a longer one: an error naming it, consecutive documents of at most that
             length, only its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
+        workers: processes per rank that read and tokenise; 0 = a thread of the training process.
+        prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step asks (slow, for
+            comparison).
+        stall_timeout_s: how long a source may give nothing before the run stops with its name.
     """
 
-    sources: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    mixture: tuple[MixturePart, ...] = ()
+    mixture_end: MixtureEnd = "once"
     format: Format = "auto"
+    record: RecordKind = "text"
     text_column: str = "text"
+    messages_column: str = "messages"
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    tokens_column: str = "input_ids"
+    labels_column: str = ""
+    loss_on: LossOn = "auto"
+    chat_template: str | None = None
     include: tuple[str, ...] = ()
     tokenizer: str = "bytes"
     eos_token: str | None = None
@@ -48,33 +127,80 @@ class DataConfig(Frozen):
     batch_documents: int | None = None
     batch_tokens: int | None = None
     shuffle_window: int = 1024
+    lanes: int | None = None
     seed: int = 0
     epochs: int | None = None
     max_document_tokens: int
     overlong: Overlong = "error"
     on_corrupt: OnCorrupt = "error"
+    workers: int = 1
+    prefetch_steps: int = 2
+    stall_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not self.sources or not all(self.sources):
-            raise ConfigError(f"data.sources is {list(self.sources)}; name at least one file, directory, glob or URL")
+        if bool(self.sources) == bool(self.mixture) or not all(self.sources):
+            raise ConfigError(
+                f"data.sources is {list(self.sources)} and data.mixture has {len(self.mixture)} parts; name at least "
+                "one file, directory, glob or URL in exactly one of them"
+            )
+        names = [part.name for part in self.mixture]
+        if len(names) != len(set(names)):
+            raise ConfigError(f"data.mixture names are {names}; every part needs a name of its own")
         if (self.batch_documents is None) == (self.batch_tokens is None):
             raise ConfigError(
                 f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}; "
                 "set exactly one of them"
             )
-        for field in ("batch_documents", "batch_tokens", "shuffle_window", "epochs", "max_document_tokens"):
+        for field in _AT_LEAST_1:
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{field} is {value}, must be at least 1")
+            lowest = 0 if field == "prefetch_steps" else 1
+            if value is not None and value < lowest:
+                raise ConfigError(f"data.{field} is {value}, must be at least {lowest}")
+        if self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}, must be 0 (a thread) or more")
+        if not self.stall_timeout_s > 0:
+            raise ConfigError(f"data.stall_timeout_s is {self.stall_timeout_s}, must be above 0")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"data.seed is {self.seed}, must be in 0 .. 2**63 - 1")
-        choices = {
-            "format": ("auto", "text", "jsonl", "parquet"),
-            "overlong": ("error", "split", "truncate", "drop"),
-            "on_corrupt": ("error", "skip"),
-        }
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise ConfigError(f"data.{field} is '{getattr(self, field)}'; choose one of {', '.join(allowed)}")
-        if not self.text_column:
-            raise ConfigError("data.text_column is empty; name the key or column that holds the text")
+        if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
+            raise ConfigError(
+                f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '
+                f"{self.epochs}; it needs a mixture, and a run that ends by train.steps instead of epochs"
+            )
+        if self.shuffle_window == 1 and (self.lanes or 1) > 1:
+            raise ConfigError(
+                f"data.shuffle_window is 1, which keeps the order of the data, with data.lanes {self.lanes}, which "
+                "interleave it; leave data.lanes out, or raise the window"
+            )
+        _check_choices(self, "data.")
+        for field in _COLUMNS:
+            if not getattr(self, field):
+                raise ConfigError(f"data.{field} is empty; name the key or column")
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of every part of the mixture."""
+        return self.lanes or (1 if self.shuffle_window == 1 else 16)
+
+
+def _check_choices(config: DataConfig | MixturePart, where: str) -> None:
+    for field, allowed in _CHOICES.items():
+        value = getattr(config, field, None)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{where}{field} is '{value}'; choose one of {', '.join(allowed)}")
+
+
+def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:
+    """One plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
+    if not config.mixture:
+        return (config,)
+    return tuple(_part_config(config, part) for part in config.mixture)
+
+
+def _part_config(config: DataConfig, part: MixturePart) -> DataConfig:
+    own = {
+        field: getattr(part, field)
+        for field in part.__struct_fields__
+        if field not in ("name", "weight") and getattr(part, field) is not None
+    }
+    return msgspec.structs.replace(config, **(own | {"mixture": (), "mixture_end": "once"}))

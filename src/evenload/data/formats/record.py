@@ -1,0 +1,62 @@
+"""`Record` and `RecordReader`: how a format is streamed, from any place in a file.
+
+A file is read in *parts*: part i of n holds a fixed share of its records, found without reading the others, so that
+several readers share one large file. Inside a part an *offset* in the format's own terms (bytes, rows, documents)
+says where to go on. Nothing else is needed to resume, and nothing of the records themselves is ever saved.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from evenload.data.files import SourceFile
+
+FILE_END = -1
+"""`next_offset` after the last record of a part whose reader cannot or need not go on."""
+
+
+class FilePart(NamedTuple):
+    """The `index`-th of `count` shares of a file. Every record belongs to exactly one of them, in file order."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Record(NamedTuple):
+    """A record of one file.
+
+    Args:
+        offset: where it begins, in the reader's terms.
+        next_offset: where the next one of the part begins, or `FILE_END`.
+        values: one value per wanted column, in their order; None where the record cannot be read.
+        problem: why it cannot.
+    """
+
+    offset: int
+    next_offset: int
+    values: tuple[Any, ...] | None
+    problem: str = ""
+
+
+class RecordReader(Protocol):
+    """One format's way to stream a file. Holds no open files between calls, so that it can go to another process."""
+
+    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+        """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
+        ...
+
+    def records(
+        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
+    ) -> Iterator[Record]:
+        """The part's records from an offset on; None = from the part's beginning. Bounded memory.
+
+        Args:
+            columns: names of the wanted columns; a text file has one, whatever its name.
+
+        Raises:
+            DataError: the file cannot be read, or has no such column.
+        """
+        ...
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """How messages name a record, for example `docs.jsonl:17`. May read the file up to there."""
+        ...
