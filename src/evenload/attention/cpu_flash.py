@@ -79,6 +79,24 @@ class CpuFlashAttention:
             dv = torch.cat([_sum_over_query_heads(dv_before), dv])
         return _rows(dq), dk, dv
 
+    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """See `FullAttention.forward_full`."""
+        groups, heads = k.shape[1], q.shape[1]
+        out, lse = _forward(_queries(q, groups), _keys(k, heads), _keys(v, heads), 0.0, False, scale=scale)
+        return _rows(out), _lse_rows(lse, q.shape[0])
+
+    def backward_full(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `FullAttention.backward_full`."""
+        n, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+        kernel_q, kernel_out, kernel_grad = (_queries(t, groups) for t in (q, out, grad))
+        kernel_lse = lse.view(n, groups, heads // groups).permute(1, 2, 0)
+        dq, dk, dv = _backward(
+            kernel_grad, kernel_q, _keys(k, heads), _keys(v, heads), kernel_out, kernel_lse, 0.0, False, scale=scale
+        )
+        return _rows(dq), _sum_over_query_heads(dk), _sum_over_query_heads(dv)
+
 
 def _queries(q: Tensor, groups: int) -> Tensor:
     """[n, H, D] -> view [G, H/G, n, D]."""

@@ -9,7 +9,7 @@ head; backward takes *any* output and log-sum-exp, so results merged from parts 
 Autograd must never run through such a merge: the gradient would be silently wrong.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,6 +33,21 @@ class RangeAttention(Protocol):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q [n, H, D], k [s, G, D] and v [s, G, D]."""
+        ...
+
+
+@runtime_checkable
+class FullAttention(Protocol):
+    """What ring context parallelism needs of a backend besides: every row sees every key (no mask, no window)."""
+
+    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """q [n, H, D], k and v [s, G, D], s at least 1 -> output [n, H, D] and log-sum-exp [n, H]."""
+        ...
+
+    def backward_full(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v; `out` and `lse` may be of more keys than these."""
         ...
 
 

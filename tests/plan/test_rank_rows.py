@@ -1,0 +1,100 @@
+"""Rows of every rank of a context-parallel group: covered once, the same in both directions, even."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from context_plans import RULES, context_plan
+from evenload.errors import InvalidPlanError
+from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.rank_rows import replica_rows
+from evenload.plan.validate import validate_plan
+from evenload.types.work import WorkCurve
+
+COST = ShardingCost(WorkCurve(1.0, ((0.1, 0),), 0.5), tile=4, gather_s_per_token=0.1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), cp=st.integers(2, 5), rule=st.sampled_from(RULES))
+def test_every_token_has_one_rank_and_keeps_it(seed, cp, rule) -> None:
+    """What a rank recorded in forward is what it needs in backward: else it would read rows that it does not have."""
+    plan = context_plan(seed, cp=cp, rule=rule)
+    validate_plan(plan)
+    for dp_rank in range(plan.layout.dp):
+        rows, packs = replica_rows(plan, dp_rank, COST), plan.pack_plans[dp_rank]
+        owners = []
+        for listed in (packs.forward, packs.backward):
+            owner = {}
+            for pack in listed:
+                found = rows.of_pack(pack)
+                assert found is not None
+                expected = sorted((s.doc_id, t) for s in pack.slices for t in range(s.start, pack.pad_to or s.stop))
+                computed = []
+                for rank in range(cp):
+                    mine = [(doc, t) for doc, start, stop in found.ranges(rank) for t in range(start, stop)]
+                    owner |= dict.fromkeys(mine, rank)
+                    computed += mine
+                assert sorted(computed) == expected
+            owners.append(owner)
+        assert owners[0] == owners[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), cp=st.integers(2, 5))
+def test_per_document_ranks_differ_by_one_token_per_document(seed, cp) -> None:
+    """In every pack of both directions, however differently they are cut, and for lengths that 2·cp does not divide."""
+    plan = context_plan(seed, cp=cp, rule="per_document")
+    rows, packs = replica_rows(plan, 0), plan.pack_plans[0]
+    for pack in (*packs.forward, *packs.backward):
+        found = rows.of_pack(pack)
+        assert found is not None
+        for piece in found.shared:
+            counts = [sum(stop - start for start, stop in spans) for spans in piece.spans]
+            edges = [
+                s.start
+                for p in (*packs.forward, *packs.backward)
+                for s in p.slices
+                if s.doc_id == piece.document.doc_id
+            ]
+            cells = 1 + sum(piece.start < edge < piece.stop for edge in set(edges))
+            assert max(counts) - min(counts) <= cells
+    for document in rows.documents.values():
+        counts = [sum(stop - start for start, stop in spans) for spans in document.spans]
+        if not document.is_cut:
+            assert max(counts) - min(counts) <= 1
+
+
+@given(seed=st.integers(0, 10**6), cp=st.integers(2, 5), data=st.data())
+def test_rows_within_and_before_by_counting(seed, cp, data) -> None:
+    plan = context_plan(seed, cp=cp, rule="per_document")
+    document = data.draw(st.sampled_from(list(replica_rows(plan, 0).documents.values())))
+    start = data.draw(st.integers(0, document.num_tokens - 1))
+    stop = data.draw(st.integers(start + 1, document.num_tokens))
+    for rank, spans in enumerate(document.within(start, stop)):
+        mine = [t for low, high in document.spans[rank] for t in range(low, high)]
+        assert [t for low, high in spans for t in range(low, high)] == [t for t in mine if start <= t < stop]
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(spans))
+        assert document.rows_before(rank, start) == sum(t < start for t in mine)
+
+
+def test_short_documents_are_local_and_need_no_transfer() -> None:
+    plan = context_plan(3, cp=2, rule="per_document", lengths={0: 1, 1: 9}, whole=True)
+    found = [pack for pack in replica_rows(plan, 0).forward if pack is not None]
+    assert [doc for pack in found for ranges in pack.local for doc, _, _ in ranges] == [0]
+    assert [piece.document.doc_id for pack in found for piece in pack.shared] == [1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("mixed", "chosen by predicted seconds"),
+        ("zigzag", "has sharding 'zigzag'; choose per_sequence"),
+        ("dacp:0,1,7", "does not give each of"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(rule, message) -> None:
+    plan = context_plan(3, cp=2, rule=rule, lengths={0: 5, 1: 9}, whole=True)
+    with pytest.raises(InvalidPlanError, match=message):
+        replica_rows(plan, 0)
