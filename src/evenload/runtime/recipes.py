@@ -1,0 +1,171 @@
+"""What replay must know about an architecture, and which models and options it runs exactly.
+
+Replay runs the layers of transformers as they are; a recipe only says which modules a layer may hold, which
+linears' outputs nobody reads, and where the architecture keeps its experts. An architecture without a recipe is
+refused by name: an unknown module might mix tokens of different documents, draw random numbers, or depend on the
+length of the pack, and would then be trained wrong without a sign.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from evenload.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How an architecture's experts are called in safetensors files; transformers fuses them when it loads.
+
+    Args:
+        block: the name of the block in files, in the place of "mlp".
+        gate, up, down: an expert's three matrices.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class ReplayRecipe:
+    """What replay must know about an architecture.
+
+    Args:
+        unused_outputs: linears inside a layer whose output value no backward reads.
+        layer_modules: classes of modules a layer may hold; anything else is refused by name.
+        router: class of the module that chooses experts; None for a dense model.
+        experts: class of the module that holds a layer's experts.
+        expert_names: of the experts in files.
+    """
+
+    unused_outputs: tuple[str, ...]
+    layer_modules: frozenset[str]
+    router: str | None = None
+    experts: str | None = None
+    expert_names: ExpertNames | None = None
+
+
+# Functions of single elements, so any of them replays exactly.
+_ACTIVATIONS = {"SiLUActivation", "SiLU", "GELUTanh", "GELUActivation", "NewGELUActivation"}
+
+
+def _dense(prefix: str, *, post_norm: bool = False) -> ReplayRecipe:
+    """Attention and a gated feed-forward block.
+
+    The down projection of a pre-norm layer only feeds the residual sum, so nothing reads its value in backward. With
+    a norm after it, the norm's backward does.
+    """
+    classes = {f"{prefix}{part}" for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm")}
+    unused = () if post_norm else ("mlp.down_proj",)
+    return ReplayRecipe(unused, frozenset(classes | {"Linear"} | _ACTIVATIONS))
+
+
+def _experts(prefix: str, names: ExpertNames) -> ReplayRecipe:
+    """Attention and a block of experts; the block's output only feeds the residual sum."""
+    parts = ("DecoderLayer", "Attention", "SparseMoeBlock", "TopKRouter", "Experts", "RMSNorm")
+    classes = {f"{prefix}{part}" for part in parts}
+    return ReplayRecipe(
+        unused_outputs=(),
+        layer_modules=frozenset(classes | {"Linear"} | _ACTIVATIONS),
+        router=f"{prefix}TopKRouter",
+        experts=f"{prefix}Experts",
+        expert_names=names,
+    )
+
+
+RECIPES: Mapping[str, ReplayRecipe] = {
+    "GemmaForCausalLM": _dense("Gemma"),
+    "Gemma2ForCausalLM": _dense("Gemma2", post_norm=True),
+    "Gemma3ForCausalLM": _dense("Gemma3", post_norm=True),
+    "LlamaForCausalLM": _dense("Llama"),
+    "MistralForCausalLM": _dense("Mistral"),
+    "MixtralForCausalLM": _experts("Mixtral", ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")),
+    "Olmo2ForCausalLM": _dense("Olmo2", post_norm=True),
+    "Qwen2ForCausalLM": _dense("Qwen2"),
+    "Qwen3ForCausalLM": _dense("Qwen3"),
+    "Qwen3MoeForCausalLM": _experts("Qwen3Moe", ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
+}
+"""Architectures proven equal to transformers by tests/runtime; a new one needs a row here and a test there."""
+
+# Rotary variants that change with the length of the batch would make a token depend on its pack.
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
+
+
+def check_supported(config: PretrainedConfig) -> ReplayRecipe:
+    """The recipe of the model's architecture.
+
+    Raises:
+        UnsupportedModelError: names the architecture or option.
+    """
+    architecture = _architecture(config)
+    if architecture not in RECIPES:
+        raise UnsupportedModelError(
+            f"model architecture '{architecture}' is not supported; replay is proven equal to plain training for "
+            f"{', '.join(sorted(RECIPES))}"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        raise UnsupportedModelError(
+            f"attention_dropout is {config.attention_dropout}: a dropout mask would differ between forward and "
+            "backward packs; set it to 0 in config.json"
+        )
+    for rope in _rope_types(config):
+        if rope not in _FIXED_ROPE:
+            raise UnsupportedModelError(
+                f"rope_type '{rope}' changes with the batch's length, so a token would depend on its pack; "
+                f"supported: {', '.join(sorted(_FIXED_ROPE))}"
+            )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(
+            "use_bidirectional_attention is set: tokens would see later ones, which slices of a document do not hold; "
+            "only causal decoders are trained"
+        )
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise UnsupportedModelError(
+            f"router_jitter_noise is {config.router_jitter_noise}: the noise would differ between forward and backward "
+            "packs; set it to 0 in config.json"
+        )
+    _refuse_mixed_layers(config, RECIPES[architecture])
+    return RECIPES[architecture]
+
+
+def attention_soft_cap(config: PretrainedConfig) -> float:
+    """The limit that attention scores are squeezed below by a tanh; 0 = none.
+
+    Gemma 3 has the key in its configuration, but transformers' model does not read it.
+    """
+    if config.model_type != "gemma2":
+        return 0.0
+    return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    named = (config.architectures or [None])[0]
+    if named is not None:
+        return named
+    model_type = type(config)
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    return mapping[model_type].__name__ if model_type in mapping else model_type.__name__
+
+
+def _rope_types(config: PretrainedConfig) -> Iterator[str]:
+    """Of the whole model, or of every kind of layer where they differ (Gemma 3)."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in parameters.values() if isinstance(value, dict)]
+    for one in kinds or [parameters]:
+        yield one.get("rope_type", "default")
+
+
+def _refuse_mixed_layers(config: PretrainedConfig, recipe: ReplayRecipe) -> None:
+    """Costs and memory are those of one kind of layer, so plans for a mixture would be wrong."""
+    if recipe.router is None:
+        return
+    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
+    if dense or step != 1:
+        raise UnsupportedModelError(
+            f"mlp_only_layers is {dense or []} and decoder_sparse_step is {step}: some layers have experts and others "
+            "do not, which the cost model cannot describe; supported: experts in every layer"
+        )
