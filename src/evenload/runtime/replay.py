@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.runtime.lora import is_adapter
 from evenload.runtime.store import ActivationStore, Range
 
 ATTENTION_NAME = "evenload_range"
@@ -82,14 +83,30 @@ class _KnownLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (input,) = ctx.saved_tensors
         grad_rows, input_rows = grad.flatten(0, -2), input.flatten(0, -2)
-        total = ctx.weight.main_grad
-        if total.dtype == grad_rows.dtype:
-            total.addmm_(grad_rows.t(), input_rows)
-        else:
-            total += grad_rows.t() @ input_rows
-        if ctx.bias is not None:
-            ctx.bias.main_grad += grad_rows.sum(0, dtype=ctx.bias.main_grad.dtype)
+        add_weight_gradient(ctx.weight, ctx.bias, input_rows, grad_rows)
         return grad @ ctx.weight, None, None
+
+
+def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
+    """Add to `main_grad` of weight [out, in] and bias [out]; frozen weights have none.
+
+    Args:
+        input_rows: [T, in]; grad_rows: [T, out], the gradient of the linear layer's output.
+    """
+    if is_frozen(weight):
+        return
+    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if total.dtype == grad_rows.dtype:
+        total.addmm_(grad_rows.t(), input_rows)
+    else:
+        total += grad_rows.t() @ input_rows
+    if bias is not None:
+        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Not trained (the model's own weights under LoRA): it has no `main_grad`."""
+    return getattr(weight, "main_grad", None) is None
 
 
 class _RangeAttentionFunction(torch.autograd.Function):
@@ -175,9 +192,11 @@ def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, unus
             linear of a pre-norm layer, which only feeds the residual sum).
     """
     for name, module in layer.named_modules():
+        if is_adapter(name):
+            continue  # thin products, computed again under autograd in backward
         if type(module) is nn.Linear:
             module.__class__ = ReplayLinear
             module.replay, module.site = state, (layer_index, name)  # type: ignore[assignment]
-            module.output_unused = name in unused_outputs  # type: ignore[assignment]
+            module.output_unused = name.removesuffix(".base_layer") in unused_outputs  # type: ignore[assignment]
         elif hasattr(module, "layer_idx"):
             module.replay = state  # type: ignore[assignment]

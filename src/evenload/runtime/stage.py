@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evenload.attention.range_attention import RangeAttention
 from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.hf_model import StageModel
-from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
+from evenload.runtime.replay import ATTENTION_NAME, ReplayState, is_frozen, linear_with_known_output, make_replayable
 from evenload.runtime.store import ActivationStore, Range
 
 
@@ -87,10 +87,10 @@ class PipelineStage:
         """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
         store.open_pack(pack.ranges)
         with self._pass("record", pack.ranges, store):
-            kwargs = self._layer_arguments(hidden, pack.positions)
+            arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
                 store.record((index, "input"), hidden)
-                hidden = layer(hidden[None], **kwargs)[0]
+                hidden = layer(hidden[None], **arguments[index])[0]
         return hidden
 
     def backward(
@@ -119,11 +119,11 @@ class PipelineStage:
     def backward_layers(self, pack: PackTokens, grad: Tensor, store: ActivationStore) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
         with self._pass("replay", pack.ranges, store):
-            kwargs = self._layer_arguments(grad, pack.positions)
+            arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
                 hidden = store.read((index, "input"), pack.ranges)[None].detach().requires_grad_()
                 with torch.enable_grad():
-                    output = self.model.layers[index](hidden, **kwargs)
+                    output = self.model.layers[index](hidden, **arguments[index])
                 output.backward(grad[None])
                 assert hidden.grad is not None
                 grad = hidden.grad[0]
@@ -142,7 +142,7 @@ class PipelineStage:
                 normed = norm(rows)
                 with torch.no_grad():
                     logits = nn.functional.linear(normed, head.weight, head.bias)
-                logits = linear_with_known_output(normed, head.weight, head.bias, logits)
+                logits = self.model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
                 exact = logits if logits.dtype == torch.float64 else logits.float()
                 loss = nn.functional.cross_entropy(exact, targets[start : start + HEAD_ROWS], reduction="sum")
                 # A batch without any label has a zero loss and zero gradients, not 0/0.
@@ -156,19 +156,21 @@ class PipelineStage:
     def _embedding_backward(self, token_ids: Tensor, grad: Tensor) -> None:
         embedding = self.model.embedding
         assert embedding is not None
+        if is_frozen(embedding.weight):
+            return
         total: Tensor = embedding.weight.main_grad  # type: ignore[attr-defined]
+        if self.model.embedding_factor is not None:
+            grad = grad * self.model.embedding_factor
         if embedding.padding_idx is not None:
             grad = grad.masked_fill((token_ids == embedding.padding_idx)[:, None], 0)
         total.index_add_(0, token_ids, grad.to(total.dtype))
 
-    def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict:
+    def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict[int, dict]:
+        """What every layer is called with, by layer index."""
         rows = positions[None]
-        return {
-            "attention_mask": None,
-            "position_ids": rows,
-            "position_embeddings": self.model.rotary(like[None], rows),
-            "use_cache": False,
-        }
+        rotary = self.model.position_embeddings(like[None], rows)
+        shared = {"attention_mask": None, "position_ids": rows, "use_cache": False}
+        return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
 
     @contextmanager
     def _pass(self, mode, ranges: tuple[Range, ...], store: ActivationStore) -> Iterator[None]:
