@@ -1,0 +1,107 @@
+"""Record kind "messages": a conversation through a chat template, loss on what the assistant says.
+
+Where the template has `{% generation %}` blocks, these are what the assistant says. Where it has none, the text of the
+assistant's message i is found by rendering parts of the conversation:
+
+    messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
+    messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
+    all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
+                                                                    ─────────── loss
+
+This holds only if each rendering begins the next one, which is checked for every message. Templates that write
+earlier turns differently once later ones follow (dropping thoughts, say) fail the check, and the record is refused.
+
+Price: 2 renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with
+`{% generation %}` blocks or loss on all tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenload.data.encoding.chat_template import ChatTemplate
+from evenload.data.encoding.conversation import Message, read_messages
+from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.label_mask import CharSpan
+from evenload.data.encoding.text_encoder import RenderedText
+
+_FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
+
+
+@dataclass(frozen=True)
+class Chats:
+    """`Renderer` of kind "messages".
+
+    Args:
+        has_spans: loss on the assistant's messages only; else on every token after the first.
+    """
+
+    column: str
+    template: ChatTemplate
+    has_spans: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """As of `Renderer`."""
+        return (self.column,)
+
+    @property
+    def name(self) -> str:
+        """As of `Renderer`."""
+        loss = "completion" if self.has_spans else "all"
+        return f"messages of '{self.column}', loss on {loss}, template {self.template.name}"
+
+    @property
+    def counts_touching(self) -> bool:
+        """As of `Renderer`."""
+        return self.template.marks_generation
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        """As of `Renderer`."""
+        messages = read_messages(values[0], self.column)
+        if not messages:
+            return RenderedText("", () if self.has_spans else None)
+        if not self.has_spans:
+            return RenderedText(self.template.render(messages))
+        if self.template.marks_generation:
+            return RenderedText(*self.template.render_with_spans(messages))
+        whole = self.template.render(messages)
+        return RenderedText(whole, tuple(_assistant_spans(self.template, messages, whole)))
+
+
+def render_prompt(template: ChatTemplate, messages: Sequence[Message], whole: str) -> str:
+    """What a model is given before it answers to these messages.
+
+    Args:
+        whole: rendering of these messages and the ones that follow.
+
+    Raises:
+        RecordProblem: `whole` does not begin with it.
+    """
+    prompt = template.render(messages, add_generation_prompt=True)
+    if not whole.startswith(prompt):
+        raise RecordProblem(
+            f"with chat template '{template.origin}' the prompt for message {len(messages)} is not how the whole "
+            f"conversation begins, so what the assistant says cannot be told from the prompt; {_FIX}"
+        )
+    return prompt
+
+
+def _assistant_spans(template: ChatTemplate, messages: Sequence[Message], whole: str) -> list[CharSpan]:
+    spans: list[CharSpan] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if index == 0:
+            raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")
+        start = len(render_prompt(template, messages[:index], whole))
+        is_last = index == len(messages) - 1
+        upto = whole if is_last else template.render(messages[: index + 1])
+        if not whole.startswith(upto):
+            raise RecordProblem(
+                f"chat template '{template.origin}' writes message {index} differently once other messages follow "
+                f"(such as without its thoughts), so what the assistant says is not known; {_FIX}, or end the "
+                "conversation there"
+            )
+        spans.append((start, len(upto)))
+    return spans

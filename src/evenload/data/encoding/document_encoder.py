@@ -1,0 +1,64 @@
+"""What an encoder of records promises: column values in, tokens and labels out.
+
+An encoder is made once a run by `open_encoder`, goes to worker processes by pickling, and has no state: the same
+values give the same document in any process, at any time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import DataError
+
+IGNORE_INDEX = -100
+"""Label of a token that is not to be predicted."""
+
+
+class RecordProblem(DataError):
+    """What is wrong with one record, without its place, which the reader knows."""
+
+
+class EncodedDocument(NamedTuple):
+    """Tokens of a record and what is to be predicted.
+
+    Args:
+        tokens: int32[num_tokens]; empty where the record holds nothing. May share memory with the record.
+        labels: int32[num_tokens], not shifted: `labels[i]` is predicted at the place of token i from the tokens before
+            it, `IGNORE_INDEX` = nothing is; `labels[0]` always is that. None = the label of every token after the
+            first is the token.
+    """
+
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32] | None = None
+
+
+class DocumentEncoder(Protocol):
+    """Turns records of one kind into documents. Can be pickled."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that a reader must fetch, in the order of `encode`'s values."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Identifies all that decides the tokens; equal names give equal documents."""
+        ...
+
+    def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
+        """The document of a record.
+
+        Raises:
+            RecordProblem: the values are not what a record of this kind holds.
+        """
+        ...
+
+    def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
+        """What `encode` gives for each record, in less time.
+
+        Raises:
+            RecordProblem: at least one record has one; `encode` tells which.
+        """
+        ...

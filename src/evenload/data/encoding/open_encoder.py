@@ -1,0 +1,86 @@
+"""`open_encoder`: the encoder that the settings ask for, or why there cannot be one."""
+
+from evenload.data.config import DataConfig
+from evenload.data.encoding.chat_template import ChatTemplate
+from evenload.data.encoding.chats import Chats
+from evenload.data.encoding.document_encoder import DocumentEncoder
+from evenload.data.encoding.plain_text import PlainText
+from evenload.data.encoding.prompt_completion import PromptCompletion
+from evenload.data.encoding.template_file import open_chat_template
+from evenload.data.encoding.text_encoder import TextEncoder
+from evenload.data.encoding.token_ids import TokenIds
+from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, open_tokenizer, required_eos
+from evenload.errors import ConfigError
+
+
+def open_encoder(config: DataConfig, tokenizer: DocumentTokenizer | None = None) -> DocumentEncoder:
+    """The encoder of a configuration without mixture (see `mixture_configs`).
+
+    Args:
+        tokenizer: used instead of the one that `config.tokenizer` names; the chat template and special tokens are
+            still looked up beside that.
+
+    Raises:
+        ConfigError: settings that contradict each other; no chat template where one is needed; `append_eos` without
+            an end-of-document token; see also `open_tokenizer` and `open_chat_template`.
+    """
+    _check(config)
+    tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
+    if config.record == "tokens":
+        # Bytes are what the setting is by default, so they say nothing about ids that others made.
+        vocab_size = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+        return TokenIds(config.tokens_column, config.labels_column, vocab_size)
+    masked = config.loss_on != "all"
+    if config.record == "messages":
+        return TextEncoder(
+            Chats(config.messages_column, open_chat_template(config, tokenizer), masked), tokenizer, None
+        )
+    end_id = required_eos(tokenizer) if config.append_eos else None
+    if config.record == "text":
+        return TextEncoder(PlainText(config.text_column), tokenizer, end_id)
+    template = _optional_template(config, tokenizer)
+    renderer = PromptCompletion(config.prompt_column, config.completion_column, template, masked)
+    return TextEncoder(renderer, tokenizer, end_id)
+
+
+def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate | str:
+    """The template for prompts that are lists of messages; strings need none, so why there is none waits for one."""
+    if config.chat_template is not None:
+        return open_chat_template(config, tokenizer)
+    try:
+        return open_chat_template(config, tokenizer)
+    except ConfigError as err:
+        return str(err)
+
+
+def _check(config: DataConfig) -> None:
+    if config.labels_column and config.record != "tokens":
+        raise ConfigError(
+            f'data.labels_column is \'{config.labels_column}\' with data.record "{config.record}"; only "tokens" '
+            "have labels of their own: leave it out"
+        )
+    if config.record == "text" and config.loss_on == "completion":
+        raise ConfigError(
+            'data.loss_on is "completion" with data.record "text", which has no completion; set data.record to '
+            '"prompt_completion" or "messages", or leave data.loss_on out'
+        )
+    if config.record == "tokens" and config.loss_on == "completion" and not config.labels_column:
+        raise ConfigError(
+            'data.loss_on is "completion" with data.record "tokens", which do not say what the completion is; set '
+            "data.labels_column, or leave data.loss_on out"
+        )
+    if config.record == "tokens" and config.loss_on == "all" and config.labels_column:
+        raise ConfigError(
+            f"data.loss_on is \"all\" with data.labels_column '{config.labels_column}', which says where the loss is; "
+            "leave one of them out"
+        )
+    if config.format == "text" and config.record != "text":
+        raise ConfigError(
+            f'data.format is "text" with data.record "{config.record}"; a text file is one text: set data.record to '
+            '"text", or data.format to what the files are'
+        )
+    if config.format == "memmap" and config.record != "tokens":
+        raise ConfigError(
+            f'data.format is "memmap" with data.record "{config.record}"; such files hold ids, so set '
+            'data.record to "tokens"'
+        )

@@ -1,0 +1,73 @@
+"""Record kind "prompt_completion": two strings, or two lists of messages; loss on the completion.
+
+Strings are joined as they are and tokenised together, so the tokens are those of the joined text. The border between
+them is exact in characters; a token that begins in the prompt counts as prompt (`label_mask`). The end-of-document
+token follows, unless the completion ends with it already, as TRL has it. Lists of messages go through the chat
+template, which writes its own end; the completion is everything after the prompt's generation prompt.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from evenload.data.encoding.chat_template import ChatTemplate
+from evenload.data.encoding.chats import render_prompt
+from evenload.data.encoding.conversation import read_messages
+from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.plain_text import check_text
+from evenload.data.encoding.text_encoder import RenderedText
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    """`Renderer` of kind "prompt_completion".
+
+    Args:
+        template: for lists of messages; a string says why there is none.
+        has_spans: loss on the completion only; else on every token after the first.
+    """
+
+    prompt_column: str
+    completion_column: str
+    template: ChatTemplate | str
+    has_spans: bool
+    counts_touching: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """As of `Renderer`."""
+        return (self.prompt_column, self.completion_column)
+
+    @property
+    def name(self) -> str:
+        """As of `Renderer`."""
+        loss = "completion" if self.has_spans else "all"
+        template = self.template.name if isinstance(self.template, ChatTemplate) else None
+        return (
+            f"prompt '{self.prompt_column}', completion '{self.completion_column}', loss on {loss}, template {template}"
+        )
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        """As of `Renderer`."""
+        prompt, completion = values
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            return self._render_messages(prompt, completion)
+        prompt = check_text(prompt, self.prompt_column)
+        whole = prompt + check_text(completion, self.completion_column)
+        return RenderedText(whole, self._spans(len(prompt), len(whole)), end="unless_there")
+
+    def _render_messages(self, prompt: Any, completion: Any) -> RenderedText:
+        if isinstance(self.template, str):
+            raise RecordProblem(self.template)
+        before, after = read_messages(prompt, self.prompt_column), read_messages(completion, self.completion_column)
+        if not before or not after:
+            empty = self.completion_column if before else self.prompt_column
+            raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
+        if before[-1]["role"] == "assistant":
+            raise RecordProblem(
+                f"the last message of '{self.prompt_column}' is the assistant's; move it to '{self.completion_column}'"
+            )
+        whole = self.template.render([*before, *after])
+        return RenderedText(whole, self._spans(len(render_prompt(self.template, before, whole)), len(whole)))
+
+    def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+        return ((start, stop),) if self.has_spans else None
