@@ -79,3 +79,46 @@ def test_unknown_backend_and_wrong_device_are_refused():
     with pytest.raises(ConfigError, match="CPU only"):
         select_backend("cpu_flash", "cuda")
     assert select_backend("auto", "cpu").name == "cpu_flash"
+
+
+@pytest.mark.parametrize("window", [0, 7, 300])
+def test_capped_scores_equal_the_formula_by_autograd(window):
+    """Gemma 2 squeezes scores by a tanh; forward and backward cuts must not change that, nor its derivative."""
+    torch.manual_seed(window)
+    n, heads, groups, dim, cap, scale = 301, 4, 2, 16, 3.0, 0.7
+    q = torch.randn(n, heads, dim, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(n, groups, dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    keys, values = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
+    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    hidden = (column > row) | ((column <= row - window) if window else torch.zeros(1, dtype=torch.bool))
+    scores = cap * torch.tanh(torch.einsum("thd,shd->hts", q, keys) * scale / cap)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    expected = torch.einsum("hts,shd->thd", probabilities, values)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    backend = select_backend("auto", "cpu", cap)
+    assert backend.soft_cap == cap
+    out, lse = torch.empty_like(expected), torch.empty(n, heads, dtype=torch.float64)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    with torch.no_grad():
+        for start, stop in [(0, 100), (100, 301)]:
+            first = first_visible_key(start, window)
+            out[start:stop], lse[start:stop] = backend.forward(
+                q[start:stop], k[first:stop], v[first:stop], scale=scale, window=window
+            )
+        for start, stop in [(40, 301), (0, 40)]:
+            first = first_visible_key(start, window)
+            dq[start:stop], part_k, part_v = backend.backward(
+                grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop], lse[start:stop],
+                scale=scale, window=window,
+            )  # fmt: skip
+            dk[first:stop] += part_k
+            dv[first:stop] += part_v
+    for ours, theirs in [(out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)]:
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backend_without_soft_cap_is_refused_for_a_model_that_has_one():
+    with pytest.raises(ConfigError, match=r"cpu_flash has no soft cap of scores, the model's is 50\.0"):
+        select_backend("cpu_flash", "cpu", 50.0)

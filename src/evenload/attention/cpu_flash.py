@@ -24,6 +24,7 @@ class CpuFlashAttention:
     """fp64, fp32 and bf16."""
 
     name = "cpu_flash"
+    soft_cap = 0.0  # the kernel has none
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
         """See `RangeAttention.forward`."""

@@ -21,9 +21,14 @@ class RangeAttention(Protocol):
     G key/value heads (H a multiple of G), D head dim. `window` in tokens, 0 = full causal.
 
     A caller with a sliding window may pass only the keys that the first row can see.
+
+    Attributes:
+        soft_cap: scores s are squeezed to soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = not. It is a
+            constant of the model, so that it belongs to the backend and no caller can forget it.
     """
 
     name: str
+    soft_cap: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
         """q [n, H, D], k and v [s, G, D] -> output [n, H, D] and log-sum-exp [n, H] (fp32, or fp64 for fp64)."""
@@ -56,19 +61,26 @@ def first_visible_key(start: int, window: int) -> int:
     return max(0, start - window + 1) if window else 0
 
 
-def select_backend(name: str, device: str) -> RangeAttention:
-    """The backend of that name; `auto` takes the fastest one for the device.
+def select_backend(name: str, device: str, soft_cap: float = 0.0) -> RangeAttention:
+    """The backend of that name; `auto` takes the fastest one for the device and the model.
+
+    Args:
+        soft_cap: of the model's attention scores, 0 = none.
 
     Raises:
-        ConfigError: unknown name, or a backend that does not run on the device.
+        ConfigError: unknown name, or a backend that does not run on the device or has no soft cap.
     """
     from evenload.attention.cpu_flash import CpuFlashAttention
     from evenload.attention.reference import ReferenceAttention
 
     if name == "auto":
-        name = "cpu_flash" if device == "cpu" else "reference"
+        name = "cpu_flash" if device == "cpu" and not soft_cap else "reference"
     if name == "reference":
-        return ReferenceAttention()
+        return ReferenceAttention(soft_cap)
+    if soft_cap:
+        raise ConfigError(
+            f"attention backend {name} has no soft cap of scores, the model's is {soft_cap}; use 'auto' or 'reference'"
+        )
     if name == "cpu_flash":
         if device != "cpu":
             raise ConfigError(f"attention backend cpu_flash runs on the CPU only, the device is {device}; use 'auto'")

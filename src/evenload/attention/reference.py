@@ -1,69 +1,79 @@
-"""Plain matrix-product attention: any dtype and device, O(n·s) memory. The oracle of the other backends."""
+"""Plain matrix-product attention: any dtype and device. The oracle of the other backends, and what runs models that
+cap attention scores (Gemma 2), because no kernel does.
+
+Rows go in blocks, so that memory is O(rows of a block · s) and not O(n · s); time is that of every (row, key) pair,
+also those that the mask hides.
+"""
 
 import torch
 from torch import Tensor
 
+_BLOCK_ROWS = 256
+
 
 class ReferenceAttention:
-    """Softmax written out, in fp32 (fp64 for fp64 inputs)."""
+    """Softmax written out, in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        soft_cap: scores s become soft_cap·tanh(s / soft_cap); 0 = they stay.
+    """
 
     name = "reference"
 
+    def __init__(self, soft_cap: float = 0.0) -> None:
+        self.soft_cap = soft_cap
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
         """See `RangeAttention.forward`."""
-        return self._forward(q, v, self._scores(q, k, scale, window))
-
-    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-        """See `FullAttention.forward_full`."""
-        return self._forward(q, v, self._all_scores(q, k, scale))
-
-    def _forward(self, q: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        values = self._per_query_head(v, q)
-        lse = torch.logsumexp(scores, dim=-1)  # [H, n]
-        out = torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values)
-        return out.to(q.dtype), lse.transpose(0, 1).contiguous()
+        keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
+        outs, lses = [], []
+        for rows in _blocks(q.shape[0]):
+            scores = self._scores(q, keys, rows, scale, window)
+            lse = torch.logsumexp(scores, dim=-1)  # [H, n]
+            outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values))
+            lses.append(lse.transpose(0, 1))
+        return torch.cat(outs).to(q.dtype), torch.cat(lses).contiguous()
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `RangeAttention.backward`."""
-        return self._backward(grad, q, k, v, out, lse, self._scores(q, k, scale, window), scale)
-
-    def backward_full(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `FullAttention.backward_full`."""
-        return self._backward(grad, q, k, v, out, lse, self._all_scores(q, k, scale), scale)
-
-    def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        work = lse.dtype
-        p = (scores - lse.transpose(0, 1)[..., None]).exp()  # [H, n, s]
-        grad, out = grad.to(work), out.to(work)
-        dv = torch.einsum("hts,thd->shd", p, grad)
-        dp = torch.einsum("thd,shd->hts", grad, self._per_query_head(v, q))
-        ds = p * (dp - (grad * out).sum(-1).transpose(0, 1)[..., None]) * scale
-        dq = torch.einsum("hts,shd->thd", ds, self._per_query_head(k, q))
-        dk = torch.einsum("hts,thd->shd", ds, q.to(work))
-        keys, groups = k.shape[0], k.shape[1]
-        dk, dv = (t.reshape(keys, groups, -1, t.shape[-1]).sum(2) for t in (dk, dv))
-        return dq.to(q.dtype), dk, dv
+        keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
+        work = keys.dtype
+        dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+        for rows in _blocks(q.shape[0]):
+            scores = self._scores(q, keys, rows, scale, window)
+            block_grad, block_out = grad[rows].to(work), out[rows].to(work)
+            p = (scores - lse[rows].transpose(0, 1)[..., None]).exp()  # [H, n, s]
+            dv += torch.einsum("hts,thd->shd", p, block_grad)
+            dp = torch.einsum("thd,shd->hts", block_grad, values)
+            ds = p * (dp - (block_grad * block_out).sum(-1).transpose(0, 1)[..., None]) * scale
+            if self.soft_cap:
+                # d tanh; a hidden score is -inf and has no probability, so its factor may be anything finite.
+                ds = ds * (1 - (scores.masked_fill(scores.isinf(), 0.0) / self.soft_cap).square())
+            dqs.append(torch.einsum("hts,shd->thd", ds, keys))
+            dk += torch.einsum("hts,thd->shd", ds, q[rows].to(work))
+        count, groups = k.shape[0], k.shape[1]
+        dk, dv = (t.reshape(count, groups, -1, t.shape[-1]).sum(2) for t in (dk, dv))
+        return torch.cat(dqs).to(q.dtype), dk, dv
 
     @staticmethod
     def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         return k.to(work).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _all_scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        keys = self._per_query_head(k, q)
-        return torch.einsum("thd,shd->hts", q.to(keys.dtype), keys) * scale
-
-    def _scores(self, q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
-        scores = self._all_scores(q, k, scale)
-        row = torch.arange(q.shape[0], device=q.device)[:, None] + (k.shape[0] - q.shape[0])
-        column = torch.arange(k.shape[0], device=q.device)[None]
+    def _scores(self, q: Tensor, keys: Tensor, rows: slice, scale: float, window: int) -> Tensor:
+        """[H, rows, s], -inf where a row does not see a key."""
+        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys) * scale
+        if self.soft_cap:
+            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
+        column = torch.arange(keys.shape[0], device=q.device)[None]
         visible = column <= row
         if window:
             visible &= column > row - window
         return scores.masked_fill(~visible, float("-inf"))
+
+
+def _blocks(num_rows: int) -> list[slice]:
+    return [slice(start, min(start + _BLOCK_ROWS, num_rows)) for start in range(0, num_rows, _BLOCK_ROWS)]

@@ -3,14 +3,18 @@
 In the forward pack every `nn.Linear` and the attention of a layer record their outputs per token. A
 backward pack runs the same layer again on its own ranges with the recorded outputs in place of matrix
 products and attention, so only norms, rotary embedding and activations are recomputed; autograd then
-walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`.
+walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or
+are put off to a later action (`weight_products.py`).
+
+Documents under the policy `recompute` have no recorded products of linears: the backward pack makes
+these again, for the rows of such documents only. Attention is recorded under every policy.
 Cost: measured against plain autograd in benchmarks/replay.py.
 
 Source: our own; the closest published relative is SlimPack's regrouping of slices in backward (§4.2),
 which does not say how activations are shared between the two cuts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.attention.range_attention import RangeAttention, first_visible_key
 from evenload.runtime.lora import is_adapter
-from evenload.runtime.store import ActivationStore, Range
+from evenload.runtime.store import ActivationStore, Range, num_rows
+from evenload.runtime.weight_products import WeightProducts, add_weight_gradient
 
 ATTENTION_NAME = "evenload_range"
 """Name under which the attention function is registered with transformers."""
@@ -33,12 +38,50 @@ class ReplayState:
     Args:
         mode: "record" in forward packs, "replay" in backward packs.
         ranges: of the running pack, in row order.
+        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows. `kept` are
+            the other rows, of `kept_ranges`.
+        products: where weight gradients of the running backward pack wait; None = they are added at once.
     """
 
     backend: RangeAttention
     mode: Literal["record", "replay"] = "record"
     ranges: tuple[Range, ...] = ()
     store: ActivationStore | None = None
+    remade: Tensor | None = None
+    kept: Tensor | None = None
+    kept_ranges: tuple[Range, ...] = ()
+    products: WeightProducts | None = None
+
+    def divide_rows(self, device: torch.device) -> None:
+        """Find the rows of the running pack whose products are not stored."""
+        assert self.store is not None
+        self.remade, self.kept, self.kept_ranges = None, None, ()
+        again = [self.store.policy(r[0]) == "recompute" for r in self.ranges]
+        if self.mode == "record" or not any(again):
+            return
+        rows = torch.arange(num_rows(self.ranges))
+        is_again = torch.repeat_interleave(torch.tensor(again), torch.tensor([b - a for _, a, b in self.ranges]))
+        self.remade = rows[is_again].to(device)
+        if not all(again):
+            self.kept = rows[~is_again].to(device)
+            self.kept_ranges = tuple(r for r, remade in zip(self.ranges, again, strict=True) if not remade)
+
+    def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """The product [T, out] of `input` [T, in] at a site of the running backward pack.
+
+        Args:
+            make: input rows -> product rows.
+        """
+        assert self.store is not None
+        if self.remade is None:
+            return self.store.read(site, self.ranges)
+        with torch.no_grad():
+            if self.kept is None:
+                return make(input)
+            made, stored = make(input[self.remade]), self.store.read(site, self.kept_ranges)
+            output = made.new_empty(input.shape[0], *made.shape[1:])
+            output[self.remade], output[self.kept] = made, stored
+            return output
 
 
 class ReplayLinear(nn.Linear):
@@ -56,57 +99,48 @@ class ReplayLinear(nn.Linear):
         if state.mode == "record":
             output = nn.functional.linear(input, self.weight, self.bias)
             if not self.output_unused:
-                state.store.record(self.site, output[0])
+                state.store.record(self.site, output[0], is_product=True)
             return output
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.
             output = input.new_zeros(()).expand(1, input.shape[1], self.out_features)
         else:
-            output = state.store.read(self.site, state.ranges)[None]
-        return linear_with_known_output(input, self.weight, self.bias, output)
+            output = state.read_or_remake(
+                self.site, lambda rows: nn.functional.linear(rows, self.weight, self.bias), input[0].detach()
+            )[None]
+        return linear_with_known_output(input, self.weight, self.bias, output, state.products)
 
 
-def linear_with_known_output(input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`."""
+def linear_with_known_output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, products: WeightProducts | None = None
+) -> Tensor:
+    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`.
+
+    Args:
+        products: where weight gradients are put off to; None = they are added at once.
+    """
     # In a tuple, autograd does not see the weights, so it makes no gradients of its own for them.
-    return _KnownLinear.apply(input, (weight, bias), output)  # type: ignore[return-value]
+    return _KnownLinear.apply(input, (weight, bias, products), output)  # type: ignore[return-value]
 
 
 class _KnownLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input: Tensor, parameters: tuple[Tensor, Tensor | None], output: Tensor) -> Tensor:
+    def forward(
+        ctx, input: Tensor, parameters: tuple[Tensor, Tensor | None, WeightProducts | None], output: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(input)
-        ctx.weight, ctx.bias = parameters
+        ctx.weight, ctx.bias, ctx.products = parameters
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (input,) = ctx.saved_tensors
-        grad_rows, input_rows = grad.flatten(0, -2), input.flatten(0, -2)
-        add_weight_gradient(ctx.weight, ctx.bias, input_rows, grad_rows)
+        operands = ctx.weight, ctx.bias, input.flatten(0, -2), grad.flatten(0, -2)
+        if ctx.products is None:
+            add_weight_gradient(*operands)
+        else:
+            ctx.products.put_off(*operands)
         return grad @ ctx.weight, None, None
-
-
-def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
-    """Add to `main_grad` of weight [out, in] and bias [out]; frozen weights have none.
-
-    Args:
-        input_rows: [T, in]; grad_rows: [T, out], the gradient of the linear layer's output.
-    """
-    if is_frozen(weight):
-        return
-    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    if total.dtype == grad_rows.dtype:
-        total.addmm_(grad_rows.t(), input_rows)
-    else:
-        total += grad_rows.t() @ input_rows
-    if bias is not None:
-        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
-
-
-def is_frozen(weight: Tensor) -> bool:
-    """Not trained (the model's own weights under LoRA): it has no `main_grad`."""
-    return getattr(weight, "main_grad", None) is None
 
 
 class _RangeAttentionFunction(torch.autograd.Function):
@@ -169,12 +203,14 @@ def _hf_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
     state: ReplayState = module.replay  # type: ignore[assignment]
     assert attention_mask is None, "document boundaries come from the plan, never from a mask"
     assert dropout == 0.0, "refused when the model was loaded"
+    assert (softcap or 0.0) == state.backend.soft_cap, "a backend is selected with the model's soft cap"
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = _RangeAttentionFunction.apply(q, k, v, state, layer, scaling, sliding_window or 0)

@@ -6,7 +6,7 @@ line, or a user's script) gets a `StepReport` per step on rank 0 and decides wha
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,11 @@ from evenload.attention.range_attention import select_backend
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state
-from evenload.errors import ConfigError
+from evenload.errors import CheckpointError, ConfigError
 from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from evenload.runtime.checkpoint import Progress, RunPosition, checkpoint_path, latest_checkpoint, load_checkpoint
+from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
@@ -29,9 +30,11 @@ from evenload.runtime.hf_model import build_stage_model, load_config
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
+from evenload.runtime.torch_peers import TorchPeers
 from evenload.runtime.trace import gather_timeline
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
@@ -49,12 +52,16 @@ class StepReport:
         row: the fixed keys of metrics.jsonl.
         measured: all ranks' timeline.
         ledger_lines: documents and tokens so far.
+        saved: the checkpoint that was completed meanwhile.
+        failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
     """
 
     row: dict[str, int | float | str | None]
     plan: StepPlan
     measured: Timeline
     ledger_lines: tuple[str, ...]
+    saved: SavedCheckpoint | None = None
+    failed_save: str = ""
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
@@ -104,10 +111,11 @@ class Trainer:
             seed=config.train.seed,
         )
         self._buffers = flatten_units(self._stage_model, mesh.layout.dp)
-        self.stage = PipelineStage(self._stage_model, select_backend(config.train.attention, mesh.device.type))
+        backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
+        self.stage = PipelineStage(self._stage_model, backend)
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
         self._executor = Executor(self.stage, mesh)
-        self._loader = GlobalBatchLoader(config.data)
+        self._loader = GlobalBatchLoader(config.data, peers=TorchPeers(mesh.planning))
         if self._loader.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"tokeniser {self._loader.tokenizer.name} has {self._loader.tokenizer.vocab_size} tokens, the model's "
@@ -116,9 +124,16 @@ class Trainer:
         self.steps_done = 0
         self._loader_state = b""
         self._planner_state = DelayState()
+        self.coefficients: CostCoefficients | None = None
+        self._writer = CheckpointWriter(
+            self._checkpoints, self._buffers, self._optimizer, mesh, keep=config.train.keep_checkpoints
+        )
+        self._saved_steps = -1
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint of the output directory, if there is one. Collective.
+
+        Afterwards `coefficients` are those of the saved run.
 
         Raises:
             ConfigError: there is one, but `train.resume` is off.
@@ -130,11 +145,12 @@ class Trainer:
                     f"train.resume is off, but {found} is a checkpoint of an earlier run; go on with "
                     "train.resume=true, choose another train.output_dir, or remove the old checkpoints"
                 )
-            progress = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
-            self._loader.load_state(decode_state(progress.loader.encode()))
-            self.steps_done = progress.steps_done
-            self._loader_state = progress.loader.encode()
-            self._planner_state = progress.planner
+            position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
+            self._loader.load_state(decode_state(position.loader))
+            self.steps_done = self._saved_steps = position.progress.steps_done
+            self._loader_state = position.loader
+            self._planner_state = position.progress.planner
+            self.coefficients = position.coefficients
         return found
 
     def train(
@@ -147,7 +163,12 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
+
+        Raises:
+            CheckpointError: a checkpoint in the background failed and `train.on_failed_checkpoint` is "stop".
+            RankLostError: another rank died or is stuck.
         """
+        self.coefficients = coefficients
         options = msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens)
         planner = StepPlanner(self.model, coefficients, self.mesh.layout, memory_cap_bytes, options)
         source = StepSource(
@@ -170,15 +191,48 @@ class Trainer:
             self.steps_done += 1
             self._loader_state = prepared.loader_state
             self._planner_state = prepared.planner_state
-            every = self.config.train.checkpoint_every_steps
-            if every and self.steps_done % every == 0:
-                self.save()
+            saved, failed_save = self._save_on_the_way()
+            if report is not None:
+                report = replace(report, saved=saved, failed_save=failed_save)
             yield report
 
     def save(self) -> Path:
-        """Write a checkpoint of the steps done. Collective."""
-        progress = Progress(steps_done=self.steps_done, loader=self._loader_state.decode(), planner=self._planner_state)
-        return save_checkpoint(self._checkpoints, progress, self._buffers, self._optimizer, self.mesh)
+        """Have a complete checkpoint of the steps done. Collective.
+
+        Raises:
+            CheckpointError: it could not be written, whatever `train.on_failed_checkpoint` says.
+        """
+        if self._saved_steps != self.steps_done:
+            self._start_save()
+        self._writer.wait()
+        return checkpoint_path(self._checkpoints, self.steps_done)
+
+    def _save_on_the_way(self) -> tuple[SavedCheckpoint | None, str]:
+        """After a step: start a checkpoint where one is due; (what was completed, what failed) since the last step."""
+        saved, failed = None, ""
+        settings = self.config.train
+        is_due = settings.checkpoint_every_steps and self.steps_done % settings.checkpoint_every_steps == 0
+        try:
+            # The one under way has to end before the next, or right away if training is to wait for it.
+            saved = self._writer.wait() if is_due else self._writer.finished()
+            if is_due:
+                self._start_save()
+                if not settings.background_checkpoints:
+                    saved = self._writer.wait()
+        except CheckpointError as error:
+            if settings.on_failed_checkpoint == "stop":
+                raise
+            failed = str(error)
+            self._saved_steps = -1
+        return saved, failed
+
+    def _start_save(self) -> None:
+        progress = Progress(
+            steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state
+        )
+        position = RunPosition(progress=progress, loader=self._loader_state, coefficients=self.coefficients)
+        self._writer.start(position)
+        self._saved_steps = self.steps_done
 
     def export(self) -> Path:
         """Write the model as a Hugging Face directory. Collective."""
