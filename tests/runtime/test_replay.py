@@ -202,7 +202,7 @@ def test_symmetric_packs_are_kept_without_copies():
     store.open_pack(((0, 0, 4), (1, 0, 3)))
     store.record("x", rows)
     assert store.read("x", ((0, 0, 4), (1, 0, 3))) is rows
-    assert store.held_bytes == rows.nbytes
+    assert store.held.held_bytes == rows.nbytes
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from evenload.attention.range_attention import RangeAttention
 from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.hf_model import StageModel
-from evenload.runtime.replay import ATTENTION_NAME, ReplayState, is_frozen, linear_with_known_output, make_replayable
+from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
 from evenload.runtime.store import ActivationStore, Range
+from evenload.runtime.weight_products import WeightProducts, is_frozen
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ class PipelineStage:
         assert hidden is not None
         hidden = self.forward_layers(pack, hidden, store)
         if self.model.is_last:
-            store.record("final", hidden)
+            store.record_final(hidden)
         return hidden
 
     @torch.no_grad()
@@ -91,16 +92,29 @@ class PipelineStage:
             for index, layer in self.model.layers.items():
                 store.record((index, "input"), hidden)
                 hidden = layer(hidden[None], **arguments[index])[0]
+                store.end_layer(index)
+        store.close_pack()
         return hidden
 
+    def announce_backward(self, ranges: tuple[Range, ...], store: ActivationStore) -> None:
+        """Let what a coming backward pack has in host memory start to come back."""
+        store.open_backward(ranges, tuple(reversed(self.model.layers)))
+
     def backward(
-        self, pack: PackTokens, grad: Tensor | None, store: ActivationStore, num_label_tokens: int
+        self,
+        pack: PackTokens,
+        grad: Tensor | None,
+        store: ActivationStore,
+        num_label_tokens: int,
+        products: WeightProducts | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Run a backward pack and add to every parameter's `main_grad`.
 
         Args:
             grad: [T, hidden] from the stage after; None on the last.
             num_label_tokens: of the whole global batch, the loss's denominator.
+            products: the weight gradients of the layers' linears wait here (I; `add_all` is W); None = they are added
+                now. Those of norms, embedding and head are added now in any case.
 
         Returns:
             Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
@@ -110,23 +124,30 @@ class PipelineStage:
         if self.model.is_last:
             grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
         assert grad is not None
-        grad = self.backward_layers(pack, grad, store)
+        grad = self.backward_layers(pack, grad, store, products)
         if self.model.is_first:
             self._embedding_backward(pack.token_ids, grad)
             return None, loss
         return grad, loss
 
-    def backward_layers(self, pack: PackTokens, grad: Tensor, store: ActivationStore) -> Tensor:
+    def backward_layers(
+        self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
+    ) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
-        with self._pass("replay", pack.ranges, store):
+        self.announce_backward(pack.ranges, store)
+        with self._pass("replay", pack.ranges, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
+                store.enter_layer(index)
                 hidden = store.read((index, "input"), pack.ranges)[None].detach().requires_grad_()
                 with torch.enable_grad():
                     output = self.model.layers[index](hidden, **arguments[index])
                 output.backward(grad[None])
                 assert hidden.grad is not None
                 grad = hidden.grad[0]
+                # What the layer's graph held of offloaded tensors goes with it.
+                del hidden, output
+                store.leave_layer(index)
         store.close_backward(pack.ranges)
         return grad
 
@@ -173,9 +194,12 @@ class PipelineStage:
         return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
 
     @contextmanager
-    def _pass(self, mode, ranges: tuple[Range, ...], store: ActivationStore) -> Iterator[None]:
+    def _pass(
+        self, mode, ranges: tuple[Range, ...], store: ActivationStore, products: WeightProducts | None = None
+    ) -> Iterator[None]:
         state = self._state
-        state.mode, state.ranges, state.store = mode, ranges, store
+        state.mode, state.ranges, state.store, state.products = mode, ranges, store, products
+        state.divide_rows(self.device)
         # The configuration is shared with the user's model object, so it is changed only while a pass runs.
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = ATTENTION_NAME
@@ -183,4 +207,4 @@ class PipelineStage:
             yield
         finally:
             self.model.config._attn_implementation = before
-            state.store, state.ranges = None, ()
+            state.store, state.ranges, state.products = None, (), None

@@ -5,37 +5,57 @@ slices is one block, so recording and reading copy nothing; any other pack is on
 that a block is freed as soon as its document's backward has passed it, whatever the cuts are. Keys and
 values are one buffer per document, because a later slice reads the whole prefix.
 
+What a block keeps depends on the activation policy of its document (`cost/activation.py`):
+
+    replay     everything that is recorded
+    recompute  all but the products of linear layers, which the backward makes again
+    offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
+               next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
+               layers of a pack's offloaded documents are on the device. Final hidden states stay there
+
 Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
 prediction is tested against (cost/memory.py mirrors these rules).
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from evenload.runtime.held_bytes import HeldBytes, StoreKind
+from evenload.runtime.host_copies import Copy, HostCopies, host_copies
+from evenload.runtime.weight_products import WeightProducts
+from evenload.types.micropack import ActivationPolicy
+
 Range = tuple[int, int, int]
 """(doc_id, start, stop): tokens of one document, half-open."""
-StoreKind = Literal["activations", "keys_and_values", "key_value_gradients"]
-"""What the store holds: recorded tensors, keys and values of documents, and their gradients under way."""
+_NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 
 
-def num_rows(ranges: Sequence[Range]) -> int:
+def num_rows(ranges: Iterable[Range]) -> int:
     """Tokens in all ranges."""
     return sum(stop - start for _, start, stop in ranges)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Recorded tensors of the rows of `ranges`, freed when the last of them is done."""
+    """Recorded tensors of the rows of `ranges`, freed when the last of them is done.
+
+    Args:
+        tensors: on the device; host: by layer, in host memory.
+        leaving: of the layer being recorded, still on the device and on its way to the host.
+    """
 
     ranges: tuple[Range, ...]
+    policy: ActivationPolicy
+    open_ranges: int
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
-    open_ranges: int = 0
+    host: dict[int, dict[Hashable, Tensor]] = field(default_factory=dict)
+    leaving: dict[Hashable, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
+    num_host_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -50,53 +70,127 @@ class _DocumentBuffers:
     num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
 
 
+@dataclass(eq=False)
+class _Fetch:
+    """Offloaded tensors of one layer for the running backward pack, on the device or on their way there."""
+
+    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    num_bytes: int = 0
+
+
 class ActivationStore:
     """Activations of one stage during one step.
 
     Args:
         num_tokens: tokens of every document the replica trains (padded length where it is padded).
         whole_packs: slice lists of backward packs; a forward pack with such a list is kept uncut.
+        policies: of documents that do not use `replay`.
+        held: where bytes are counted; the stages of a rank share one.
+        copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
     """
 
-    def __init__(self, num_tokens: dict[int, int], whole_packs: Sequence[tuple[Range, ...]]) -> None:
+    def __init__(
+        self,
+        num_tokens: dict[int, int],
+        whole_packs: Sequence[tuple[Range, ...]],
+        *,
+        policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
+        held: HeldBytes | None = None,
+        copies: HostCopies | None = None,
+    ) -> None:
         self._num_tokens = num_tokens
         self._whole_packs = set(whole_packs)
+        self._policies = policies
+        self._copies = copies
         self._blocks: dict[int, list[tuple[Range, int, _Block]]] = defaultdict(list)
         self._buffers: dict[int, _DocumentBuffers] = {}
         self._open: list[_Block] = []
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self.held_by_kind: dict[StoreKind, int] = {"activations": 0, "keys_and_values": 0, "key_value_gradients": 0}
-        self.peak_by_kind = dict(self.held_by_kind)
+        self._leaving: deque[tuple[list[Copy], int]] = deque()
+        self._fetched: dict[int, _Fetch] = {}
+        self._fetch_order: deque[int] = deque()
+        self._fetch_ranges: tuple[Range, ...] = ()
+        self._weight_products: dict[Hashable, WeightProducts] = {}
+        self.held = HeldBytes() if held is None else held
+
+    def policy(self, doc_id: int) -> ActivationPolicy:
+        """What is kept of a document."""
+        return self._policies.get(doc_id, "replay")
 
     # ---- forward -------------------------------------------------------------------------------
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         """Start recording a forward pack."""
-        groups = [ranges] if ranges in self._whole_packs else [(r,) for r in ranges]
-        self._open = [_Block(ranges=group, open_ranges=len(group)) for group in groups]
+        is_whole = ranges in self._whole_packs and len({self.policy(r[0]) for r in ranges}) == 1
+        groups = [ranges] if is_whole else [(r,) for r in ranges]
+        self._open = [_Block(group, self.policy(group[0][0]), len(group)) for group in groups]
         for block in self._open:
             row = 0
             for r in block.ranges:
                 self._blocks[r[0]].append((r, row, block))
                 row += r[2] - r[1]
 
-    def record(self, key: Hashable, rows: Tensor) -> None:
-        """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards."""
-        if len(self._open) == 1:
-            self._keep(self._open[0], key, rows)
-            return
+    def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False) -> None:
+        """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
+
+        Args:
+            is_product: of a linear layer, which recomputed documents do not keep.
+        """
         row = 0
         for block in self._open:
             stop = row + num_rows(block.ranges)
-            # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
-            self._keep(block, key, rows[row:stop].clone())
+            own = rows if len(self._open) == 1 else rows[row:stop]
             row = stop
+            if block.policy == "recompute" and is_product:
+                continue
+            if block.policy == "offload":
+                block.leaving[key] = own
+                self.held.count("offload_buffers", own.nbytes)
+                continue
+            # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
+            self._keep(block, key, own if len(self._open) == 1 else own.clone())
+
+    def record_final(self, rows: Tensor) -> None:
+        """Keep the last layer's output [T, hidden] of the open pack for the head, on the device in any case."""
+        row = 0
+        for block in self._open:
+            stop = row + num_rows(block.ranges)
+            self._keep(block, "final", rows if len(self._open) == 1 else rows[row:stop].clone())
+            row = stop
+
+    def end_layer(self, layer: int) -> None:
+        """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
+        copies, num_bytes = [], 0
+        for block in self._open:
+            for key, rows in block.leaving.items():
+                host, copy = self._host_copies(rows).to_host(rows)
+                block.host.setdefault(layer, {})[key] = host
+                copies.append(copy)
+                num_bytes += rows.nbytes
+            block.num_host_bytes += sum(rows.nbytes for rows in block.leaving.values())
+            block.leaving.clear()
+        if not copies:
+            return
+        self.held.count_host(num_bytes)
+        self._leaving.append((copies, num_bytes))
+        while len(self._leaving) > 1:
+            left, num_bytes = self._leaving.popleft()
+            for copy in left:
+                copy.wait()
+            self.held.count("offload_buffers", -num_bytes)
+
+    def close_pack(self) -> None:
+        """The open pack's layers are all recorded."""
+        while self._leaving:
+            left, num_bytes = self._leaving.popleft()
+            for copy in left:
+                copy.release()
+            self.held.count("offload_buffers", -num_bytes)
 
     def _keep(self, block: _Block, key: Hashable, rows: Tensor) -> None:
         block.tensors[key] = rows
         block.num_bytes += rows.nbytes
-        self._count("activations", rows.nbytes)
+        self.held.count(_ACTIVATIONS[block.policy], rows.nbytes)
 
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
@@ -117,18 +211,74 @@ class ActivationStore:
 
     # ---- backward ------------------------------------------------------------------------------
 
+    def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
+        """Announce a backward pack, so that offloaded tensors of its first layer start to come back. May be called
+        ahead of the pack; a second call does nothing.
+
+        Args:
+            layers: in the order in which they will be entered.
+        """
+        offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
+        if not offloaded or self._fetch_ranges:
+            return
+        self._fetch_ranges, self._fetch_order = offloaded, deque(layers)
+        self._start_fetch()
+
+    def enter_layer(self, layer: int) -> None:
+        """Have the offloaded tensors of a layer on the device, and those of the next layer on their way."""
+        if not self._fetch_ranges:
+            return
+        for copy in self._fetched[layer].copies:
+            copy.wait()
+        self._start_fetch()
+
+    def leave_layer(self, layer: int) -> None:
+        """The backward pack needs the layer's tensors no more."""
+        fetch = self._fetched.pop(layer, None)
+        if fetch is not None:
+            self.held.count("offload_buffers", -fetch.num_bytes)
+
+    def _start_fetch(self) -> None:
+        """Start to fetch the next layer's offloaded rows of the announced pack."""
+        if not self._fetch_order:
+            return
+        layer = self._fetch_order.popleft()
+        pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for block, a, b in self._rows_of(self._fetch_ranges):
+            for key, rows in block.host[layer].items():
+                pieces[key].append(rows[a:b])
+        fetch = self._fetched[layer] = _Fetch()
+        # Any buffer of a document has the device that the fetched rows belong on.
+        device = self._buffers[self._fetch_ranges[0][0]].keys[layer].device
+        for key, parts in pieces.items():
+            fetch.tensors[key], copy = self._host_copies(parts[0]).to_device(parts, device)
+            fetch.copies.append(copy)
+            fetch.num_bytes += fetch.tensors[key].nbytes
+        self.held.count("offload_buffers", fetch.num_bytes)
+
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
         """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
         for _, _, block in self._blocks[ranges[0][0]]:
-            if block.ranges == ranges:
+            if block.ranges == ranges and key in block.tensors:
                 return block.tensors[key]
-        parts = []
+        fetched = next((f.tensors[key] for f in self._fetched.values() if key in f.tensors), None)
+        if fetched is not None and ranges == self._fetch_ranges:
+            return fetched
+        parts, row = [], 0
+        for r in ranges:
+            if fetched is not None and r in self._fetch_ranges:
+                parts.append(fetched[row : row + r[2] - r[1]])
+                row += r[2] - r[1]
+                continue
+            parts += [block.tensors[key][a:b] for block, a, b in self._rows_of((r,))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _rows_of(self, ranges: Iterable[Range]) -> Iterable[tuple[_Block, int, int]]:
+        """Blocks that hold the ranges' tokens, in row order, and which of their rows."""
         for doc_id, start, stop in ranges:
             for (_, lo, hi), row, block in self._blocks[doc_id]:
                 if lo < stop and start < hi:
-                    a, b = max(lo, start) - lo + row, min(hi, stop) - lo + row
-                    parts.append(block.tensors[key][a:b])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                    yield block, max(lo, start) - lo + row, min(hi, stop) - lo + row
 
     def add_key_grads(
         self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
@@ -151,8 +301,18 @@ class ActivationStore:
         all_v[first:stop] += grad_v
         return all_k[start:stop], all_v[start:stop]
 
+    def put_off_weights(self, pack: Hashable) -> WeightProducts:
+        """Where the weight gradients of a backward pack wait until `add_put_off_weights`."""
+        products = self._weight_products[pack] = WeightProducts(self.held)
+        return products
+
+    def add_put_off_weights(self, pack: Hashable) -> None:
+        """Add the weight gradients that a backward pack has put off, and free what they needed."""
+        self._weight_products.pop(pack).add_all()
+
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
         """Free what no later backward range needs."""
+        self._fetch_ranges = ()
         for doc_id, start, _ in ranges:
             kept = []
             for entry in self._blocks[doc_id]:
@@ -163,25 +323,33 @@ class ActivationStore:
                 block.open_ranges -= 1
                 if not block.open_ranges:
                     block.tensors.clear()
-                    self._count("activations", -block.num_bytes)
+                    block.host.clear()
+                    self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
+                    self.held.count_host(-block.num_host_bytes)
             self._blocks[doc_id] = kept
             if start == 0:
                 for kind, num_bytes in self._buffers.pop(doc_id).num_bytes.items():
-                    self._count(kind, -num_bytes)
+                    self.held.count(kind, -num_bytes)
                 del self._blocks[doc_id]
 
     def check_empty(self) -> None:
         """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
         left = sorted({doc_id for doc_id, entries in self._blocks.items() if entries} | set(self._buffers))
         assert not left, f"documents {left} are not finished"
-        assert self.held_bytes == 0, f"{self.held_bytes} bytes are counted as held by no document"
+        assert not self._weight_products, f"weight gradients of packs {list(self._weight_products)} are not added"
 
     def _count_document(self, buffers: _DocumentBuffers, kind: StoreKind, num_bytes: int) -> None:
         buffers.num_bytes[kind] += num_bytes
-        self._count(kind, num_bytes)
+        self.held.count(kind, num_bytes)
 
-    def _count(self, kind: StoreKind, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self.held_by_kind[kind] += num_bytes
-        self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.held_by_kind[kind])
+    def _host_copies(self, rows: Tensor) -> HostCopies:
+        if self._copies is None:
+            self._copies = host_copies(rows.device)
+        return self._copies
+
+
+_ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
+    "replay": "activations_replay",
+    "recompute": "activations_recompute",
+    "offload": "activations_offload",
+}

@@ -1,0 +1,91 @@
+"""Weight gradients of linear layers, at once or put off to a later action (zero bubble: I and W).
+
+A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits
+for, and that of its weight, which nobody waits for before the optimizer. `WeightProducts` keeps the operands of the
+second one for a whole backward pack, so that I can go on and W adds them later.
+
+Kept per linear: its input and the gradient of its output. Layers that share an input (q, k and v; gate and up) share
+the kept tensor, as `cost.split_backward` counts. A tensor that is a part of a larger one is copied, so that what is
+counted is what is held.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenload.runtime.held_bytes import HeldBytes
+
+
+class _Product(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    input_rows: Tensor
+    grad_rows: Tensor
+
+
+def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
+    """Add to `main_grad` of weight [out, in] and bias [out]; frozen weights have none.
+
+    Args:
+        input_rows: [T, in]; grad_rows: [T, out], the gradient of the linear layer's output.
+    """
+    if is_frozen(weight):
+        return
+    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if total.dtype == grad_rows.dtype:
+        total.addmm_(grad_rows.t(), input_rows)
+    else:
+        total += grad_rows.t() @ input_rows
+    if bias is not None:
+        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Not trained (the model's own weights under LoRA): it has no `main_grad`."""
+    return getattr(weight, "main_grad", None) is None
+
+
+class WeightProducts:
+    """The products one backward pack has put off.
+
+    Args:
+        held: where their operands are counted.
+    """
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._products: list[_Product] = []
+        self._num_bytes = 0
+        self._kept: dict[tuple, Tensor] = {}
+
+    def put_off(self, weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
+        """Keep the operands of `add_weight_gradient`. The caller must not change them afterwards."""
+        if is_frozen(weight):
+            return
+        operands = (self._keep(rows) for rows in (input_rows, grad_rows))
+        self._products.append(_Product(weight, bias, *operands))
+
+    @torch.no_grad()
+    def add_all(self) -> None:
+        """Add every product and free the operands."""
+        for product in self._products:
+            add_weight_gradient(*product)
+        self._products.clear()
+        self._kept.clear()
+        self._held.count("weight_gradient_inputs", -self._num_bytes)
+        self._num_bytes = 0
+
+    def _keep(self, rows: Tensor) -> Tensor:
+        if rows.untyped_storage().nbytes() != rows.nbytes:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        # Alive tensors have addresses of their own, so an equal address is the same tensor.
+        key = (rows.data_ptr(), rows.shape, rows.stride())
+        if key in self._kept:
+            return self._kept[key]
+        self._kept[key] = rows
+        self._num_bytes += rows.nbytes
+        self._held.count("weight_gradient_inputs", rows.nbytes)
+        return rows
