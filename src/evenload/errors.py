@@ -19,6 +19,14 @@ class DataError(EvenloadError, ValueError):
     """A document source that cannot be read or a document that breaks a limit."""
 
 
+class CheckpointError(EvenloadError):
+    """A checkpoint that could not be written; earlier ones are intact."""
+
+
+class RankLostError(EvenloadError):
+    """Another rank did not do its part of a step: it died, is stuck, or stopped by an error of its own."""
+
+
 class UnsupportedModelError(EvenloadError):
     """A model part that replay cannot run exactly; named, never run wrong."""
 

@@ -157,7 +157,8 @@ def test_documents_put_off_are_trained_before_the_data_ends(gloo_pool, config_fi
     overrides = [*DELAYING[strategy], "data.epochs=1", "train.steps=50", f"train.output_dir={tmp_path}/out"]
     losses = gloo_pool.run(2, train_steps, str(config_file), ["parallel.dp=2", *overrides], 50)[0]
     progress = progress_after(tmp_path / "out", len(losses))
-    ledger = decode_state(progress.loader.encode()).ledger
+    saved = tmp_path / "out" / "checkpoints" / f"step-{len(losses):08d}" / "loader.json"
+    ledger = decode_state(saved.read_bytes()).ledger
     assert ledger.trained == ledger.read
     assert progress.planner.waiting == ()
 

@@ -38,11 +38,18 @@ def run_worker(config: TrainConfig, cache_directory: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
     try:
         model = model_spec(config)
-        mesh = create_mesh(layout_of(config, model.num_layers), torch.device("cpu"), config.train.timeout_s)
+        mesh = create_mesh(
+            layout_of(config, model.num_layers),
+            torch.device("cpu"),
+            config.train.timeout_s,
+            config.train.checkpoint_timeout_s,
+            signs=_store_of_signs(),
+        )
         _train(config, mesh, Path(cache_directory), threads, local_world)
     finally:
         # After an error other ranks may never answer; the launcher ends them.
         if sys.exc_info()[0] is None:
+            mesh.watch.close()
             dist.destroy_process_group()
 
 
@@ -138,6 +145,12 @@ def _show_start(
     console.print(" | ".join(facts), soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")
+
+
+def _store_of_signs() -> dist.Store:
+    """A connection of its own to the store through which the ranks met."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore("evenload", store)
 
 
 def _share_of_memory(local_world: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.errors import EvenloadError
+from evenload.runtime.watch import RankWatch
 
 _POSTED_AHEAD = 2
 
@@ -31,24 +31,22 @@ class _Receiver:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    watch: RankWatch
 
     def post(self) -> None:
         while self.waiting and len(self.posted) < _POSTED_AHEAD:
             pack, rows = self.waiting.popleft()
             tensor = torch.empty(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-            work = dist.irecv(tensor, self.peer, group=self.group)
+            with self.watch.waiting(f"a connection for {self.what} pack {pack}", f"rank {self.peer}"):
+                work = dist.irecv(tensor, self.peer, group=self.group)
             assert work is not None
             self.posted.append((pack, tensor, work))
 
     def take(self, pack: int) -> Tensor:
         expected, tensor, work = self.posted.popleft()
         assert expected == pack, f"{self.what}: pack {pack} asked for, pack {expected} is next"
-        try:
+        with self.watch.waiting(f"{self.what} pack {pack}", f"rank {self.peer}"):
             work.wait()
-        except RuntimeError as error:
-            raise EvenloadError(
-                f"{self.what} of pack {pack} from rank {self.peer} failed: that rank died or is stuck ({error})"
-            ) from error
         self.post()
         return tensor
 
@@ -60,6 +58,10 @@ class Channels:
         previous, next: global ranks of the neighbouring stages, None at the ends.
         forward, backward: one group per direction of traffic.
         forward_rows, backward_rows: (pack, rows) in the order in which this stage receives them.
+        watch: names who failed.
+
+    Raises:
+        RankLostError: from any transfer, when a neighbour died or is stuck.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class Channels:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        watch: RankWatch,
     ) -> None:
         self._previous, self._next = previous, next
         self._forward, self._backward = forward, backward
-        self._sent: list[tuple[Tensor, dist.Work]] = []
-        shape = {"hidden_size": hidden_size, "dtype": dtype, "device": device}
+        self._watch = watch
+        self._sent: list[tuple[Tensor, dist.Work, str, int]] = []
+        shape = {"hidden_size": hidden_size, "dtype": dtype, "device": device, "watch": watch}
 
         def receiver(group, peer, what, rows) -> _Receiver | None:
             if peer is None:
@@ -87,8 +91,8 @@ class Channels:
             result.post()
             return result
 
-        self._from_previous = receiver(forward, previous, "receiving the hidden states", forward_rows)
-        self._from_next = receiver(backward, next, "receiving the gradient", backward_rows)
+        self._from_previous = receiver(forward, previous, "the hidden states of forward", forward_rows)
+        self._from_next = receiver(backward, next, "the gradient of backward", backward_rows)
 
     def receive_hidden(self, pack: int) -> Tensor | None:
         """Hidden states of a forward pack; None on the first stage."""
@@ -98,30 +102,27 @@ class Channels:
         """Gradient of a backward pack; None on the last stage."""
         return self._from_next.take(pack) if self._from_next else None
 
-    def send_hidden(self, hidden: Tensor) -> None:
+    def send_hidden(self, pack: int, hidden: Tensor) -> None:
         """To the next stage, if there is one."""
-        self._send(hidden, self._next, self._forward)
+        self._send(hidden, self._next, self._forward, f"the hidden states of forward pack {pack}")
 
-    def send_grad(self, grad: Tensor | None) -> None:
+    def send_grad(self, pack: int, grad: Tensor | None) -> None:
         """To the stage before, if there is one."""
         if grad is not None:
-            self._send(grad, self._previous, self._backward)
+            self._send(grad, self._previous, self._backward, f"the gradient of backward pack {pack}")
 
     def close(self) -> None:
         """Wait until everything sent has arrived."""
-        for _, work in self._sent:
-            try:
+        for _, work, what, peer in self._sent:
+            with self._watch.waiting(f"the receipt of {what}", f"rank {peer}"):
                 work.wait()
-            except RuntimeError as error:
-                raise EvenloadError(
-                    f"a transfer was not received: a neighbouring rank died or is stuck ({error})"
-                ) from error
         self._sent.clear()
 
-    def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup) -> None:
+    def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup, what: str) -> None:
         if peer is None:
             return
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, peer, group=group)
+        with self._watch.waiting(f"a connection for {what}", f"rank {peer}"):
+            work = dist.isend(tensor, peer, group=group)
         assert work is not None
-        self._sent.append((tensor, work))
+        self._sent.append((tensor, work, what, peer))

@@ -82,6 +82,13 @@ class RunConfig(Frozen):
         cost_file: cost coefficients (`cost.json` of another run); None = measure this device at start, which takes
             seconds and is cached, so that predictions are in its seconds.
         checkpoint_every_steps: 0 = only at the end.
+        keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
+            0 = all.
+        background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
+            (divided by dp) and optimizer state. False = wait until it is written.
+        checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
+        on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
+            "continue" until the next one. The last one of a run has to succeed.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
         export_hf: write the trained model as a Hugging Face directory at the end.
@@ -96,6 +103,10 @@ class RunConfig(Frozen):
     threads_per_process: int | None = None
     cost_file: str | None = None
     checkpoint_every_steps: int = 0
+    keep_checkpoints: int = 3
+    background_checkpoints: bool = True
+    checkpoint_timeout_s: float = 3600.0
+    on_failed_checkpoint: Literal["stop", "continue"] = "stop"
     resume: bool = True
     export_hf: bool = True
     timeout_s: float = 600.0
@@ -107,8 +118,11 @@ class RunConfig(Frozen):
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:
             raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"train.timeout_s is {self.timeout_s}, must be above 0")
+        if self.keep_checkpoints < 0:
+            raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        for field in ("timeout_s", "checkpoint_timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
 
 
 class TrainConfig(Frozen):

@@ -13,7 +13,8 @@ from evenload.errors import InvalidPlanError
 from evenload.runtime.channels import Channels
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore, Range, StoreKind
+from evenload.runtime.held_bytes import StoreKind
+from evenload.runtime.store import ActivationStore, Range
 from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
@@ -92,11 +93,12 @@ class Executor:
         loss = 0.0
         for action in actions:
             pack = (packs.forward if action.kind == "F" else packs.backward)[action.pack]
+            self._mesh.watch.note(action)
             batch = self._load(pack, tokens)
             if action.kind == "F":
                 hidden = channels.receive_hidden(action.pack)
                 start_s = self._clock()
-                channels.send_hidden(self._stage.forward(batch, hidden, store))
+                channels.send_hidden(action.pack, self._stage.forward(batch, hidden, store))
             else:
                 if action.kind != "B":
                     raise InvalidPlanError(
@@ -107,11 +109,11 @@ class Executor:
                 start_s = self._clock()
                 grad, share = self._stage.backward(batch, grad, store, plan.num_label_tokens)
                 loss += float(share)
-                channels.send_grad(grad)
-            rows.append((KINDS.index(action.kind), action.pack, start_s, self._clock(), store.held_bytes))
+                channels.send_grad(action.pack, grad)
+            rows.append((KINDS.index(action.kind), action.pack, start_s, self._clock(), store.held.held_bytes))
         channels.close()
         store.check_empty()
-        return RankRun(loss, _trace(rows), store.peak_bytes, store.peak_by_kind)
+        return RankRun(loss, _trace(rows), store.held.peak_bytes, store.held.peak_by_kind)
 
     def _open_channels(self, packs: PackPlan, actions) -> Channels:
         def rows(kind: str, of: tuple[MicroPack, ...]) -> list[tuple[int, int]]:
@@ -127,6 +129,7 @@ class Executor:
             hidden_size=self._stage.hidden_size,
             dtype=self._stage.dtype,
             device=self._stage.device,
+            watch=self._mesh.watch,
         )
 
     def _load(self, pack: MicroPack, tokens: dict[int, NDArray[np.int32]]) -> PackTokens:

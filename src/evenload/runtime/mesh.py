@@ -1,9 +1,13 @@
 """`Mesh`: this rank's place in the layout and the process groups it talks through.
 
-Groups are made once at start, in the same order on every rank. Forward and backward traffic of a
-pipeline have a group each: two directed channels that never wait for each other (DESIGN §7).
+Groups are made once at start, in the same order on every rank. Every directed channel between two virtual stages on
+different ranks has a group of its own, so no channel waits for another (DESIGN §7), also where NCCL would run all
+traffic of a pair of ranks in one order: with virtual stages the same two ranks are neighbours several times, in both
+directions.
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
+from evenload.runtime.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 
 
@@ -21,9 +26,12 @@ class Mesh:
     Args:
         control: all ranks, on the CPU (clocks, norms, metrics).
         planning: all ranks, on the CPU, used by the thread that prepares coming steps.
+        saving: all ranks, on the CPU, used by the thread that writes checkpoints.
         data: ranks that hold the same stage; gradients are summed here.
-        forward, backward: ranks of the same pipeline, one group per traffic direction.
-        tie: first and last stage of the pipeline (tied embeddings); None elsewhere or when pp = 1.
+        forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
+            the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
+        tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
+        watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
     """
 
     layout: ParallelLayout
@@ -33,46 +41,50 @@ class Mesh:
     device: torch.device
     control: dist.ProcessGroup
     planning: dist.ProcessGroup
+    saving: dist.ProcessGroup
     data: dist.ProcessGroup
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    forward: Mapping[int, dist.ProcessGroup]
+    backward: Mapping[int, dist.ProcessGroup]
     tie: dist.ProcessGroup | None
+    watch: RankWatch
 
     @property
-    def previous(self) -> int | None:
-        """Global rank of the stage before, None on the first."""
-        return self._neighbour(-1)
-
-    @property
-    def next(self) -> int | None:
-        """Global rank of the stage after, None on the last."""
-        return self._neighbour(1)
+    def stages(self) -> tuple[int, ...]:
+        """Virtual stages of this rank, ascending."""
+        return tuple(stage for stage, rank in enumerate(self.layout.stage_to_rank) if rank == self.pp_rank)
 
     @property
     def is_last_stage(self) -> bool:
         """This rank holds the head."""
-        return self.pp_rank == self.layout.pp - 1
+        return self.pp_rank == self.layout.stage_to_rank[-1]
 
-    def _neighbour(self, step: int) -> int | None:
-        pp_rank = self.pp_rank + step
-        if not 0 <= pp_rank < self.layout.pp:
-            return None
-        return self.layout.global_rank(pp_rank=pp_rank, dp_rank=self.dp_rank)
+    def rank_of_stage(self, stage: int) -> int:
+        """Global rank of a virtual stage of this rank's pipeline."""
+        return self.layout.global_rank(pp_rank=self.layout.stage_to_rank[stage], dp_rank=self.dp_rank)
 
 
-def create_mesh(layout: ParallelLayout, device: torch.device, timeout_s: float) -> Mesh:
+def create_mesh(
+    layout: ParallelLayout,
+    device: torch.device,
+    timeout_s: float,
+    saving_timeout_s: float | None = None,
+    signs: dist.Store | None = None,
+) -> Mesh:
     """Make the groups of a layout. Collective: every process of the default group calls it.
 
     Args:
         timeout_s: how long a rank waits for another before it gives up with an error.
+        saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
+            None = `timeout_s`.
+        signs: a store of all ranks in which they show that they live; used by nothing else.
 
     Raises:
         ConfigError: the number of processes does not fit, or a dimension is not available yet.
     """
     world_size = dist.get_world_size()
-    if layout.cp > 1 or layout.tp > 1 or layout.num_stages != layout.pp:
+    if layout.cp > 1 or layout.tp > 1:
         raise ConfigError(
-            f"layout {layout.describe()}: the runtime runs dp and pp in this version; cp, tp and virtual stages "
+            f"layout {layout.describe()}: the runtime runs dp, pp and virtual stages in this version; cp and tp "
             "can be planned and simulated, not trained"
         )
     if world_size != layout.world_size:
@@ -84,17 +96,27 @@ def create_mesh(layout: ParallelLayout, device: torch.device, timeout_s: float) 
     rank = dist.get_rank()
     pp_rank, dp_rank = divmod(rank, layout.dp)
 
-    def group(members: list[int], backend: str | None = None) -> dist.ProcessGroup:
+    def group(members: list[int], backend: str | None = None, timeout: timedelta = timeout) -> dist.ProcessGroup:
         return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
 
-    control, planning = (group(list(range(world_size)), backend="gloo") for _ in range(2))
+    everyone = list(range(world_size))
+    control, planning = (group(everyone, backend="gloo") for _ in range(2))
+    saving = group(everyone, backend="gloo", timeout=timedelta(seconds=saving_timeout_s or timeout_s))
     data = [group([layout.global_rank(pp_rank=p, dp_rank=d) for d in range(layout.dp)]) for p in range(layout.pp)]
-    pipelines = []
+    forward: dict[int, dist.ProcessGroup] = {}
+    backward: dict[int, dist.ProcessGroup] = {}
+    tie = None
     for d in range(layout.dp):
-        members = [layout.global_rank(pp_rank=p, dp_rank=d) for p in range(layout.pp)]
-        ends = group([members[0], members[-1]]) if layout.pp > 1 else None
-        pipelines.append((group(members), group(members), ends))
-    forward, backward, tie = pipelines[dp_rank]
+        holders = [layout.global_rank(pp_rank=p, dp_rank=d) for p in layout.stage_to_rank]
+        for stage, pair in enumerate(itertools.pairwise(holders)):
+            if pair[0] == pair[1]:
+                continue
+            groups = group(sorted(pair)), group(sorted(pair))
+            if rank in pair:
+                forward[stage + 1], backward[stage] = groups
+        if holders[0] != holders[-1]:
+            ends = group(sorted((holders[0], holders[-1])))
+            tie = ends if rank in (holders[0], holders[-1]) else tie
     return Mesh(
         layout=layout,
         rank=rank,
@@ -103,8 +125,10 @@ def create_mesh(layout: ParallelLayout, device: torch.device, timeout_s: float) 
         device=device,
         control=control,
         planning=planning,
+        saving=saving,
         data=data[pp_rank],
         forward=forward,
         backward=backward,
-        tie=tie if pp_rank in (0, layout.pp - 1) else None,
+        tie=tie,
+        watch=RankWatch(rank, f"rank {rank} (dp {dp_rank}, stage {pp_rank})", world_size, signs),
     )

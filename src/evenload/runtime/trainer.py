@@ -202,36 +202,40 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written, whatever `train.on_failed_checkpoint` says.
         """
+        self._end_save()
         if self._saved_steps != self.steps_done:
-            self._start_save()
-        self._writer.wait()
+            self._start_save(time.perf_counter())
+            self._writer.wait()
         return checkpoint_path(self._checkpoints, self.steps_done)
 
     def _save_on_the_way(self) -> tuple[SavedCheckpoint | None, str]:
-        """After a step: start a checkpoint where one is due; (what was completed, what failed) since the last step."""
-        saved, failed = None, ""
-        settings = self.config.train
-        is_due = settings.checkpoint_every_steps and self.steps_done % settings.checkpoint_every_steps == 0
-        try:
-            # The one under way has to end before the next, or right away if training is to wait for it.
-            saved = self._writer.wait() if is_due else self._writer.finished()
-            if is_due:
-                self._start_save()
-                if not settings.background_checkpoints:
-                    saved = self._writer.wait()
-        except CheckpointError as error:
-            if settings.on_failed_checkpoint == "stop":
-                raise
-            failed = str(error)
-            self._saved_steps = -1
-        return saved, failed
+        """After a step: start a checkpoint where one is due; (what was completed, what failed) since the last step.
 
-    def _start_save(self) -> None:
+        Ranks may learn at different steps that a save has ended, but start the next one at the same step.
+        """
+        settings, from_s = self.config.train, time.perf_counter()
+        every = settings.checkpoint_every_steps
+        if not (every and self.steps_done % every == 0):
+            return self._end_save(only_if_done=True)
+        outcome = self._end_save()
+        self._start_save(from_s)
+        return outcome if settings.background_checkpoints else self._end_save()
+
+    def _end_save(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
+        try:
+            return (self._writer.finished() if only_if_done else self._writer.wait()), ""
+        except CheckpointError as error:
+            self._saved_steps = -1
+            if self.config.train.on_failed_checkpoint == "stop":
+                raise
+            return None, str(error)
+
+    def _start_save(self, from_s: float) -> None:
         progress = Progress(
             steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state
         )
         position = RunPosition(progress=progress, loader=self._loader_state, coefficients=self.coefficients)
-        self._writer.start(position)
+        self._writer.start(position, from_s)
         self._saved_steps = self.steps_done
 
     def export(self) -> Path:

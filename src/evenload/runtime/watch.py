@@ -1,0 +1,158 @@
+"""`RankWatch`: an error that names who waited for what, and who gave no sign of life.
+
+Every wait for another rank runs inside `waiting`. When its transport breaks or its time is up, the error says which
+rank waited for what of which rank, and since when. Where ranks share a store, each also shows a *sign* in it every
+second (a count, and what it is doing); a rank that gives up reads the signs twice and adds whose count stood still
+(dead or stopped) and what the others were doing, so that the cause is named and not only the neighbour.
+
+Price: a microsecond a wait; one small write a rank and second to the store, less often in large worlds; three seconds
+after a failure.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch.distributed as dist
+
+from evenload.errors import RankLostError
+from evenload.types.schedule import Action
+
+_MAX_NAMED = 4
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
+
+
+class _Sign(msgspec.Struct, array_like=True):
+    """What a rank shows: grows while it lives; what it does and for how long; it has given up."""
+
+    count: int
+    doing: str
+    for_s: float
+    gave_up: bool
+
+
+class RankWatch:
+    """What this rank is doing, for itself and for the others.
+
+    Args:
+        rank: global.
+        name: how errors call it, such as "rank 3 (dp 1, stage 1)".
+        world_size: ranks whose signs are read.
+        store: shared by all ranks; used by this object alone. None = errors know this rank only.
+    """
+
+    def __init__(self, rank: int, name: str, world_size: int, store: dist.Store | None = None) -> None:
+        self.step = -1
+        self._rank, self._name, self._world_size = rank, name, world_size
+        self._store = store
+        self._interval_s = max(1.0, world_size / 100)
+        self._doing: tuple[str | Action, float] = ("the start", time.monotonic())
+        self._waiting: dict[int, tuple[str, float]] = {}
+        self._main = threading.get_ident()
+        self._count = 0
+        self._gave_up = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if store is not None:
+            self._thread = threading.Thread(target=self._show_signs, name="evenload-signs", daemon=True)
+            self._thread.start()
+
+    def note(self, what: str | Action) -> None:
+        """The main thread starts something; put into words only when it is shown."""
+        self._doing = (what, time.monotonic())
+
+    @contextmanager
+    def waiting(self, what: str, peers: str = "all ranks") -> Iterator[None]:
+        """Around a transfer or a collective.
+
+        Args:
+            what: such as "the hidden states of forward pack 7"; the step is added.
+            peers: who has to do their part, such as "rank 1".
+
+        Raises:
+            RankLostError: instead of the transport's error. Other errors pass.
+        """
+        thread, from_s = threading.get_ident(), time.monotonic()
+        step = f" of step {self.step}" if self.step >= 0 and thread == self._main else ""
+        text = f"{what}{step} from {peers}"
+        self._waiting[thread] = (text, from_s)
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_transport_error(error):
+                raise
+            waited_s = time.monotonic() - from_s
+            reason = " ".join(str(error).split())
+            how = f"nothing for {waited_s:.0f} s" if "imed out" in reason else "the connection broke"
+            raise RankLostError(f"{self._name} waited for {text}: {how}. {self._diagnosis(text)}({reason})") from error
+        finally:
+            del self._waiting[thread]
+
+    def close(self) -> None:
+        """The run ends well: no more signs."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _show_signs(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._show()
+            except RuntimeError:
+                return  # The store is gone: the launcher is, or this job ends.
+
+    def _show(self) -> None:
+        assert self._store is not None
+        with self._lock:
+            self._count += 1
+            what, from_s = self._doing
+            words = what if isinstance(what, str) else f"{_WORDS[what.kind]} pack {what.pack}"
+            doing = f"{words} of step {self.step}" if self.step >= 0 else words
+            if wait := self._waiting.get(self._main):
+                doing, from_s = f"waiting for {wait[0]}", wait[1]
+            sign = _Sign(self._count, doing, time.monotonic() - from_s, self._gave_up)
+            self._store.set(f"sign/{self._rank}", msgspec.json.encode(sign).decode())
+
+    def _read(self) -> dict[int, _Sign]:
+        assert self._store is not None
+        keys = {rank: f"sign/{rank}" for rank in range(self._world_size) if rank != self._rank}
+        with self._lock:
+            there = [rank for rank, key in keys.items() if self._store.check([key])]
+            return {rank: msgspec.json.decode(self._store.get(keys[rank]), type=_Sign) for rank in there}
+
+    def _diagnosis(self, text: str) -> str:
+        """A sentence about the other ranks, or nothing where they cannot be asked."""
+        if self._store is None:
+            return ""
+        try:
+            self._gave_up = True
+            self._show()
+            before = self._read()
+            time.sleep(2.5 * self._interval_s)
+            after = self._read()
+        except RuntimeError:
+            return ""
+        still = [r for r, sign in after.items() if not sign.gave_up and sign.count == before.get(r, sign).count]
+        if still:
+            return _sentence("no sign of life from", {rank: after[rank] for rank in still}, "last seen")
+        busy = {r: sign for r, sign in after.items() if not sign.gave_up and not sign.doing.startswith("waiting")}
+        if busy:
+            return _sentence("all ranks are alive, but not waiting is", busy, "now")
+        gone = {r: sign for r, sign in after.items() if sign.gave_up}
+        return _sentence("gave up before:", gone, "while") if gone else ""
+
+
+def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
+    named = [
+        f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)" for rank, sign in sorted(signs.items())[:_MAX_NAMED]
+    ]
+    more = f" and {len(signs) - _MAX_NAMED} more" if len(signs) > _MAX_NAMED else ""
+    return f"{start[0].upper()}{start[1:]} {', '.join(named)}{more} "
+
+
+def _is_transport_error(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors, which name its source files.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
