@@ -6,6 +6,10 @@
                dear part and repeat the cheap one)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
+Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they
+may differ in the last bit, and a token that was near a tie would go back through other experts than it came. With
+norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too.
+
 K and V stay on the device under every policy: later slices of the document read them. Under tensor parallelism
 a device holds its heads and its columns of the feed-forward block; hidden states between blocks are split over
 tokens (sequence parallelism). Key/value heads fewer than devices are copied.
@@ -24,7 +28,7 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
     if policy == "offload":
         return 0
     query = model.num_heads // tp * model.head_dim
-    kept = -(-model.hidden_size // tp) + query
+    kept = -(-model.hidden_size // tp) + query + model.num_experts
     log_sum_exp = model.num_heads // tp * accumulator_bytes(model)
     if policy == "replay":
         kept += recomputed_width(model, tp)
@@ -32,10 +36,11 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
-    """Elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up."""
+    """Elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up, down where it is kept."""
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
     ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
-    return query + 2 * key_value - (-model.hidden_size // tp) - (-ffn // tp)
+    down = -(-model.hidden_size // tp) if model.post_norm else 0
+    return query + 2 * key_value - (-model.hidden_size // tp) - (-ffn // tp) + down
 
 
 def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:

@@ -15,7 +15,7 @@ trustworthy, absolute seconds need calibration.
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, BACKWARD_LINEAR_RATIO
+from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
@@ -49,7 +49,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
 
     linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
     pair_s = 4.0 * model.num_heads * model.head_dim / attention_flops_per_s
-    head_s = 3.0 * 2.0 * model.embedding_parameters / matmul_flops_per_s
+    head_s = (1.0 + backward_linear_ratio(model)) * 2.0 * model.embedding_parameters / matmul_flops_per_s
     passes = [
         PassCoefficients(
             linear_s_per_token=linear_s * linear_ratio,
@@ -61,7 +61,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         for linear_ratio, attention_ratio, prefix_s in (
             (1.0, 1.0, 0.0),
             (
-                BACKWARD_LINEAR_RATIO,
+                backward_linear_ratio(model),
                 BACKWARD_ATTENTION_RATIO,
                 2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s,
             ),

@@ -6,6 +6,7 @@ Conventions, used for MFU and nothing else:
 - backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
   backward 2.5x by default because flash kernels recompute scores (SlimPack §2.2.2); that recomputation is not
   useful work, so MFU does not count it (the usual "model FLOPs", no recompute);
+- a frozen matrix (LoRA) has no dW, so its backward is 1x forward; adapters themselves count as any matrix;
 - the embedding look-up is 0, norms and activations are not counted.
 """
 
@@ -47,10 +48,16 @@ def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool 
     return tokens * np.minimum(tokens, 2.0 * window + 1) if window else tokens * tokens
 
 
+def backward_linear_ratio(model: ModelSpec) -> float:
+    """Backward / forward of the model's own matrix products: frozen ones (LoRA) have no dW."""
+    return 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO
+
+
 def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
     """FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
-    linear = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
+    layer = model.linear_parameters_per_layer + model.adapter_parameters_per_layer
+    linear = 2.0 * layer * model.num_layers + 2.0 * model.embedding_parameters
     flops = linear * tokens
     zero = np.zeros_like(tokens)
     for window in sorted(set(model.windows)):
@@ -60,5 +67,12 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
 
 
 def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Model FLOPs of forward and backward of whole documents (3x forward); the numerator of MFU."""
-    return 3.0 * forward_flops(model, num_tokens)
+    """Model FLOPs of forward and backward of whole documents; the numerator of MFU.
+
+    3x forward; with LoRA adapters 3x forward less dW of the frozen matrices.
+    """
+    flops = 3.0 * forward_flops(model, num_tokens)
+    if model.adapter_parameters_per_layer:
+        frozen = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
+        flops = flops - frozen * np.asarray(num_tokens, np.float64)
+    return flops

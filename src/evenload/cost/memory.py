@@ -25,7 +25,7 @@ Temporaries are ESTIMATES (the allocator and fused kernels decide):
               and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8)
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
-(only where e < 4) and two moments, max(e,4) bytes each.
+(only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
 
 Policies (`cost.activation`): a recomputed document keeps a smaller chunk and its backward holds one layer's remade
 tensors; an offloaded one keeps no chunk but two layers' buffers while a pack runs. Host memory is not limited here.
@@ -89,6 +89,16 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
     return parameters
 
 
+def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
+    """Of those the ones that have gradients and optimizer state; int64[R]."""
+    if not model.adapter_parameters_per_layer:
+        return parameters_per_rank(model, layout)
+    trained = np.zeros(layout.pp, np.int64)
+    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
+        trained[rank] += (last - first) * model.adapter_parameters_per_layer
+    return trained
+
+
 def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
     """Of the embedding, or of the head, on one tensor-parallel rank: rows are split."""
     return -(-model.vocab_size // tp) * model.hidden_size
@@ -99,15 +109,18 @@ def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
     copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
     key_value = 2 * model.hidden_size * model.head_dim
     split = model.stored_parameters_per_layer - copied - key_value * model.num_kv_heads
-    return -(-split // tp) + key_value * local_kv_heads(model, tp) + copied
+    # Adapters are counted whole on every tensor-parallel rank: they are thin.
+    return -(-split // tp) + key_value * local_kv_heads(model, tp) + copied + model.adapter_parameters_per_layer
 
 
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     element = model.bytes_per_element
-    parameters = parameters_per_rank(model, layout)
+    parameters, trained = parameters_per_rank(model, layout), trained_parameters_per_rank(model, layout)
     shards = layout.dp * layout.cp
-    return parameters * (element + max(element, 4)) + optimizer_bytes_per_parameter(model) * -(-parameters // shards)
+    return (
+        parameters * element + trained * max(element, 4) + optimizer_bytes_per_parameter(model) * -(-trained // shards)
+    )
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:

@@ -26,6 +26,7 @@ from evenload.cost.memory import (
     count_tokens,
     optimizer_bytes_per_parameter,
     parameters_per_rank,
+    trained_parameters_per_rank,
 )
 from evenload.cost.owned_bytes import rank_view
 from evenload.types.columns import SliceColumns
@@ -128,10 +129,11 @@ def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
 def _static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """What a rank holds all the time; int64[R, K]."""
     element, parameters = model.bytes_per_element, parameters_per_rank(model, layout)
+    trained = trained_parameters_per_rank(model, layout)
     static = np.zeros((layout.pp, len(MEMORY_KINDS)), np.int64)
     static[:, MEMORY_KINDS.index("weights")] = element * parameters
-    static[:, MEMORY_KINDS.index("gradients")] = max(element, 4) * parameters
-    shards = -(-parameters // (layout.dp * layout.cp))
+    static[:, MEMORY_KINDS.index("gradients")] = max(element, 4) * trained
+    shards = -(-trained // (layout.dp * layout.cp))
     static[:, MEMORY_KINDS.index("optimizer_state")] = optimizer_bytes_per_parameter(model) * shards
     return static
 

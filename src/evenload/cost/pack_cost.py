@@ -28,7 +28,7 @@ from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.comm import ring_seconds, transfer_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
-from evenload.cost.memory import parameters_per_rank, sharing_ranks
+from evenload.cost.memory import sharing_ranks, trained_parameters_per_rank
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -161,7 +161,7 @@ class PackCosts:
 
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank."""
-        parameters = float(parameters_per_rank(self.model, self.layout).max())
+        parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
         element = self.model.bytes_per_element
         link = (self.coefficients.reduce_bandwidth_bytes_per_s, self.coefficients.reduce_latency_s)
         copies = self.layout.dp * self.layout.cp
@@ -171,7 +171,7 @@ class PackCosts:
 
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""
-        parameters = float(parameters_per_rank(self.model, self.layout).max())
+        parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
         return self.coefficients.optimizer_s_per_parameter * parameters / (self.layout.dp * self.layout.cp)
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:

@@ -24,6 +24,10 @@ class ModelSpec(Frozen):
         num_experts: 0 for dense.
         experts_per_token: experts that process one token (MoE).
         sliding_windows: per layer the attention window in tokens, 0 = full; empty = all full.
+        post_norm: norms stand behind attention and feed-forward block too (or instead), so backward reads the output
+            of the block's last matrix product, which otherwise nobody needs.
+        adapter_parameters_per_layer: 0 = all weights are trained; else only so many a layer (LoRA), and all others
+            have no gradient and no optimizer state.
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
     """
@@ -41,6 +45,8 @@ class ModelSpec(Frozen):
     num_experts: int = 0
     experts_per_token: int = 0
     sliding_windows: tuple[int, ...] = ()
+    post_norm: bool = False
+    adapter_parameters_per_layer: int = 0
     causal: bool = True
     bytes_per_element: int = 2
 
@@ -65,6 +71,11 @@ class ModelSpec(Frozen):
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ConfigError(
                 f"model {self.name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
+            )
+        if self.adapter_parameters_per_layer < 0:
+            raise ConfigError(
+                f"model {self.name}: adapter_parameters_per_layer is {self.adapter_parameters_per_layer}, must be 0 or "
+                "more"
             )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
@@ -97,6 +108,9 @@ class ModelSpec(Frozen):
         return self.vocab_size * self.hidden_size
 
 
+_GEMMA = ("gemma", "gemma2", "gemma3_text")
+
+
 def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
     """Read a Hugging Face `config.json`.
 
@@ -108,6 +122,7 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
     Raises:
         ConfigError: a needed key is missing.
     """
+    kind = config.get("model_type")
     hidden = _needed(config, "hidden_size", name)
     heads = _needed(config, "num_attention_heads", name)
     layers = _needed(config, "num_hidden_layers", name)
@@ -120,12 +135,14 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
         head_dim=config.get("head_dim") or hidden // heads,
         ffn_hidden_size=config.get("moe_intermediate_size") or _needed(config, "intermediate_size", name),
         vocab_size=_needed(config, "vocab_size", name),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        gated_ffn=config.get("model_type") not in ("gpt2", "bert", "gpt_neox", "opt"),
+        # A key that has its default value is often missing in a config.json.
+        tied_embeddings=bool(config.get("tie_word_embeddings", kind in _GEMMA)),
+        gated_ffn=kind not in ("gpt2", "bert", "gpt_neox", "opt"),
         num_experts=config.get("num_experts") or config.get("num_local_experts") or 0,
         experts_per_token=config.get("num_experts_per_tok") or 0,
         sliding_windows=_sliding_windows(config, layers),
-        causal=config.get("model_type") not in ("bert", "roberta", "modernbert"),
+        post_norm=kind in ("gemma2", "gemma3_text", "olmo2"),
+        causal=kind not in ("bert", "roberta", "modernbert"),
         bytes_per_element=bytes_per_element,
     )
 
@@ -143,5 +160,9 @@ def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         return ()
     kinds = config.get("layer_types")
     if kinds is None:
-        return (window,) * layers
+        # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
+        period = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern") or 6}.get(config.get("model_type"))
+        if period is None:
+            return (window,) * layers
+        return tuple(0 if (index + 1) % period == 0 else window for index in range(layers))
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
