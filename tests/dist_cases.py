@@ -36,7 +36,7 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
     model = build_stage_model(
         config, layers=layout.stage_layers[mesh.pp_rank], dtype=dtype, device=mesh.device, weights=None, seed=3
     )
-    buffers = flatten_units(model, dp=layout.dp)
+    buffers = flatten_units(model, dp=mesh.data_size)
     executor = Executor(PipelineStage(model, CpuFlashAttention()), mesh)
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -48,7 +48,7 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
         gradients, weights = {}, {}
         for buffer, shard in zip(buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
-            if layout.dp > 1:
+            if mesh.data_size > 1:
                 dist.all_gather_single(flat, shard, group=mesh.data)
             else:
                 flat.copy_(shard)

@@ -25,6 +25,13 @@ class ReferenceAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
         """See `RangeAttention.forward`."""
+        return self._forward(q, k, v, scale, window)
+
+    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """See `FullAttention.forward_full`."""
+        return self._forward(q, k, v, scale, None)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         outs, lses = [], []
         for rows in _blocks(q.shape[0]):
@@ -38,6 +45,17 @@ class ReferenceAttention:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `RangeAttention.backward`."""
+        return self._backward(grad, q, k, v, out, lse, scale, window)
+
+    def backward_full(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `FullAttention.backward_full`."""
+        return self._backward(grad, q, k, v, out, lse, scale, None)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
@@ -62,11 +80,13 @@ class ReferenceAttention:
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         return k.to(work).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _scores(self, q: Tensor, keys: Tensor, rows: slice, scale: float, window: int) -> Tensor:
-        """[H, rows, s], -inf where a row does not see a key."""
+    def _scores(self, q: Tensor, keys: Tensor, rows: slice, scale: float, window: int | None) -> Tensor:
+        """[H, rows, s], -inf where a row does not see a key; window None = every row sees every key."""
         scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys) * scale
         if self.soft_cap:
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+        if window is None:
+            return scores
         row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
         column = torch.arange(keys.shape[0], device=q.device)[None]
         visible = column <= row

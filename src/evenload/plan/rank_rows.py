@@ -106,7 +106,7 @@ class PackRows:
 
     Args:
         block: the replicas that run it, (first, number).
-        shared: slices whose keys and values travel.
+        shared: slices whose keys and values travel; those of documents that are never cut first.
         local: per rank the slices of documents that lie whole on it, as (doc_id, start, stop).
     """
 
@@ -217,6 +217,7 @@ def _pack_rows(
             shared.append(SharedSlice(document, start, stop, document.within(start, stop)))
         else:
             local[home].append((doc_id, start, stop))
+    shared.sort(key=lambda piece: piece.document.is_cut)
     return PackRows(block, tuple(shared), tuple(map(tuple, local)))
 
 

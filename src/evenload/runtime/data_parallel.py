@@ -16,12 +16,12 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
     """Sum `grads` of every buffer over the replicas and, for tied weights, over both stages that hold them.
 
     Returns:
-        This rank's shard of every buffer's gradient, [padded / dp] each.
+        This rank's shard of every buffer's gradient, [padded / (dp·cp)] each.
     """
     shards = []
     for buffer in buffers:
-        shard = buffer.shard(buffer.grads, mesh.dp_rank, mesh.layout.dp)
-        if mesh.layout.dp > 1:
+        shard = buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size)
+        if mesh.data_size > 1:
             shard = torch.empty_like(shard)
             dist.reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
         shards.append(shard)

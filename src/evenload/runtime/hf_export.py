@@ -24,7 +24,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
     files = mesh.layout.pp
     name = f"model-{mesh.pp_rank + 1:05d}-of-{files:05d}.safetensors"
     tensors = {}
-    if mesh.dp_rank == 0:
+    if mesh.data_rank == 0:
         for buffer in buffers:
             # transformers stores a tied weight once, under the embedding's name.
             if not (buffer.tied and mesh.is_last_stage):

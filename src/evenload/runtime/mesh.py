@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
+from evenload.plan.validate_groups import Block
+from evenload.runtime.cp_groups import create_context_groups
 from evenload.runtime.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 
@@ -27,9 +29,10 @@ class Mesh:
         control: all ranks, on the CPU (clocks, norms, metrics).
         planning: all ranks, on the CPU, used by the thread that prepares coming steps.
         saving: all ranks, on the CPU, used by the thread that writes checkpoints.
-        data: ranks that hold the same stage; gradients are summed here.
+        data: ranks that hold the same stage, all context ranks of all replicas; gradients are summed here.
         forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
             the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
+        context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
     """
@@ -38,6 +41,7 @@ class Mesh:
     rank: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int
     device: torch.device
     control: dist.ProcessGroup
     planning: dist.ProcessGroup
@@ -45,6 +49,7 @@ class Mesh:
     data: dist.ProcessGroup
     forward: Mapping[int, dist.ProcessGroup]
     backward: Mapping[int, dist.ProcessGroup]
+    context: Mapping[Block, dist.ProcessGroup]
     tie: dist.ProcessGroup | None
     watch: RankWatch
 
@@ -58,9 +63,20 @@ class Mesh:
         """This rank holds the head."""
         return self.pp_rank == self.layout.stage_to_rank[-1]
 
+    @property
+    def data_size(self) -> int:
+        """Ranks of `data`: each owns a shard of gradients and optimizer state."""
+        return self.layout.dp * self.layout.cp
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place in `data`."""
+        return self.dp_rank * self.layout.cp + self.cp_rank
+
     def rank_of_stage(self, stage: int) -> int:
         """Global rank of a virtual stage of this rank's pipeline."""
-        return self.layout.global_rank(pp_rank=self.layout.stage_to_rank[stage], dp_rank=self.dp_rank)
+        pp_rank = self.layout.stage_to_rank[stage]
+        return self.layout.global_rank(pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank)
 
 
 def create_mesh(
@@ -82,9 +98,9 @@ def create_mesh(
         ConfigError: the number of processes does not fit, or a dimension is not available yet.
     """
     world_size = dist.get_world_size()
-    if layout.cp > 1 or layout.tp > 1:
+    if layout.tp > 1:
         raise ConfigError(
-            f"layout {layout.describe()}: the runtime runs dp, pp and virtual stages in this version; cp and tp "
+            f"layout {layout.describe()}: the runtime runs dp, cp, pp and virtual stages in this version; tp "
             "can be planned and simulated, not trained"
         )
     if world_size != layout.world_size:
@@ -94,7 +110,8 @@ def create_mesh(
         )
     timeout = timedelta(seconds=timeout_s)
     rank = dist.get_rank()
-    pp_rank, dp_rank = divmod(rank, layout.dp)
+    pp_rank, data_rank = divmod(rank, layout.dp * layout.cp)
+    dp_rank, cp_rank = divmod(data_rank, layout.cp)
 
     def group(members: list[int], backend: str | None = None, timeout: timedelta = timeout) -> dist.ProcessGroup:
         return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
@@ -102,12 +119,13 @@ def create_mesh(
     everyone = list(range(world_size))
     control, planning = (group(everyone, backend="gloo") for _ in range(2))
     saving = group(everyone, backend="gloo", timeout=timedelta(seconds=saving_timeout_s or timeout_s))
-    data = [group([layout.global_rank(pp_rank=p, dp_rank=d) for d in range(layout.dp)]) for p in range(layout.pp)]
+    columns = list(itertools.product(range(layout.dp), range(layout.cp)))
+    data = [group([layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c) for d, c in columns]) for p in range(layout.pp)]
     forward: dict[int, dist.ProcessGroup] = {}
     backward: dict[int, dist.ProcessGroup] = {}
     tie = None
-    for d in range(layout.dp):
-        holders = [layout.global_rank(pp_rank=p, dp_rank=d) for p in layout.stage_to_rank]
+    for d, c in columns:
+        holders = [layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c) for p in layout.stage_to_rank]
         for stage, pair in enumerate(itertools.pairwise(holders)):
             if pair[0] == pair[1]:
                 continue
@@ -117,11 +135,13 @@ def create_mesh(
         if holders[0] != holders[-1]:
             ends = group(sorted((holders[0], holders[-1])))
             tie = ends if rank in (holders[0], holders[-1]) else tie
+    place = f"dp {dp_rank}, cp {cp_rank}" if layout.cp > 1 else f"dp {dp_rank}"
     return Mesh(
         layout=layout,
         rank=rank,
         pp_rank=pp_rank,
         dp_rank=dp_rank,
+        cp_rank=cp_rank,
         device=device,
         control=control,
         planning=planning,
@@ -129,6 +149,7 @@ def create_mesh(
         data=data[pp_rank],
         forward=forward,
         backward=backward,
+        context=create_context_groups(layout, rank, group),
         tie=tie,
-        watch=RankWatch(rank, f"rank {rank} (dp {dp_rank}, stage {pp_rank})", world_size, signs),
+        watch=RankWatch(rank, f"rank {rank} ({place}, stage {pp_rank})", world_size, signs),
     )

@@ -72,7 +72,7 @@ class ShardedAdamW:
         self._masters = []
         groups = []
         for buffer in buffers:
-            shard = buffer.shard(buffer.values, mesh.dp_rank, mesh.layout.dp)
+            shard = buffer.shard(buffer.values, mesh.data_rank, mesh.data_size)
             master = shard if shard.dtype == buffer.grads.dtype else shard.to(buffer.grads.dtype)
             self._masters.append(master)
             groups.append({"params": [master], "weight_decay": config.weight_decay if buffer.decays else 0.0})
@@ -103,10 +103,10 @@ class ShardedAdamW:
         self._adamw.step()
         for buffer, master in zip(self._buffers, self._masters, strict=True):
             master.grad = None
-            shard = buffer.shard(buffer.values, self._mesh.dp_rank, self._mesh.layout.dp)
+            shard = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
             if shard.dtype != master.dtype:
                 shard.copy_(master)
-            if self._mesh.layout.dp > 1:
+            if self._mesh.data_size > 1:
                 dist.all_gather_single(buffer.values, shard.clone(), group=self._mesh.data)
 
     def zero_gradients(self) -> None:

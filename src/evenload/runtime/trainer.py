@@ -110,7 +110,7 @@ class Trainer:
             weights=weights,
             seed=config.train.seed,
         )
-        self._buffers = flatten_units(self._stage_model, mesh.layout.dp)
+        self._buffers = flatten_units(self._stage_model, mesh.data_size)
         backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
         self.stage = PipelineStage(self._stage_model, backend)
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
@@ -231,9 +231,7 @@ class Trainer:
             return None, str(error)
 
     def _start_save(self, from_s: float) -> None:
-        progress = Progress(
-            steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state
-        )
+        progress = Progress(steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state)
         position = RunPosition(progress=progress, loader=self._loader_state, coefficients=self.coefficients)
         self._writer.start(position, from_s)
         self._saved_steps = self.steps_done

@@ -1,0 +1,294 @@
+"""Attention of one rank's rows of a pack that a context-parallel group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
+
+    forward    start the gather ─► local documents ─► wait ─► shared documents, range by range
+    backward   start the gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
+               and dV (fp32) ─► local ─► wait
+
+Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
+K and V of all ranks' rows of shared slices travel in one all-gather a layer, and go to the positions that the plan
+gives them; one reduce-scatter a layer sums dK and dV of the slices for the ranks that own the rows.
+
+What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
+and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
+cut a rank keeps its own rows and gathers the others again in backward. `cost.memory` charges exactly this.
+
+Documents that lie whole on one rank are computed while transfers of the others run, part of them under each transfer
+in backward; rows come from `plan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a
+layer and transfer, and a copy of the gathered rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.plan.rank_rows import PackRows, SharedSlice, Span
+from evenload.runtime.cp_groups import ContextGroup, Transfer
+from evenload.runtime.store import ActivationStore, Range
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One layer's attention in one pass.
+
+    Args:
+        window: of the layer in tokens, 0 = full.
+    """
+
+    backend: RangeAttention
+    store: ActivationStore
+    layer: int
+    scale: float
+    window: int
+
+
+class PackAttention(Protocol):
+    """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
+        ...
+
+    def backward(
+        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v of own rows; those of k and v summed over all rows that see them. Collective."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LocalAttention:
+    """The local part of a pack: slices of documents that lie whole on this rank.
+
+    Args:
+        ranges: with their rows of the pack.
+    """
+
+    ranges: tuple[tuple[slice, Range], ...]
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fill the rows of `out` and `lse`."""
+        for rows, (doc_id, start, stop) in self.ranges:
+            call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
+            keys, values = call.store.keys_and_values(doc_id, call.layer, first_visible_key(start, call.window), stop)
+            out[rows], lse[rows] = call.backend.forward(q[rows], keys, values, scale=call.scale, window=call.window)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Fill the rows of the gradients of q, k and v."""
+        dq, dk, dv = gradients
+        for rows, (doc_id, start, stop) in self.ranges:
+            first = first_visible_key(start, call.window)
+            keys, values = call.store.keys_and_values(doc_id, call.layer, first, stop)
+            dq[rows], part_k, part_v = call.backend.backward(
+                grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=call.scale, window=call.window
+            )
+            dk[rows], dv[rows] = call.store.add_key_grads(doc_id, call.layer, first, part_k, part_v, start, stop)
+
+    def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
+        """The first ranges, with about this share of the rows, and the others."""
+        total = sum(rows.stop - rows.start for rows, _ in self.ranges)
+        row, count = 0, 0
+        for rows, _ in self.ranges:
+            row += rows.stop - rows.start
+            if row > share * total:
+                break
+            count += 1
+        return LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Where rows of some shared slices stand in a gathered buffer.
+
+    Args:
+        slices: indices into the pack's shared slices.
+        rows: of the pack, this rank's rows of these slices.
+        padded: rows that every rank sends, as many as the fullest has.
+        places: per slice int64[stop - start], the gathered row of every token.
+    """
+
+    slices: tuple[int, ...]
+    rows: slice
+    padded: int
+    places: tuple[Tensor, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Of this rank."""
+        return self.rows.stop - self.rows.start
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Rows as they are sent: [num_rows, ...] -> [padded, ...]."""
+        if rows.shape[0] == self.padded:
+            return rows
+        return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
+
+
+class GatherAttention:
+    """All-gather of keys and values (see the module).
+
+    Args:
+        label: of the pack, for messages.
+    """
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
+        self._group = group
+        self._label = label
+        self._slices = rows.shared
+        self._spans: list[list[tuple[slice, Span]]] = []
+        row = 0
+        for piece in self._slices:
+            mine = [(r, (start, stop)) for r, (_, start, stop) in rows_of(slice_ranges(piece, group.rank), row)]
+            self._spans.append(mine)
+            row += sum(stop - start for start, stop in piece.spans[group.rank])
+        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
+        # Their rows travel again in backward; they are the first of the pack's.
+        again = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
+        self._all = self._exchange(range(len(self._slices)), device)
+        self._again = self._exchange(again, device)
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PackAttention.forward`."""
+        mine = self._all.rows
+        under_way = self._gather(self._all, k[mine], v[mine], call)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        self._local.forward(call, q, k, v, out, lse)
+        gathered = under_way.wait()
+        for index, places in zip(self._all.slices, self._all.places, strict=True):
+            keys, values = (gathered[:, side][places] for side in (0, 1))
+            self._keep(call, index, keys, values, k, v)
+            piece = self._slices[index]
+            if piece.document.is_cut:
+                keys, values = call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
+            for rows, (start, stop) in self._spans[index]:
+                first = first_visible_key(start, call.window)
+                out[rows], lse[rows] = call.backend.forward(
+                    q[rows], keys[first:stop], values[first:stop], scale=call.scale, window=call.window
+                )
+        return out, lse
+
+    def backward(
+        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PackAttention.backward`."""
+        store, layer = call.store, call.layer
+        under_way = self._gather_again(call)
+        like = lse.new_empty((0, *self._key_shape(call)))
+        dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
+        # Local work goes under both transfers, by what they move.
+        gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
+        scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
+        first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
+        first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        gathered = under_way.wait() if under_way is not None else None
+        places = dict(zip(self._again.slices, self._again.places, strict=True))
+        sums = like.new_zeros((self._group.size * self._all.padded, 2, *like.shape[1:]))
+        for index, place in zip(self._all.slices, self._all.places, strict=True):
+            piece = self._slices[index]
+            if index in places:
+                assert gathered is not None
+                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
+            else:
+                keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+            first = first_visible_key(piece.start, call.window)
+            total_k, total_v = (like.new_zeros((piece.stop - first, *like.shape[1:])) for _ in range(2))
+            for rows, (start, stop) in self._spans[index]:
+                low = first_visible_key(start, call.window)
+                dq[rows], part_k, part_v = call.backend.backward(
+                    grad[rows], q[rows], keys[low:stop], values[low:stop], out[rows], lse[rows],
+                    scale=call.scale, window=call.window,
+                )  # fmt: skip
+                total_k[low - first : stop - first] += part_k
+                total_v[low - first : stop - first] += part_v
+            if index in places:
+                sums[place[first:], 0], sums[place[first:], 1] = total_k, total_v
+            else:
+                sums[place, 0], sums[place, 1] = store.add_key_grads(
+                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
+                )
+        scattered = self._group.reduce_scatter(sums, f"gradients of keys and values of {self._label} (layer {layer})")
+        then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        own = scattered.wait()[: self._all.num_rows]
+        dk[self._all.rows], dv[self._all.rows] = own[:, 0], own[:, 1]
+        return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+    def _exchange(self, slices: Sequence[int], device: torch.device) -> _Exchange:
+        size = self._group.size
+        counts = [
+            [sum(stop - start for start, stop in self._slices[index].spans[rank]) for index in slices]
+            for rank in range(size)
+        ]
+        padded = max(map(sum, counts))
+        places = []
+        at = [rank * padded for rank in range(size)]
+        for index in slices:
+            piece = self._slices[index]
+            place = torch.empty(piece.stop - piece.start, dtype=torch.int64)
+            for rank in range(size):
+                for start, stop in piece.spans[rank]:
+                    place[start - piece.start : stop - piece.start] = torch.arange(at[rank], at[rank] + stop - start)
+                    at[rank] += stop - start
+            places.append(place.to(device))
+        return _Exchange(tuple(slices), slice(0, sum(counts[self._group.rank])), padded, tuple(places))
+
+    def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
+        rows = exchange.pad(torch.stack([k, v], dim=1))
+        return self._group.all_gather(rows, f"keys and values of {self._label} (layer {call.layer})")
+
+    def _gather_again(self, call: AttentionCall) -> Transfer | None:
+        if not self._again.slices:
+            return None
+        own = [
+            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self._group.rank))
+            for piece in (self._slices[index] for index in self._again.slices)
+        ]
+        return self._gather(self._again, *(torch.cat(parts) for parts in zip(*own, strict=True)), call)
+
+    def _keep(self, call: AttentionCall, index: int, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
+        """Of a cut document the gathered slice, of others this rank's rows."""
+        piece = self._slices[index]
+        if piece.document.is_cut:
+            call.store.record_keys(piece.document.doc_id, call.layer, piece.start, keys, values)
+            return
+        spans = self._spans[index]
+        mine = slice(spans[0][0].start, spans[-1][0].stop) if spans else slice(0, 0)
+        call.store.record_keys(piece.document.doc_id, call.layer, 0, k[mine], v[mine])
+
+    def _key_shape(self, call: AttentionCall) -> torch.Size:
+        """(G, D)."""
+        keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
+        return keys.shape[1:]
+
+
+def slice_ranges(piece: SharedSlice, rank: int) -> list[Range]:
+    """A rank's rows of a shared slice."""
+    return [(piece.document.doc_id, *span) for span in piece.spans[rank]]
+
+
+def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
+    """Each range with its rows."""
+    row = first_row
+    for r in ranges:
+        stop = row + r[2] - r[1]
+        yield slice(row, stop), r
+        row = stop
+
+
+def work_dtype(like: Tensor) -> torch.dtype:
+    """Of log-sum-exps and sums of gradients."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def _own_rows(piece: SharedSlice, rank: int) -> int:
+    return sum(stop - start for start, stop in piece.spans[rank])
