@@ -30,7 +30,11 @@ def write_corpus(root: Path, format: str, texts: list[str], num_files: int = 2) 
             table = pa.table({"id": list(range(len(part))), "text": pa.array(part, pa.string())})
             pq.write_table(table, root / f"{index}.parquet", row_group_size=3)
             continue
-        lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(part)).encode()
+        rows = [{"id": number, "text": text} for number, text in enumerate(part)]
+        if format == "prompts":
+            rows = [{"prompt": text, "completion": f"-{text}!"} for text in part]
+            format = "jsonl"
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         (root / f"{index}.{format}").write_bytes(gzip.compress(lines) if format.endswith("gz") else lines)
     return str(root)
 
@@ -49,7 +53,7 @@ def naive_documents(texts: list[str], limit: int, overlong: str) -> list[tuple[i
 
 def data_config(source: str, **changes: object) -> DataConfig:
     """Settings with small defaults: one epoch, three documents a batch."""
-    settings: dict = {"sources": (source,), "max_document_tokens": 64, "epochs": 1, "shuffle_window": 4}
+    settings: dict = {"sources": (source,), "max_document_tokens": 64, "epochs": 1, "shuffle_window": 4, "workers": 0}
     if "batch_tokens" not in changes:
         settings["batch_documents"] = 3
     return DataConfig(**(settings | changes))
@@ -71,7 +75,7 @@ def documents_of(batch: GlobalBatch) -> list[tuple[int, ...]]:
 def fingerprint_of(batch: GlobalBatch) -> tuple:
     """Everything about a batch that has to be equal after a resume."""
     tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
-    return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, batch.positions, tokens)
+    return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, batch.places, tokens)
 
 
 def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[int] = frozenset()) -> StepPlan:

@@ -1,8 +1,14 @@
 import msgspec
 import numpy as np
 import pytest
+from corpus_files import all_batches, data_config, write_corpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_threads import run_ranks
 
-from evenload.data.exchange import documents_for_replica
+from evenload.data.exchange import documents_by_replica, exchange_tokens
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.peers import Alone
 from evenload.errors import InvalidPlanError
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
@@ -45,23 +51,59 @@ def plan():
     )
 
 
-TOKENS = {doc: np.arange(doc, dtype=np.int32) + 10 * doc for doc in (3, 4, 5)}
+LENGTHS = {3: 3, 4: 4, 5: 5}
 
 
-def test_each_replica_gets_its_documents_whole_in_order_of_use(plan):
-    for rank, expected in ((0, [5, 3]), (1, [5, 4])):
-        chosen = documents_for_replica(plan, rank, TOKENS)
-        assert list(chosen) == expected
-        for doc, tokens in chosen.items():
-            assert tokens.tolist() == TOKENS[doc].tolist()
+def test_each_replica_wants_the_documents_of_its_packs(plan):
+    assert documents_by_replica(plan, LENGTHS) == ((3, 5), (4, 5))
 
 
 def test_a_plan_of_another_batch_is_refused(plan):
     with pytest.raises(InvalidPlanError, match="document 5 of 5 tokens, which is not there"):
-        documents_for_replica(plan, 0, {3: TOKENS[3]})
+        documents_by_replica(plan, {3: 3, 4: 4})
     with pytest.raises(InvalidPlanError, match="has 6 tokens"):
-        documents_for_replica(plan, 0, TOKENS | {5: np.zeros(6, np.int32)})
-    with pytest.raises(InvalidPlanError, match="dp rank 2"):
-        documents_for_replica(plan, 2, TOKENS)
+        documents_by_replica(plan, LENGTHS | {5: 6})
+    with pytest.raises(InvalidPlanError, match=r"dp ranks \[0\], expected each of 0\.\.1"):
+        documents_by_replica(msgspec.structs.replace(plan, pack_plans=plan.pack_plans[:1]), LENGTHS)
     with pytest.raises(InvalidPlanError, match="document 5"):
-        documents_for_replica(msgspec.structs.replace(plan, documents=plan.documents[:2]), 0, TOKENS)
+        documents_by_replica(msgspec.structs.replace(plan, documents=plan.documents[:2]), LENGTHS)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_rank_gets_exactly_the_documents_it_wants(tmp_path_factory, data):
+    """Whoever read them, however many want them; with labels that differ from tokens, too."""
+    with_labels = data.draw(st.booleans())
+    size = data.draw(st.sampled_from([1, 2, 3, 4]))
+    texts = [f"{number}" * (1 + number % 7) for number in range(data.draw(st.integers(1, 20)))]
+    root = write_corpus(tmp_path_factory.mktemp("corpus"), "prompts" if with_labels else "jsonl", texts)
+    config = data_config(
+        root, record="prompt_completion" if with_labels else "text", batch_documents=7, shuffle_window=12, lanes=3
+    )
+    alone = all_batches(GlobalBatchLoader(config))
+    assert any(batch.tokens.labels is not None for batch in alone) == with_labels
+    wishes = data.draw(st.lists(st.lists(st.integers(0, 6), unique=True), min_size=size, max_size=size))
+
+    def run(rank, peers):
+        loader = GlobalBatchLoader(config, peers=peers)
+        tables = []
+        while (batch := loader.next_batch()) is not None:
+            ids = [document.doc_id for document in batch.documents]
+            wanted = [[ids[index] for index in wish if index < len(ids)] for wish in wishes]
+            table = exchange_tokens(batch, wanted, peers)
+            assert sorted(table) == sorted(wanted[rank])
+            tables.append(table)
+        return tables
+
+    for tables in run_ranks(size, run):
+        for table, batch in zip(tables, alone, strict=True):
+            for doc_id in table:
+                assert table[doc_id].tolist() == batch.tokens[doc_id].tolist()
+                assert table.labels_of(doc_id).tolist() == batch.tokens.labels_of(doc_id).tolist()
+
+
+def test_a_single_rank_sends_nothing(tmp_path):
+    (batch,) = all_batches(GlobalBatchLoader(data_config(write_corpus(tmp_path, "text", ["ab", "c"]))))
+    table = exchange_tokens(batch, [[1]], Alone())
+    assert list(table) == [1]
+    assert np.array_equal(table[1], batch.tokens[1])

@@ -72,11 +72,12 @@ def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
         loader.next_batch()
     resumed = GlobalBatchLoader(config)
     encoded = []
-    original = resumed.tokenizer.encode
-    monkeypatch.setattr(resumed.tokenizer, "encode", lambda text: encoded.append(text) or original(text))
+    original = resumed.tokenizer.encode_batch
+    monkeypatch.setattr(resumed.tokenizer, "encode_batch", lambda texts: encoded.extend(texts) or original(texts))
     resumed.load_state(loader.state())
     resumed.next_batch()
-    assert len(encoded) <= 5 + 10
+    # The open block of the only lane (4 documents), and those of the batch.
+    assert len(encoded) <= 4 + 10 + 4
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
         ({"overlong": "split"}, "data.overlong"),
         ({"append_eos": False}, "data.append_eos"),
         ({"batch_documents": None, "batch_tokens": 9}, "data.batch_tokens"),
-        ({"include": ("0.*",)}, "source files"),
+        ({"include": ("0.*",)}, "files of sources"),
     ],
 )
 def test_other_data_settings_are_refused_by_name(tmp_path, change, name):
@@ -108,7 +109,7 @@ def test_other_tokenizer_is_refused(tmp_path):
     train_byte_pair_tokenizer(["some text"], 260, tmp_path / "tokenizer.json")
     state = GlobalBatchLoader(data_config(root)).state()
     other = GlobalBatchLoader(data_config(root, tokenizer=str(tmp_path / "tokenizer.json")))
-    with pytest.raises(ConfigError, match="tokenizer: saved with bytes"):
+    with pytest.raises(ConfigError, match="encoding of sources: saved with .*bytes"):
         other.load_state(state)
 
 
@@ -132,9 +133,25 @@ def test_changed_content_of_the_same_size_is_noticed_where_it_matters(tmp_path):
     config = data_config(str(tmp_path), batch_documents=1, shuffle_window=3)
     loader = GlobalBatchLoader(config)
     loader.next_batch()
-    path.write_text('{"text": "aaaa"}#{"text": "bbbb"}#{"text": "cccc"}#')
+    path.write_text('{"text": "aaaa"}\n{"text": "BBBB"}\n{"text": "cccc"}\n')
+    resumed = GlobalBatchLoader(config)
+    resumed.load_state(loader.state())
     with pytest.raises(DataError, match="must not change"):
-        GlobalBatchLoader(config).load_state(loader.state())
+        resumed.next_batch()
+
+
+def test_changed_content_of_a_deferred_document_is_noticed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(9)))
+    config = data_config(str(tmp_path), batch_documents=4, shuffle_window=4, lanes=1)
+    loader = GlobalBatchLoader(config)
+    batch = loader.next_batch()
+    loader.note_step(batch, plan_for(batch, deferred={2}))
+    path.write_text(path.read_text().replace("2", "x"))
+    resumed = GlobalBatchLoader(config)
+    resumed.load_state(loader.state())
+    with pytest.raises(DataError, match="deferred document 2 .* must not change"):
+        resumed.next_batch()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"not json", b'{"version": 2}'])

@@ -10,20 +10,20 @@ Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second
     pack 0: ids 5 6 7        targets 6 7 8            positions 0 1 2        q 0 3      k 0 3
     pack 1: ids 8 9 1 2      targets 9 -100 2 -100    positions 3 4 0 1      q 0 2 4    k 0 5 7
 
-Price: one copy of every token and target, and a few array operations per slice.
+Price: one indexed copy of every token and target (about 10 ns a token), and about 1 µs a slice.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.token_table import table_of
 from evenload.errors import InvalidPlanError
 from evenload.types.micropack import MicroPack, PackPlan
-
-IGNORE_INDEX = -100
-"""Target without a loss, as in PyTorch's cross entropy."""
 
 PADDING_TOKEN = 0
 
@@ -62,20 +62,21 @@ class PackBatch:
         return len(self.token_ids)
 
 
-def collate_pack(pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> PackBatch:
+def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) -> PackBatch:
     """The arrays of one pack, of either direction.
 
     Args:
-        tokens: int32[num_tokens] of every document in the pack.
+        documents: of every document in the pack the tokens, int32[num_tokens]; as a `TokenTable`, the labels too.
 
     Raises:
         InvalidPlanError: an empty pack or slice, a slice outside its document, a document without tokens,
             more than 2**31 - 1 keys.
     """
+    table = table_of(documents)
     num_slices = len(pack.slices)
     if not num_slices:
         raise InvalidPlanError(f"{pack.direction} pack {pack.index} has no slices")
-    doc_ids = np.fromiter((piece.doc_id for piece in pack.slices), np.int64, num_slices)
+    doc_ids = [piece.doc_id for piece in pack.slices]
     starts = np.fromiter((piece.start for piece in pack.slices), np.int64, num_slices)
     real_stops = np.fromiter((piece.stop for piece in pack.slices), np.int64, num_slices)
     stops = starts + pack.pad_to if pack.pad_to else real_stops
@@ -85,26 +86,31 @@ def collate_pack(pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> Pa
             f"{pack.direction} pack {pack.index} has {edges_k[-1]} keys, more than cu_seqlens (int32) can hold; "
             "use smaller packs"
         )
+    rows = table.rows(doc_ids)
+    sizes = np.where(rows < 0, 0, table.edges[rows + 1] - table.edges[rows])
+    wrong = np.flatnonzero(~((starts >= 0) & (starts < real_stops) & (real_stops <= sizes) & (real_stops <= stops)))
+    if len(wrong):
+        _refuse(pack, int(wrong[0]), None if rows[wrong[0]] < 0 else int(sizes[wrong[0]]))
     total = int(edges_q[-1])
-    token_ids = np.full(total, PADDING_TOKEN, dtype=np.int64)
-    targets = np.full(total, IGNORE_INDEX, dtype=np.int64)
-    num_label_tokens = 0
-    for piece, at, stop in zip(pack.slices, edges_q.tolist(), stops.tolist(), strict=False):
-        content = tokens.get(piece.doc_id)
-        if content is None or not 0 <= piece.start < piece.stop <= len(content) or stop < piece.stop:
-            have = "no tokens" if content is None else f"{len(content)} tokens"
-            raise InvalidPlanError(
-                f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
-                f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; "
-                "the plan was made for another batch"
-            )
-        token_ids[at : at + piece.num_tokens] = content[piece.start : piece.stop]
-        labels = content[piece.start + 1 : piece.stop + 1]
-        targets[at : at + len(labels)] = labels
-        num_label_tokens += len(labels)
-    positions = np.arange(total) + np.repeat(starts - edges_q[:-1], stops - starts)
+    row = np.arange(total)
+    positions = row + np.repeat(starts - edges_q[:-1], stops - starts)
+    source = row + np.repeat(table.edges[rows] + starts - edges_q[:-1], stops - starts)
+    is_padding = None
+    if pack.pad_to:
+        is_padding = positions >= np.repeat(real_stops, stops - starts)
+        source[is_padding] = 0
+    token_ids = table.tokens[source].astype(np.int64)
+    # The target of a token is the next token's label. At a document's last token there is none.
+    source += 1
+    ends = edges_q[:-1][real_stops == sizes] + (real_stops - starts)[real_stops == sizes] - 1
+    source[ends] = 0
+    targets = (table.tokens if table.labels is None else table.labels)[source].astype(np.int64)
+    targets[ends] = IGNORE_INDEX
+    if is_padding is not None:
+        token_ids[is_padding] = PADDING_TOKEN
+        targets[is_padding] = IGNORE_INDEX
     return PackBatch(
-        doc_ids=doc_ids,
+        doc_ids=np.array(doc_ids, dtype=np.int64),
         starts=starts,
         stops=stops,
         token_ids=token_ids,
@@ -114,21 +120,32 @@ def collate_pack(pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> Pa
         cu_seqlens_k=edges_k.astype(np.int32),
         max_seqlen_q=int((stops - starts).max()),
         max_seqlen_k=int(stops.max()),
-        num_label_tokens=num_label_tokens,
+        num_label_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
         num_padding_tokens=int((stops - real_stops).sum()),
     )
 
 
+def _refuse(pack: MicroPack, at: int, num_tokens: int | None) -> NoReturn:
+    piece = pack.slices[at]
+    have = "no tokens" if num_tokens is None else f"{num_tokens} tokens"
+    raise InvalidPlanError(
+        f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
+        f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; "
+        "the plan was made for another batch"
+    )
+
+
 def collate_packs(
-    packs: PackPlan, tokens: Mapping[int, NDArray[np.int32]]
+    packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
 ) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
     """Forward and backward packs of one replica.
 
     Raises:
         InvalidPlanError: see `collate_pack`.
     """
-    forward = tuple(collate_pack(pack, tokens) for pack in packs.forward)
-    return forward, tuple(collate_pack(pack, tokens) for pack in packs.backward)
+    table = table_of(documents)
+    forward = tuple(collate_pack(pack, table) for pack in packs.forward)
+    return forward, tuple(collate_pack(pack, table) for pack in packs.backward)
 
 
 def _edges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

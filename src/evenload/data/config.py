@@ -22,6 +22,7 @@ _CHOICES = {
     "on_corrupt": ("error", "skip"),
     "mixture_end": ("once", "repeat"),
 }
+_MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of lanes
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
 _AT_LEAST_1 = (
     "batch_documents", "batch_tokens", "shuffle_window", "lanes", "epochs", "max_document_tokens", "prefetch_steps",
@@ -93,8 +94,8 @@ class DataConfig(Frozen):
             the budget is a batch of its own. The last batch of an epoch may be smaller.
         shuffle_window: documents held to draw from; 1 keeps the order of the files and inside them. With
             more than 1, the order of the parts of files is permuted every epoch too.
-        lanes: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16,
-            or 1 where the order is kept. More than 16 pay where more than 16 ranks read.
+        lanes: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
+            (fewer for a window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
         seed: of the order of files and documents.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
@@ -167,10 +168,11 @@ class DataConfig(Frozen):
                 f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '
                 f"{self.epochs}; it needs a mixture, and a run that ends by train.steps instead of epochs"
             )
-        if self.shuffle_window == 1 and (self.lanes or 1) > 1:
+        if self.lanes is not None and self.lanes > self.shuffle_window:
             raise ConfigError(
-                f"data.shuffle_window is 1, which keeps the order of the data, with data.lanes {self.lanes}, which "
-                "interleave it; leave data.lanes out, or raise the window"
+                f"data.lanes is {self.lanes} with a data.shuffle_window of {self.shuffle_window} documents, of which "
+                "every lane holds a share; lower data.lanes, or raise the window (a window of 1 keeps the order of the "
+                "data, which lanes would interleave)"
             )
         _check_choices(self, "data.")
         for field in _COLUMNS:
@@ -180,7 +182,7 @@ class DataConfig(Frozen):
     @property
     def num_lanes(self) -> int:
         """Lanes of every part of the mixture."""
-        return self.lanes or (1 if self.shuffle_window == 1 else 16)
+        return self.lanes or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
 
 
 def _check_choices(config: DataConfig | MixturePart, where: str) -> None:

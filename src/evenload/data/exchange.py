@@ -1,50 +1,84 @@
-"""Which documents' tokens a data-parallel replica needs for a step.
+"""Tokens of a global batch to the ranks that train them.
 
-This is the seam between loading and training: today every rank reads the whole global batch, so the
-exchange is a selection. When ranks read their own shares (DESIGN §9), the all-to-all that sends tokens
-to the rank that trains them comes here, with the same result.
+Every rank has read some of the documents, and a plan says which documents each rank trains: one all-to-all brings them
+there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document that
+several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them.
+
+Price: 4 bytes a token and rank that needs it (8 where labels travel too), one message per pair of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from evenload.data.loader import GlobalBatch
+from evenload.data.peers import Peers
+from evenload.data.token_table import Span, TokenTable, join_spans
 from evenload.errors import InvalidPlanError
 from evenload.types.plan import StepPlan
 
 
-def documents_for_replica(
-    plan: StepPlan, dp_rank: int, tokens: Mapping[int, NDArray[np.int32]]
-) -> dict[int, NDArray[np.int32]]:
-    """Tokens of the documents with a slice in this replica's packs, in the order of first use.
-
-    A document that several replicas share (DP-Merge) goes whole to each of them.
+def documents_by_replica(plan: StepPlan, lengths: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The documents with a slice in each replica's packs, ascending.
 
     Args:
-        tokens: int32[num_tokens] by doc_id, of the global batch.
+        lengths: tokens of the batch's documents by doc_id.
 
     Raises:
-        InvalidPlanError: no such replica, or the plan names a document or length that the batch has not.
+        InvalidPlanError: a replica without a pack plan, or a document or length that the batch has not.
     """
-    found = [packs for packs in plan.pack_plans if packs.dp_rank == dp_rank]
-    if len(found) != 1:
+    found: dict[int, tuple[int, ...]] = {}
+    for packs in plan.pack_plans:
+        pieces = {piece.doc_id for pack in (*packs.forward, *packs.backward) for piece in pack.slices}
+        found[packs.dp_rank] = tuple(sorted(pieces))
+    if sorted(found) != list(range(plan.layout.dp)) or len(found) != len(plan.pack_plans):
         raise InvalidPlanError(
-            f"plan of step {plan.step} has {len(found)} pack plans for dp rank {dp_rank}, "
-            f"expected one (of {len(plan.pack_plans)})"
+            f"plan of step {plan.step} has pack plans for dp ranks {[packs.dp_rank for packs in plan.pack_plans]}, "
+            f"expected each of 0..{plan.layout.dp - 1} once"
         )
-    lengths = {document.doc_id: document.num_tokens for document in plan.documents}
-    selected: dict[int, NDArray[np.int32]] = {}
-    for pack in (*found[0].forward, *found[0].backward):
-        for piece in pack.slices:
-            if piece.doc_id in selected:
-                continue
-            content = tokens.get(piece.doc_id)
-            if content is None or len(content) != lengths.get(piece.doc_id):
-                have = "is not there" if content is None else f"has {len(content)} tokens"
-                raise InvalidPlanError(
-                    f"plan of step {plan.step} trains document {piece.doc_id} of {lengths.get(piece.doc_id)} tokens, "
-                    f"which {have} in the batch; the plan was made for another batch"
-                )
-            selected[piece.doc_id] = content
-    return selected
+    planned = {document.doc_id: document.num_tokens for document in plan.documents}
+    for doc_id in {doc_id for documents in found.values() for doc_id in documents}:
+        if planned.get(doc_id) is None or lengths.get(doc_id) != planned[doc_id]:
+            have = f"has {lengths[doc_id]} tokens" if doc_id in lengths else "is not there"
+            raise InvalidPlanError(
+                f"plan of step {plan.step} trains document {doc_id} of {planned.get(doc_id)} tokens, "
+                f"which {have} in the batch; the plan was made for another batch"
+            )
+    return tuple(found[rank] for rank in range(plan.layout.dp))
+
+
+def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: Peers) -> TokenTable:
+    """This rank's documents. Collective.
+
+    Args:
+        wanted: doc_ids of every rank of `peers`, each once.
+
+    Returns:
+        The documents of `wanted[peers.rank]`.
+    """
+    if peers.size == 1:
+        return batch.tokens.select(wanted[0])
+    lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
+    rank = peers.rank
+    tables = [
+        batch.tokens.select([doc_id for doc_id in documents if batch.owners[doc_id] == rank]) for documents in wanted
+    ]
+    incoming = [[doc_id for doc_id in wanted[rank] if batch.owners[doc_id] == sender] for sender in range(peers.size)]
+    copies = 2 if batch.has_labels else 1
+    sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
+    received = peers.exchange([_flatten(table, batch.has_labels) for table in tables], sizes)
+    spans: list[Span] = []
+    for documents, content in zip(incoming, received, strict=True):
+        tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
+        at = 0
+        for doc_id in documents:
+            spans.append((tokens, labels, at, at + lengths[doc_id]))
+            at += lengths[doc_id]
+    return join_spans(np.array([doc_id for documents in incoming for doc_id in documents], np.int64), spans)
+
+
+def _flatten(table: TokenTable, has_labels: bool) -> np.ndarray:
+    """int32: all tokens, then all labels if they travel."""
+    if not has_labels:
+        return table.tokens
+    return np.concatenate([table.tokens, *(table.labels_of(doc_id) for doc_id in table)])

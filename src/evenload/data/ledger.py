@@ -1,6 +1,7 @@
 """`Ledger`: what became of every document and token that was read.
 
     read = trained + dropped (by reason) + deferred + waiting
+    trained = with a loss + masked
 
 where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch
 whose plan was not noted yet). The loader counts what it holds for itself, so `check` compares two
@@ -26,10 +27,12 @@ class Tally(Frozen, array_like=True):
 
 
 class LedgerState(Frozen):
-    """The ledger's counters; `dropped` is by reason."""
+    """The ledger's counters; `dropped` is by reason, `masked` the trained tokens without a loss of their own (a
+    document's first, prompts)."""
 
     read: Tally = Tally()
     trained: Tally = Tally()
+    masked: int = 0
     in_flight: Tally = Tally()
     deferred: Tally = Tally()
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
@@ -46,6 +49,7 @@ class Ledger:
         state = state or LedgerState()
         self.read = state.read
         self.trained = state.trained
+        self.masked = state.masked
         self.in_flight = state.in_flight
         self.deferred = state.deferred
         self.dropped: dict[str, Tally] = dict(state.dropped)
@@ -55,6 +59,7 @@ class Ledger:
         return LedgerState(
             read=self.read,
             trained=self.trained,
+            masked=self.masked,
             in_flight=self.in_flight,
             deferred=self.deferred,
             dropped=dict(sorted(self.dropped.items())),
@@ -90,6 +95,7 @@ class Ledger:
             )
         self.in_flight = rest
         self.trained = self.trained.plus(trained.documents, trained.tokens)
+        self.masked += trained.tokens - sum(doc.num_label_tokens for doc in plan.documents)
         for doc in plan.left_out:
             if doc.reason == DEFERRED:
                 self.deferred = self.deferred.plus(1, doc.num_tokens)
@@ -125,6 +131,8 @@ class Ledger:
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
         rows += [("deferred", self.deferred), ("waiting", waiting)]
         width = max(len(name) for name, _ in rows)
-        return [
+        lines = [
             f"{name:<{width}}  {tally.documents:>12,} documents  {tally.tokens:>16,} tokens" for name, tally in rows
         ]
+        lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
+        return lines

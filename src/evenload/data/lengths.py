@@ -7,6 +7,7 @@ Counting tokenises every document once, in file order, before anything is split,
 import gzip
 import io
 from collections.abc import Iterator
+from itertools import islice
 
 import fsspec
 import msgspec
@@ -14,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
-from evenload.data.record import RecordPosition
-from evenload.data.sources import DocumentSource
-from evenload.data.tokenize import open_tokenizer, required_eos
+from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.reading.encode_records import encode_records
+from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError, DataError
+
+_CHUNK_RECORDS = 64
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
@@ -100,16 +103,16 @@ def _read_bytes(source: str) -> bytes:
 
 
 def _count(config: DataConfig) -> Iterator[int]:
-    tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
-    num_eos = 1 if config.append_eos and required_eos(tokenizer) >= 0 else 0
-    source = DocumentSource(config)
-    for file in range(len(source.files)):
-        for record in source.records(file):
-            if record.text is None:
-                if config.on_corrupt == "skip":
-                    continue
-                origin = source.origin(RecordPosition(file=file, offset=record.offset, record=record.record))
-                raise DataError(f'{origin}: {record.problem}; repair it, or set data.on_corrupt = "skip"')
-            num_tokens = len(tokenizer.encode(record.text))
-            if num_tokens:
-                yield num_tokens + num_eos
+    encoder = open_encoder(config)
+    files = open_part(config)
+    for segment in files.segments:
+        file, reader = files.files[segment.file], files.readers[segment.file]
+        records = reader.records(file, segment.part, encoder.columns)
+        while chunk := list(islice(records, _CHUNK_RECORDS)):
+            for record, outcome in zip(chunk, encode_records(encoder, chunk), strict=True):
+                if not isinstance(outcome, str):
+                    if len(outcome.tokens):
+                        yield len(outcome.tokens)
+                elif config.on_corrupt == "error":
+                    origin = files.origin(segment.file, record.offset)
+                    raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')

@@ -1,33 +1,39 @@
-"""`GlobalBatchLoader`: source → tokenise → shuffle window → global batch, exactly resumable.
+"""`GlobalBatchLoader`: source → tokenise → shuffle → global batch, read by all ranks together, exactly resumable.
 
-A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the
-order of the seeded window. Planning and packing only rearrange inside it. Today every rank runs this
-loader and reads all of the batch; the exchange (`exchange.py`) then picks what a rank trains.
+A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the seeded order of
+the lanes (`lanes.py`). Planning and packing only rearrange inside it. Every rank reads its share of the lanes; all know
+every document's length, and the exchange (`exchange.py`) brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
     while (batch := loader.next_batch()) is not None:
         plan = ...                       # of batch.documents (and batch.carried)
-        ...                              # train
+        ...                              # exchange, train
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-Price: the window's documents in memory; restoring costs reading the window again, whatever the step.
+`next_batch` is collective; everything else is not. Price: a few microseconds a document beyond reading it; in memory
+are the open block of every lane that this rank reads, and the next one.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, mixture_configs
+from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.lanes import DocumentPlace, Drawn, LaneDraw
 from evenload.data.ledger import Ledger, Tally
-from evenload.data.sources import DocumentSource
+from evenload.data.peers import Alone, Peers
+from evenload.data.reading.block import Block, block_span
+from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey, ReadingJob
+from evenload.data.reading.part_files import open_part
 from evenload.data.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
-from evenload.data.stream import DocumentPosition, DocumentStream, LoadedDocument
+from evenload.data.token_table import Span, TokenTable, join_spans
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
-from evenload.data.window import ShuffleWindow
-from evenload.errors import DataError, InvalidPlanError
+from evenload.errors import ConfigError, DataError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
 
@@ -40,8 +46,10 @@ class GlobalBatch:
         step: 0-based number of the batch.
         epoch: of the new documents.
         documents: new in this batch, in stream order.
-        tokens: int32[num_tokens] by doc_id, of `documents` and `carried`.
-        positions: where each document was read, by doc_id.
+        tokens: of those of `documents` and `carried` that this rank has read.
+        places: where each document was read, by doc_id.
+        owners: rank that has read it, by doc_id.
+        has_labels: some document's labels differ from its tokens.
         carried: documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
@@ -49,8 +57,10 @@ class GlobalBatch:
     step: int
     epoch: int
     documents: tuple[Document, ...]
-    tokens: dict[int, NDArray[np.int32]]
-    positions: dict[int, DocumentPosition] = field(default_factory=dict)
+    tokens: TokenTable
+    places: dict[int, DocumentPlace] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+    has_labels: bool = False
     carried: tuple[Document, ...] = ()
     is_last: bool = False
 
@@ -65,45 +75,83 @@ class GlobalBatch:
         return sum(document.num_label_tokens for document in self.documents)
 
 
+@dataclass(frozen=True, eq=False)
+class _Deferred:
+    """A document that a plan put off; its tokens on the rank that owns its lane."""
+
+    document: Document
+    place: DocumentPlace
+    owner: int
+    has_labels: bool
+    span: Span | None
+
+
 class GlobalBatchLoader:
     """Global batches of `config`.
 
     Args:
         config: data settings.
         tokenizer: instead of the one that `config.tokenizer` names.
+        peers: the ranks that read together; each makes its own loader of equal settings.
+        datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
 
     Raises:
-        ConfigError: sources without files, a tokeniser that cannot be used.
+        ConfigError: sources without files, a tokeniser or template that cannot be used.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: DocumentTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: DocumentTokenizer | None = None,
+        *,
+        peers: Peers | None = None,
+        datasets: dict[str, Any] | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
-        self.source = DocumentSource(config)
+        self.peers: Peers = peers or Alone()
+        configs = mixture_configs(config)
+        self._names = tuple(part.name for part in config.mixture) or ("sources",)
+        self.parts = tuple(open_part(part, _dataset_of(part, datasets or {})) for part in configs)
+        encoders = tuple(open_encoder(part, self.tokenizer) for part in configs)
+        self._job = ReadingJob(tuple(zip(configs, self.parts, encoders, strict=True)))
+        self._fingerprint = config_fingerprint(
+            config, [part.digest for part in self.parts], [encoder.name for encoder in encoders]
+        )
         self.ledger = Ledger()
-        self._stream = DocumentStream(config, self.source, self.tokenizer, self.ledger)
-        self._window: ShuffleWindow[LoadedDocument] = ShuffleWindow(config.shuffle_window, config.seed)
-        self._pending: list[LoadedDocument] = []
-        self._deferred: dict[int, tuple[Document, LoadedDocument]] = {}
+        self._service = BlockService(self._job, config.workers, config.stall_timeout_s)
+        # Neither threads nor workers may outlive a loader that is simply dropped.
+        weakref.finalize(self, self._service.close)
+        self._lanes = self._make_lanes()
+        self._members: list[Drawn] = []
+        self._deferred: dict[int, _Deferred] = {}
+        self._lost: tuple[DeferredDocument, ...] = ()
+        self._before: LoaderState | None = None
         self._step = 0
         self._epoch = 0
         self._next_doc_id = 0
 
     def next_batch(self) -> GlobalBatch | None:
-        """The next global batch; None after the last epoch.
+        """The next global batch; None after the last epoch. Collective.
 
         Documents that plans deferred come along as `carried`, at the end in a batch of their own.
 
         Raises:
             DataError: a record that is an error by the settings, an epoch without any document, or a
-                ledger that does not balance at the end of an epoch. The loader stays where it was.
+                ledger that does not balance at the end of an epoch; on every rank. The loader stays where it was.
         """
-        members = self._collect()
-        while not members and not self._is_finished():
+        if self._lost:
+            self._reload_deferred()
+        if not self._members:
+            self._before = self._current_state()
+        self._collect()
+        while not self._members and not self._is_finished():
             self._end_epoch()
-            members = self._collect()
-        if not members and not self._deferred:
+            self._collect()
+        if not self._members and not self._deferred:
+            self.close()
             return None
+        members, self._members = self._members, []
         return self._hand_out(members)
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
@@ -135,12 +183,19 @@ class GlobalBatchLoader:
             )
         self.ledger.note_step(plan)
         for doc_id in deferred:
-            self._deferred[doc_id] = (known[doc_id], LoadedDocument(batch.positions[doc_id], batch.tokens[doc_id]))
+            span: Span | None = None
+            if doc_id in batch.tokens:
+                # Copies: a view would keep the whole batch in memory for as long as the document waits.
+                labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
+                span = (batch.tokens[doc_id].copy(), labels, 0, known[doc_id].num_tokens)
+            self._deferred[doc_id] = _Deferred(
+                known[doc_id], batch.places[doc_id], batch.owners[doc_id], batch.has_labels, span
+            )
 
     def held(self) -> Tally:
         """Documents and tokens that were read and are in no batch yet."""
-        waiting = (*self._window.items, *self._pending)
-        return Tally(documents=len(waiting), tokens=sum(len(document.tokens) for document in waiting))
+        total = self._lanes.held()
+        return total.plus(len(self._members), sum(member.num_tokens for member in self._members))
 
     def check_ledger(self) -> None:
         """Every token that was read is trained, dropped, deferred or waiting.
@@ -157,116 +212,115 @@ class GlobalBatchLoader:
     def state(self) -> LoaderState:
         """Where the loader stands: restored, it goes on with the batch after the last one handed out.
 
-        A batch that was handed out and not noted stays in flight in the ledger.
+        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
         """
-        return LoaderState(
-            step=self._step,
-            epoch=self._epoch,
-            next_doc_id=self._next_doc_id,
-            cursor=self._stream.cursor,
-            num_draws=self._window.num_draws,
-            window=tuple(document.position for document in self._window.items),
-            pending=tuple(document.position for document in self._pending),
-            deferred=tuple(
-                DeferredDocument(document=document, position=loaded.position)
-                for document, loaded in self._deferred.values()
-            ),
-            ledger=self.ledger.state(),
-            fingerprint=self._fingerprint(),
-        )
+        # A record that failed in the middle of a batch leaves its first documents waiting here.
+        return self._before if self._members and self._before is not None else self._current_state()
 
     def load_state(self, state: LoaderState) -> None:
         """Go on where a state was made, also by a loader of another process or parallel layout.
 
+        Reads nothing: open blocks and deferred documents are read again by the next `next_batch`.
+
         Raises:
             ConfigError: the state was made with other data settings or files; names them.
-            DataError: the sources changed.
         """
-        check_fingerprint(state, self._fingerprint())
-        positions = [*state.window, *state.pending, *(entry.position for entry in state.deferred)]
-        # One pass over the sources for all of them, so that each file is opened once.
-        loaded = self._stream.reload(positions)
-        num_window, num_drawn = len(state.window), len(state.window) + len(state.pending)
-        deferred = {
-            entry.document.doc_id: (entry.document, document)
-            for entry, document in zip(state.deferred, loaded[num_drawn:], strict=True)
-        }
-        for document, content in deferred.values():
-            if document.num_tokens != len(content.tokens):
-                raise DataError(
-                    f"deferred document {document.doc_id} had {document.num_tokens} tokens and has "
-                    f"{len(content.tokens)} now; the sources must not change between save and resume"
-                )
-        self._step, self._epoch, self._next_doc_id = state.step, state.epoch, state.next_doc_id
-        self._stream.restart(state.epoch, state.cursor)
-        self._window.restart(state.epoch, state.num_draws, loaded[:num_window])
-        self._pending = loaded[num_window:num_drawn]
-        self._deferred = deferred
+        check_fingerprint(state, self._fingerprint)
+        self._service.close()
         self.ledger = Ledger(state.ledger)
-        self._stream.ledger = self.ledger
+        self._lanes = self._make_lanes()
+        self._lanes.load_state(state.parts)
+        self._step, self._epoch, self._next_doc_id = state.step, state.epoch, state.next_doc_id
+        self._members, self._before, self._deferred, self._lost = [], None, {}, state.deferred
 
-    def _collect(self) -> list[LoadedDocument]:
-        """The next batch's new documents, all of one epoch; empty at its end."""
+    def close(self) -> None:
+        """End the background readers. State and account remain; asked for another batch, it starts them again."""
+        self._service.close()
+        self._lanes.forget_requests()
+
+    def _make_lanes(self) -> LaneDraw:
         config = self.config
-        members: list[LoadedDocument] = []
-        num_tokens = 0
-        try:
-            while config.batch_documents is None or len(members) < config.batch_documents:
-                document = self._draw()
-                if document is None:
-                    break
-                num_tokens += len(document.tokens)
-                if config.batch_tokens is not None and members and num_tokens > config.batch_tokens:
-                    self._pending.insert(0, document)
-                    break
-                members.append(document)
-        except Exception:
-            # Nothing is lost when a record fails in the middle of a batch.
-            self._pending[:0] = members
-            raise
-        return members
+        return LaneDraw(
+            self._names,
+            [part.weight for part in config.mixture] or [1.0],
+            config.num_lanes,
+            config.mixture_end == "repeat",
+            self._service,
+            self.peers,
+            self.ledger,
+        )
 
-    def _draw(self) -> LoadedDocument | None:
-        """The next document of the epoch in shuffled order."""
-        if self._pending:
-            return self._pending.pop(0)
-        while not self._window.is_full and not self._is_finished():
-            document = self._stream.next_document()
-            if document is None:
+    def _current_state(self) -> LoaderState:
+        return LoaderState(
+            step=self._step,
+            epoch=self._epoch,
+            next_doc_id=self._next_doc_id,
+            parts=self._lanes.state(),
+            deferred=self._lost
+            or tuple(
+                DeferredDocument(document=entry.document, place=entry.place, has_labels=entry.has_labels)
+                for entry in self._deferred.values()
+            ),
+            ledger=self.ledger.state(),
+            fingerprint=self._fingerprint,
+        )
+
+    def _collect(self) -> None:
+        """Draw the members of the next batch; none at the end of an epoch."""
+        if self._is_finished():
+            return
+        config, members = self.config, self._members
+        num_tokens = sum(member.num_tokens for member in members)
+        while config.batch_documents is None or len(members) < config.batch_documents:
+            drawn = self._lanes.peek()
+            if drawn is None:
                 break
-            self._window.add(document)
-        return self._window.draw() if len(self._window) else None
+            num_tokens += drawn.num_tokens
+            if config.batch_tokens is not None and members and num_tokens > config.batch_tokens:
+                break
+            members.append(self._lanes.take())
 
     def _end_epoch(self) -> None:
-        if not self._window.num_draws:
+        if not self._lanes.num_drawn:
+            files = sum(len(part.files) for part in self.parts)
+            named = list(self.config.sources) or list(self._names)
             raise DataError(
-                f"epoch {self._epoch} of {len(self.source.files)} files in {list(self.config.sources)} has no document "
+                f"epoch {self._epoch} of {files} files in {named} has no document "
                 f"to train ({'; '.join(self.summary())}); check data.sources, data.overlong and data.on_corrupt"
             )
         self.check_ledger()
         self._epoch += 1
-        self._stream.restart(self._epoch)
-        self._window.restart(self._epoch)
+        self._lanes.restart(self._epoch)
 
     def _is_finished(self) -> bool:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
 
-    def _hand_out(self, members: Sequence[LoadedDocument]) -> GlobalBatch:
+    def _hand_out(self, members: Sequence[Drawn]) -> GlobalBatch:
         first = self._next_doc_id
         documents = tuple(
-            Document(doc_id=first + index, num_tokens=len(member.tokens), num_label_tokens=len(member.tokens) - 1)
+            Document(doc_id=first + index, num_tokens=member.num_tokens, num_label_tokens=member.num_labels)
             for index, member in enumerate(members)
         )
-        contents = {document.doc_id: member for document, member in zip(documents, members, strict=True)}
         carried = [self._deferred[doc_id] for doc_id in sorted(self._deferred)]
-        contents |= {document.doc_id: loaded for document, loaded in carried}
+        places = {first + index: member.place for index, member in enumerate(members)}
+        owners = {first + index: member.source.owner for index, member in enumerate(members)}
+        rank = self.peers.rank
+        spans = [(first + index, member.span) for index, member in enumerate(members) if member.source.owner == rank]
+        for entry in carried:
+            doc_id = entry.document.doc_id
+            places[doc_id], owners[doc_id] = entry.place, entry.owner
+            if entry.span is not None:
+                spans.append((doc_id, entry.span))
         batch = GlobalBatch(
             step=self._step,
             epoch=self._epoch,
             documents=documents,
-            tokens={doc_id: loaded.tokens for doc_id, loaded in contents.items()},
-            positions={doc_id: loaded.position for doc_id, loaded in contents.items()},
-            carried=tuple(document for document, _ in carried),
+            tokens=join_spans(np.array([doc_id for doc_id, _ in spans], np.int64), [span for _, span in spans]),
+            places=places,
+            owners=owners,
+            has_labels=any(member.source.head.has_labels for member in members)
+            or any(entry.has_labels for entry in carried),
+            carried=tuple(entry.document for entry in carried),
             is_last=not members,
         )
         carried_tokens = sum(document.num_tokens for document in batch.carried)
@@ -279,5 +333,43 @@ class GlobalBatchLoader:
         self._next_doc_id += len(documents)
         return batch
 
-    def _fingerprint(self) -> dict[str, str]:
-        return config_fingerprint(self.config, self.source.digest, self.tokenizer.name)
+    def _reload_deferred(self) -> None:
+        """Read the documents of a state's deferred ones again, each on the rank that owns its lane. Collective."""
+        entries: dict[int, _Deferred] = {}
+        problem = b""
+        blocks: dict[BlockRequest, Block] = {}
+        try:
+            for lost in self._lost:
+                place = lost.place
+                owner = self._lanes.owner(place.part, place.lane)
+                span: Span | None = None
+                if owner == self.peers.rank:
+                    request = BlockRequest(LaneKey(place.part, place.lane), place.epoch, place.cursor)
+                    if request not in blocks:
+                        self._service.request(request)
+                        blocks[request] = self._service.take(request)
+                    if blocks[request].head.checksum != place.checksum:
+                        raise DataError(
+                            f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
+                            f"block {place.cursor.block} of lane {place.lane}, which holds other documents than when "
+                            "the loader's state was saved; the sources must not change between save and resume"
+                        )
+                    span = block_span(blocks[request], place.index)
+                entries[lost.document.doc_id] = _Deferred(lost.document, place, owner, lost.has_labels, span)
+        except DataError as error:
+            problem = str(error).encode()
+        problems = [answer for answer in self.peers.gather(problem) if answer]
+        if problems:
+            raise DataError(problems[0].decode())
+        self._deferred, self._lost = entries, ()
+
+
+def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
+    """The data set object that a part's only source names, if there is one."""
+    named = [source for source in config.sources if source in datasets]
+    if named and len(config.sources) > 1:
+        raise ConfigError(
+            f"data source '{named[0]}' is a data set object, and stands beside {len(config.sources) - 1} others; give "
+            "every object a part of data.mixture of its own"
+        )
+    return datasets[named[0]] if named else None

@@ -1,30 +1,40 @@
 """`LoaderState`: where a loader stands, without any text or tokens; small, global, independent of the layout.
 
-Restoring reads again only the documents that the loader held (window, pending, deferred), so it takes
-the same time at step 10 and at step 10 million. It is exact to the bit if the sources and the data
-settings are the same, which the fingerprint checks (`epochs` may be changed to train on).
+Restoring reads again only the open block of each lane and the blocks of deferred documents, so it takes the same time
+at step 10 and at step 10 million. It is exact to the bit if the sources and the data settings are the same, which the
+fingerprint checks (`epochs` may be changed to train on, and how many processes read).
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
 from evenload.data.config import DataConfig
+from evenload.data.lanes import DocumentPlace, PartState
 from evenload.data.ledger import LedgerState
-from evenload.data.stream import DocumentPosition, StreamCursor
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
-_FREE_FIELDS = ("sources", "include", "tokenizer", "epochs")
+_FREE_FIELDS = (
+    "sources", "mixture", "include", "tokenizer", "chat_template", "epochs", "workers", "prefetch_steps",
+    "stall_timeout_s",
+)  # fmt: skip
 """Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan put off, and where its tokens are."""
+    """A document that a plan put off, and where its tokens are.
+
+    Args:
+        has_labels: it may have labels that differ from its tokens.
+    """
 
     document: Document
-    position: DocumentPosition
+    place: DocumentPlace
+    has_labels: bool
 
 
 class LoaderState(Frozen):
@@ -33,33 +43,39 @@ class LoaderState(Frozen):
     Args:
         step: number of the next global batch.
         next_doc_id: of the next new document.
-        num_draws: from the shuffle window in this epoch.
-        window: what it holds, in its order.
-        pending: drawn documents that did not fit the last batch, in order (one at most, unless reading
-            failed in the middle of a batch).
+        parts: where the lanes of every part of the mixture stand.
         deferred: documents that plans put off.
-        fingerprint: data settings and source by name, see `config_fingerprint`.
+        fingerprint: data settings and sources by name, see `config_fingerprint`.
     """
 
     version: int = STATE_VERSION
     step: int
     epoch: int
     next_doc_id: int
-    cursor: StreamCursor
-    num_draws: int
-    window: tuple[DocumentPosition, ...]
-    pending: tuple[DocumentPosition, ...]
+    parts: tuple[PartState, ...]
     deferred: tuple[DeferredDocument, ...]
     ledger: LedgerState
     fingerprint: dict[str, str]
 
 
-def config_fingerprint(config: DataConfig, files_digest: str, tokenizer_name: str) -> dict[str, str]:
-    """What must be equal to resume exactly; where files lie does not matter, their names and sizes do."""
+def config_fingerprint(
+    config: DataConfig, files_digests: Sequence[str], encoder_names: Sequence[str]
+) -> dict[str, str]:
+    """What must be equal to resume exactly; where files lie does not matter, their names and sizes do.
+
+    Args:
+        files_digests, encoder_names: of every part of the mixture.
+    """
     fields = {
         f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
     }
-    return {"source files": files_digest, "tokenizer": tokenizer_name, **fields}
+    fields["data.lanes"] = str(config.num_lanes)
+    for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
+        name = config.mixture[index].name if config.mixture else "sources"
+        fields |= {f"files of {name}": digest, f"encoding of {name}": encoder}
+        if config.mixture:
+            fields[f"weight of {name}"] = str(config.mixture[index].weight)
+    return fields
 
 
 def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:

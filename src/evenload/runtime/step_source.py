@@ -1,8 +1,9 @@
-"""`StepSource`: batches and plans of coming steps, prepared while the current one trains.
+"""`StepSource`: batches, plans and tokens of coming steps, prepared while the current one trains.
 
-A thread on every rank reads the next global batch; rank 0 plans it and broadcasts the plan's bytes; every
-rank checks the digest. The states of loader and planner after a step travel with that step, so a checkpoint holds what
-was trained, not what was prepared ahead. An error on rank 0 reaches all ranks as the same error.
+A thread on every rank takes part in the next global batch; rank 0 plans it and broadcasts the plan's bytes; every rank
+checks the digest; tokens go to the ranks that train them. `data.prefetch_steps` steps are prepared ahead, no more: then
+the thread waits. The states of loader and planner after a step travel with that step, so a checkpoint holds what was
+trained, not what was prepared ahead. An error on one rank reaches all ranks as the same error.
 """
 
 import queue
@@ -12,14 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from evenload import errors
-from evenload.data.exchange import documents_for_replica
+from evenload.data.exchange import documents_by_replica, exchange_tokens
 from evenload.data.loader import GlobalBatch, GlobalBatchLoader
 from evenload.data.state import encode_state
+from evenload.data.token_table import TokenTable
 from evenload.errors import EvenloadError
 from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
@@ -28,15 +28,13 @@ from evenload.plan.validate import validate_plan
 from evenload.runtime.mesh import Mesh
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 
-_PREPARED_AHEAD = 1
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PreparedStep:
     """One step, ready to run.
 
     Args:
-        tokens: int32[num_tokens] by doc_id, of this rank's replica.
+        tokens: of the documents of this rank's replica.
         loader_state: encoded; to go on after this step.
         planner_state: which documents wait since when; to go on after this step.
         ledger_lines: the account after this step.
@@ -44,7 +42,7 @@ class PreparedStep:
     """
 
     plan: StepPlan
-    tokens: dict[int, NDArray[np.int32]]
+    tokens: TokenTable
     loader_state: bytes
     planner_state: DelayState
     ledger_lines: tuple[str, ...]
@@ -78,17 +76,24 @@ class StepSource:
     ) -> None:
         require_trainable(strategy)
         self._loader, self._planner, self._strategy, self._mesh = loader, planner, strategy, mesh
-        self._first, self._last = first_step, last_step
+        self._last = last_step
         self._max_pack_tokens = max_pack_tokens
         self._planner_state = planner_state
-        self._ready: queue.Queue[PreparedStep | BaseException | None] = queue.Queue(_PREPARED_AHEAD)
-        # A daemon: when the main thread fails, the process must end even if this thread waits for a dead peer.
-        self._thread = threading.Thread(target=self._prepare_all, name="evenload-prepare", daemon=True)
-        self._thread.start()
+        self._step = first_step
+        self._ready: queue.SimpleQueue[PreparedStep | BaseException | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(loader.config.prefetch_steps)
+        self._is_ahead = loader.config.prefetch_steps > 0
+        if self._is_ahead:
+            # A daemon: when the main thread fails, the process must end even if this thread waits for a dead peer.
+            self._thread = threading.Thread(target=self._prepare_all, name="evenload-prepare", daemon=True)
+            self._thread.start()
 
     def next(self) -> PreparedStep | None:
         """The next step; None at the end. Raises what preparing it raised."""
+        if not self._is_ahead:
+            return self._prepare_next()
         item = self._ready.get()
+        self._room.release()
         if isinstance(item, BaseException):
             raise item
         if item is None:
@@ -97,16 +102,23 @@ class StepSource:
 
     def _prepare_all(self) -> None:
         try:
-            step = self._first
-            while self._last is None or step < self._last:
-                prepared = self._prepare(step)
-                if prepared is None:
-                    break
+            while True:
+                self._room.acquire()
+                prepared = self._prepare_next()
                 self._ready.put(prepared)
-                step += 1
-            self._ready.put(None)
+                if prepared is None:
+                    return
         except BaseException as error:
             self._ready.put(error)
+
+    def _prepare_next(self) -> PreparedStep | None:
+        prepared = None
+        if self._last is None or self._step < self._last:
+            prepared = self._prepare(self._step)
+            self._step += 1
+        if prepared is None:
+            self._loader.close()
+        return prepared
 
     def _prepare(self, step: int) -> PreparedStep | None:
         batch = self._loader.next_batch()
@@ -114,11 +126,15 @@ class StepSource:
             return None
         plan, plan_time_s = self._shared_plan(step, batch)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
+        lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
+        by_replica = documents_by_replica(plan, lengths)
+        wanted = [by_replica[plan.layout.dp_rank(rank)] for rank in range(plan.layout.world_size)]
+        tokens = exchange_tokens(batch, wanted, self._loader.peers)
         self._loader.note_step(batch, plan)
         self._loader.check_ledger()
         return PreparedStep(
             plan=plan,
-            tokens=documents_for_replica(plan, self._mesh.dp_rank, batch.tokens),
+            tokens=tokens,
             loader_state=encode_state(self._loader.state()),
             planner_state=self._planner_state,
             ledger_lines=tuple(self._loader.summary()),

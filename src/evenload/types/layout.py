@@ -66,6 +66,10 @@ class ParallelLayout(Frozen):
         """The rank in `torch.distributed` order."""
         return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
 
+    def dp_rank(self, rank: int) -> int:
+        """The replica that a global rank belongs to."""
+        return rank // (self.tp * self.cp) % self.dp
+
     @property
     def stage_counts(self) -> tuple[int, ...]:
         """Layers of every virtual stage."""

@@ -1,0 +1,120 @@
+"""`BlockService`: the blocks of this rank's lanes, read ahead by a thread or by worker processes.
+
+Every lane belongs to one worker, so that its open files stay with it. A request names lane, epoch and cursor and needs
+nothing else, so a worker that dies is replaced and asked the same again: nothing is lost or repeated. Memory is bounded
+by what is asked for: the loader asks for one block of a lane beyond the one it takes documents from.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from evenload.data.config import DataConfig
+from evenload.data.encoding.document_encoder import DocumentEncoder
+from evenload.data.reading.block import Block, BlockCursor
+from evenload.data.reading.part_files import PartFiles
+from evenload.data.reading.workers import BlockWorker, ProcessWorker, ThreadWorker
+from evenload.errors import DataError
+
+
+class LaneKey(NamedTuple):
+    """A lane: part of the mixture, and lane in it."""
+
+    part: int
+    lane: int
+
+
+class BlockRequest(NamedTuple):
+    """Asks for the block that begins at a cursor."""
+
+    key: LaneKey
+    epoch: int
+    cursor: BlockCursor
+
+
+@dataclass(frozen=True, eq=False)
+class ReadingJob:
+    """All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
+
+    parts: tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
+
+
+class BlockService:
+    """Reads blocks in the background. Starts at the first request, and again at the first one after `close`.
+
+    Args:
+        num_workers: processes; 0 = a thread of this one.
+        stall_timeout_s: how long a block may take.
+    """
+
+    def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
+        self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
+        self._arrived = threading.Condition()
+        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, Block | Exception]]] = {}
+        self._reading: dict[int, str] = {}
+        self._failure: Exception | None = None
+        self._workers: list[BlockWorker] = []
+
+    def request(self, request: BlockRequest) -> None:
+        """Ask for a block; returns at once."""
+        self._worker_of(request.key).request(request)
+
+    def take(self, request: BlockRequest) -> Block:
+        """A block that was asked for, waiting for it if need be.
+
+        Raises:
+            DataError: what reading it raised; nothing came for `stall_timeout_s`; workers die again and again.
+        """
+        worker = self._worker_of(request.key).index
+        deadline_s = time.monotonic() + self._stall_timeout_s
+        with self._arrived:
+            while not self._blocks.get(request.key):
+                if self._failure is not None:
+                    raise self._failure
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DataError(
+                        f"the data source gave nothing for {self._stall_timeout_s:g} s; it was reading "
+                        f"{self._reading.get(worker, 'no file yet')} (lane {request.key.lane}, block "
+                        f"{request.cursor.block}); check the storage, or raise data.stall_timeout_s"
+                    )
+                self._arrived.wait(left_s)
+            answered, outcome = self._blocks[request.key].popleft()
+        assert answered == request, f"asked for {request}, got {answered}"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """End threads and processes. Blocks that were asked for and not taken are dropped."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
+        self._blocks.clear()
+        self._failure = None
+
+    def _start(self) -> list[BlockWorker]:
+        channels = (self._job, self._deliver, self._note_open, self._fail)
+        if not self._num_workers:
+            return [ThreadWorker(0, *channels)]
+        return [ProcessWorker(index, *channels) for index in range(self._num_workers)]
+
+    def _worker_of(self, key: LaneKey) -> BlockWorker:
+        if not self._workers:
+            self._workers = self._start()
+        return self._workers[(key.part + key.lane) % len(self._workers)]
+
+    def _deliver(self, request: BlockRequest, outcome: Block | Exception) -> None:
+        with self._arrived:
+            self._blocks.setdefault(request.key, deque()).append((request, outcome))
+            self._arrived.notify_all()
+
+    def _note_open(self, worker: int, name: str) -> None:
+        self._reading[worker] = name
+
+    def _fail(self, error: Exception) -> None:
+        with self._arrived:
+            self._failure = error
+            self._arrived.notify_all()

@@ -1,0 +1,240 @@
+"""`BlockReader`: reads blocks of lanes: records → documents within the length limit → shuffled block.
+
+    segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
+
+A block ends after its number of documents or tokens. The first blocks of a lane are small and double in size, so that
+the first batch needs few documents however large the window is. What is dropped on the way is counted in the block.
+
+Asked for the block that follows the last one it read, a reader goes on where it stands; asked for any other, it opens
+the source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each lane
+again. Memory: one block and one chunk of records a lane.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.config import DataConfig
+from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.formats.record import FILE_END, Record
+from evenload.data.ledger import Tally
+from evenload.data.reading.block import Block, BlockCursor, BlockHead
+from evenload.data.reading.encode_records import encode_records
+from evenload.data.reading.part_files import PartFiles
+from evenload.data.reading.random_order import BLOCKS, permutation
+from evenload.data.reading.segments import Segment, deal_segments
+from evenload.errors import DataError
+
+BLOCK_TOKENS = 1 << 18
+"""A block ends once it holds so many tokens: bounds memory and the time of a resume where documents are long."""
+
+_FIRST_BLOCK_DOCUMENTS = 4
+# Without shuffling the order does not depend on the size of blocks.
+_UNSHUFFLED_DOCUMENTS = 256
+# A source may drop everything for a long time; a block that only counts lets others see that it goes on.
+_BLOCK_RECORDS = 1 << 16
+_CHUNK_RECORDS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one record, or one document of it, adds to a block.
+
+    Args:
+        document: None where nothing of the record is trained.
+        after: where to go on after it (`block` has no meaning here).
+        read, dropped: tallies beyond the document itself, as (documents, tokens) and (reason, documents, tokens).
+    """
+
+    document: EncodedDocument | None
+    after: BlockCursor
+    read: tuple[int, int] = (0, 0)
+    dropped: tuple[str, int, int] | None = None
+
+
+class BlockReader:
+    """Reads blocks of one part of the mixture.
+
+    Args:
+        config: of the part.
+        stream: number of the part.
+        on_open: told the name of every file that is opened.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        files: PartFiles,
+        encoder: DocumentEncoder,
+        stream: int,
+        on_open: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._config, self._files, self._encoder, self._stream = config, files, encoder, stream
+        self._on_open = on_open
+        self._shuffled = config.shuffle_window > 1
+        self._most = max(1, config.shuffle_window // config.num_lanes) if self._shuffled else _UNSHUFFLED_DOCUMENTS
+        self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
+        self._dealt: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
+
+    def read(self, lane: int, epoch: int, cursor: BlockCursor) -> Block:
+        """The block that begins at the cursor.
+
+        Raises:
+            DataError: a file that cannot be read; a corrupt or over-long record where that is an error. Asked again,
+                it raises the same again.
+        """
+        at = self._open.pop(lane, None)
+        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(lane, epoch, cursor)
+        documents: list[EncodedDocument] = []
+        dropped: dict[str, Tally] = {}
+        num_read = tokens_read = num_tokens = 0
+        limit = min(self._most, _FIRST_BLOCK_DOCUMENTS << min(cursor.block, 40)) if self._shuffled else self._most
+        next_cursor: BlockCursor | None = None
+        for num_steps, step in enumerate(steps, start=1):
+            if step.document is not None:
+                documents.append(step.document)
+                num_tokens += len(step.document.tokens)
+            num_read += step.read[0]
+            tokens_read += step.read[1]
+            if step.dropped is not None:
+                reason, count, size = step.dropped
+                dropped[reason] = dropped.get(reason, Tally()).plus(count, size)
+            if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
+                next_cursor = msgspec.structs.replace(step.after, block=cursor.block + 1)
+                self._open[lane] = (epoch, next_cursor, steps)
+                break
+        read = Tally(documents=num_read + len(documents), tokens=tokens_read + num_tokens)
+        order = range(len(documents))
+        if self._shuffled:
+            lane_id = (self._stream << 32) | lane
+            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, lane_id, cursor.block)
+        return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
+
+    def _lane_segments(self, lane: int, epoch: int) -> tuple[Segment, ...]:
+        if self._dealt is None or self._dealt[0] != epoch:
+            config = self._config
+            dealt = deal_segments(
+                self._files.segments,
+                config.num_lanes,
+                shuffled=self._shuffled,
+                seed=config.seed,
+                epoch=epoch,
+                stream=self._stream,
+            )
+            self._dealt = (epoch, dealt)
+        return self._dealt[1][lane]
+
+    def _steps(self, lane: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
+        """Everything from the cursor to the end of the lane's epoch."""
+        segments = self._lane_segments(lane, epoch)
+        for rank in range(cursor.segment, len(segments)):
+            segment = segments[rank]
+            file, reader = self._files.files[segment.file], self._files.readers[segment.file]
+            self._on_open(file.name)
+            resumed = rank == cursor.segment
+            start = cursor.offset if resumed else None
+            if start == FILE_END:
+                continue
+            records = reader.records(file, segment.part, self._encoder.columns, start)
+            skip = cursor.part if resumed else 0
+            # The first chunk is small: a reader that is asked for four documents need not encode thirty-two.
+            sizes = chain((_FIRST_BLOCK_DOCUMENTS,), iter(lambda: _CHUNK_RECORDS, None))
+            while chunk := list(islice(records, next(sizes))):
+                for record, outcome in zip(chunk, encode_records(self._encoder, chunk), strict=True):
+                    yield from self._documents(segment.file, rank, record, outcome, skip)
+                    skip = 0
+
+    def _documents(
+        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str, skip: int
+    ) -> Iterator[_Step]:
+        """The documents of a record from its `skip`-th on; what is dropped is counted with the record."""
+        config = self._config
+        after = BlockCursor(segment=rank, offset=record.next_offset)
+        if isinstance(outcome, str):
+            if config.on_corrupt == "error":
+                origin = self._files.origin(file, record.offset)
+                raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')
+            yield _Step(None, after, read=(1, 0), dropped=("corrupt", 1, 0))
+            return
+        size, limit = len(outcome.tokens), config.max_document_tokens
+        if 0 < size <= limit:
+            yield _Step(outcome, after)
+            return
+        if not size:
+            yield _Step(None, after, read=(1, 0), dropped=("empty", 1, 0))
+            return
+        match config.overlong:
+            case "error":
+                raise DataError(
+                    f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
+                    f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
+                    f'{limit} tokens), "truncate" (keep the first {limit}), "drop" (leave the document out) '
+                    'instead of "error"'
+                )
+            case "drop":
+                yield _Step(None, after, read=(1, size), dropped=("overlong", 1, size))
+            case "truncate":
+                # The tail is no document of its own: only its tokens are read and dropped.
+                tail = size - limit
+                yield _Step(_piece(outcome, 0, limit), after, read=(0, tail), dropped=("truncated", 0, tail))
+            case "split":
+                starts = range(0, size, limit)
+                for part in range(skip, len(starts)):
+                    is_last = part == len(starts) - 1
+                    here = after if is_last else BlockCursor(segment=rank, offset=record.offset, part=part + 1)
+                    yield _Step(_piece(outcome, starts[part], min(size, starts[part] + limit)), here)
+
+
+def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
+    """Tokens `[start, stop)` as a document of its own, whose first token has no label."""
+    labels = document.labels
+    if labels is not None:
+        labels = labels[start:stop].copy()
+        labels[0] = IGNORE_INDEX
+    return EncodedDocument(document.tokens[start:stop], labels)
+
+
+def _make_block(
+    documents: list[EncodedDocument],
+    cursor: BlockCursor,
+    next_cursor: BlockCursor | None,
+    read: Tally,
+    dropped: dict[str, Tally],
+) -> Block:
+    lengths = np.fromiter((len(document.tokens) for document in documents), np.int32, len(documents))
+    edges = np.zeros(len(documents) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    tokens = np.concatenate([document.tokens for document in documents]) if documents else np.zeros(0, np.int32)
+    tokens = tokens.astype(np.int32, copy=False)
+    has_labels = any(document.labels is not None for document in documents)
+    labels: NDArray[np.int32] | None = None
+    num_labels = np.maximum(lengths - 1, 0)
+    if has_labels:
+        labels = np.concatenate([written_labels(document) for document in documents])
+        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
+        num_labels = (trained[edges[1:]] - trained[edges[:-1]]).astype(np.int32)
+    head = BlockHead(
+        cursor=cursor,
+        next_cursor=next_cursor,
+        lengths=lengths.tobytes(),
+        num_labels=num_labels.astype(np.int32).tobytes(),
+        has_labels=has_labels,
+        checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
+        read=read,
+        dropped=dropped,
+    )
+    return Block(head, edges, tokens, labels)
+
+
+def written_labels(document: EncodedDocument) -> NDArray[np.int32]:
+    """int32[num_tokens]: the labels, also where they are the tokens."""
+    if document.labels is not None:
+        return document.labels
+    labels = document.tokens.copy()
+    labels[:1] = IGNORE_INDEX
+    return labels

@@ -1,0 +1,55 @@
+"""Segments: the shares of files that lanes read, dealt to lanes anew in every epoch.
+
+Files are cut by size alone, before anything is opened, so that a data set of any size is ready in the time of one
+listing, and one large file feeds all lanes. Neither the number of ranks nor of workers plays a part: what a lane
+reads, and in which order, depends on files, seed and epoch only.
+
+Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evenload.data.files import SourceFile
+from evenload.data.formats.record import FilePart, RecordReader
+from evenload.data.reading.random_order import SEGMENTS, permutation
+
+# Small enough that a lane gets several segments of a small data set, so that their permutation mixes it; large enough
+# that opening a file at an offset (a request to a remote store) stays rare.
+_SEGMENTS_PER_LANE = 4
+_SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
+
+
+class Segment(NamedTuple):
+    """A share of a file, by the file's index."""
+
+    file: int
+    part: FilePart
+
+
+def cut_segments(files: Sequence[SourceFile], readers: Sequence[RecordReader], num_lanes: int) -> tuple[Segment, ...]:
+    """All segments in file order.
+
+    Args:
+        readers: of each file.
+    """
+    total_bytes = sum(file.size_bytes or 0 for file in files)
+    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * num_lanes), _SMALLEST_BYTES), _LARGEST_BYTES)
+    segments: list[Segment] = []
+    for index, (file, reader) in enumerate(zip(files, readers, strict=True)):
+        count = reader.num_parts(file, part_bytes)
+        segments += [Segment(index, FilePart(part, count)) for part in range(count)]
+    return tuple(segments)
+
+
+def deal_segments(
+    segments: Sequence[Segment], num_lanes: int, *, shuffled: bool, seed: int, epoch: int, stream: int
+) -> tuple[tuple[Segment, ...], ...]:
+    """The segments of every lane, in the order in which it reads them.
+
+    Args:
+        stream: number of the part of the mixture; keeps parts of equal shape from the same order.
+    """
+    order = permutation(len(segments), seed, epoch, SEGMENTS, stream, 0) if shuffled else range(len(segments))
+    dealt = [segments[index] for index in order]
+    return tuple(tuple(dealt[lane::num_lanes]) for lane in range(num_lanes))

@@ -1,0 +1,186 @@
+"""Workers that read blocks: a thread, or a process of its own.
+
+A process is started with `python -m evenload.data.reading.worker_process` and not through `multiprocessing`: forking a
+process with threads is unsafe, and spawning imports the user's script again. It ends when its connection does, so none
+outlives the training process, however that ends.
+"""
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Protocol
+
+from evenload.data.reading.block import Block
+from evenload.data.reading.lane import BlockReader
+from evenload.errors import DataError
+
+if TYPE_CHECKING:
+    from evenload.data.reading.block_service import BlockRequest, ReadingJob
+
+_MOST_DEATHS = 3
+"""A worker that ends so often without delivering a block in between is not started again."""
+
+Deliver = Callable[["BlockRequest", Block | Exception], None]
+NoteOpen = Callable[[int, str], None]
+Fail = Callable[[Exception], None]
+
+_log = logging.getLogger("evenload.data")
+
+
+class BlockWorker(Protocol):
+    """Reads what it is asked for, in order."""
+
+    index: int
+
+    def request(self, request: "BlockRequest") -> None:
+        """Ask for a block; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Stop."""
+        ...
+
+
+def make_readers(job: "ReadingJob", on_open: Callable[[str], None]) -> list[BlockReader]:
+    """The readers of all parts."""
+    return [
+        BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job.parts)
+    ]
+
+
+class ThreadWorker:
+    """Reads in a thread of this process."""
+
+    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, note_open: NoteOpen, fail: Fail) -> None:
+        self.index = index
+        self._deliver = deliver
+        self._readers = make_readers(job, lambda name: note_open(index, name))
+        self._requests: queue.SimpleQueue[BlockRequest | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="evenload-read", daemon=True)
+        self._thread.start()
+
+    def request(self, request: "BlockRequest") -> None:
+        """Ask for a block; returns at once."""
+        self._requests.put(request)
+
+    def close(self) -> None:
+        """Stop after the block that is being read."""
+        self._requests.put(None)
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            try:
+                outcome: Block | Exception = self._readers[request.key.part].read(
+                    request.key.lane, request.epoch, request.cursor
+                )
+            except Exception as error:
+                outcome = error
+            self._deliver(request, outcome)
+
+
+class ProcessWorker:
+    """Reads in a process; starts another one if it dies.
+
+    Args:
+        deliver, note_open, fail: called from this worker's receiving thread.
+    """
+
+    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, note_open: NoteOpen, fail: Fail) -> None:
+        self.index = index
+        self._job, self._deliver, self._note_open, self._fail = job, deliver, note_open, fail
+        self._lock = threading.Lock()
+        self._asked: dict[BlockRequest, None] = {}
+        self._closing = False
+        self._deaths = 0
+        self._process, self._connection = _start(job)
+        self._thread = threading.Thread(target=self._receive, name=f"evenload-receive-{index}", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        return self._process.pid
+
+    def request(self, request: "BlockRequest") -> None:
+        """Ask for a block; returns at once."""
+        with self._lock:
+            self._asked[request] = None
+            try:
+                self._connection.send(request)
+            except OSError:
+                # It just died; the receiving thread notices, and asks its successor for everything outstanding.
+                _log.debug("worker %d is gone; %s is asked again", self.index, request)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._closing = True
+            self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        self._connection.close()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                kind, *content = self._connection.recv()
+            except (EOFError, OSError):
+                if self._closing or not self._replace():
+                    return
+                continue
+            if kind == "open":
+                self._note_open(self.index, content[0])
+                continue
+            request, outcome = content
+            with self._lock:
+                self._asked.pop(request)
+                self._deaths = 0
+            self._deliver(request, outcome)
+
+    def _replace(self) -> bool:
+        """Start another process and ask it for everything outstanding; False when that is given up."""
+        code = self._process.wait()
+        with self._lock:
+            self._deaths += 1
+            if self._closing:
+                return False
+            if self._deaths > _MOST_DEATHS:
+                waiting = ", ".join(f"lane {request.key.lane} block {request.cursor.block}" for request in self._asked)
+                self._fail(
+                    DataError(
+                        f"data worker {self.index} died {self._deaths} times without reading a block in between (last "
+                        f"exit code {code}, -9 is often a lack of memory), waiting for {waiting}; set data.workers = 0 "
+                        "to see the error itself, or look into the system's log"
+                    )
+                )
+                return False
+            _log.warning(
+                "data worker %d (process %d) died with exit code %d; another one goes on where it was",
+                self.index,
+                self._process.pid,
+                code,
+            )
+            self._connection.close()
+            self._process, self._connection = _start(self._job)
+            for request in self._asked:
+                self._connection.send(request)
+        return True
+
+
+def _start(job: "ReadingJob") -> tuple[subprocess.Popen[bytes], "Connection"]:
+    """A process that was given the job, and the connection to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "evenload.data.reading.worker_process", str(theirs.fileno())]
+        # Its working directory may lack the package that this process found through its own path.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
+    connection = Connection(ours.detach())
+    connection.send(job)
+    return process, connection
