@@ -113,7 +113,8 @@ class ChatTemplate:
         """
         marker = _Marker()
         pieces = _MARKS.split(self._render(messages, False, marker))
-        if len(pieces) - 1 != 2 * marker.num_blocks:
+        # Two marks a block, and each mark stands between two pieces of text.
+        if len(pieces) != 4 * marker.num_blocks + 1:
             raise RecordProblem(f"the messages hold U+{ord(_OPEN):X} or U+{ord(_CLOSE):X}, which no text may hold")
         spans, texts, position, depth = [], [], 0, 0
         for piece in pieces:
