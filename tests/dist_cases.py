@@ -10,9 +10,9 @@ import torch.distributed as dist
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
-from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.stage import PipelineStage
 from evenload.types.plan import decode_plan
 from reference_training import tiny_config
@@ -33,11 +33,11 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
     decoded = [decode_plan(data) for data in plans]
     layout = decoded[0].layout
     mesh = create_mesh(layout, torch.device("cpu"), timeout_s=60)
-    model = build_stage_model(
-        config, layers=layout.stage_layers[mesh.pp_rank], dtype=dtype, device=mesh.device, weights=None, seed=3
+    models = build_rank_models(
+        config, layout=layout, pp_rank=mesh.pp_rank, dtype=dtype, device=mesh.device, weights=None, seed=3
     )
-    buffers = flatten_units(model, dp=mesh.data_size)
-    executor = Executor(PipelineStage(model, CpuFlashAttention()), mesh)
+    buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
+    executor = Executor({s: PipelineStage(model, CpuFlashAttention()) for s, model in models.items()}, mesh)
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
         for buffer in buffers:

@@ -50,7 +50,7 @@ def _calibrated_on_a_rank():
     stage, model = tiny_stage()
     layout = even_layout(4)
     mesh = create_mesh(layout, torch.device("cpu"), 60)
-    return msgspec.json.encode(calibrate(stage, model, mesh, 256, "this machine"))
+    return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine"))
 
 
 def test_calibration_measures_a_real_stage(gloo_pool):

@@ -116,7 +116,7 @@ def _coefficients(
     if found[0] is not None:
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
-    measured = calibrate(trainer.stage, trainer.model, mesh, trainer.config.data.max_document_tokens, name)
+    measured = calibrate(trainer.stages, trainer.model, mesh, trainer.config.data.max_document_tokens, name)
     if mesh.rank == 0:
         write_cached(path, measured)
     return measured
@@ -138,7 +138,7 @@ def _show_start(
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
         f"layout {trainer.mesh.layout.describe()}",
         f"strategy {config.plan.strategy}",
-        f"attention {trainer.stage.backend_name}",
+        f"attention {next(iter(trainer.stages.values())).backend_name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {memory_cap_bytes / 2**30:.1f} GiB a process",
     )

@@ -10,7 +10,7 @@ time budget lasts; the longer ones are left out where the budget is gone before 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,18 +60,20 @@ class _Sample:
 
 
 def calibrate(
-    stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, device_name: str
+    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, max_document_tokens: int, device_name: str
 ) -> CostCoefficients:
     """Measure and fit. Collective over all ranks; every rank returns the same coefficients.
 
     Leaves garbage in the gradients: zero them before training.
 
     Args:
+        stages: of this rank; layers of the first are timed, for layers of a model are alike.
         max_document_tokens: no longer documents are tried.
     """
     dist.barrier(group=mesh.control)
-    layers = _time_layers(stage, model, max_document_tokens)
-    head = _time_head(stage, model.vocab_size) if stage.model.is_last else []
+    layers = _time_layers(stages[min(stages)], model, max_document_tokens)
+    last = stages[max(stages)]
+    head = _time_head(last, model.vocab_size) if last.model.is_last else []
     mine = {
         "layers": layers,
         "head": head,
@@ -211,13 +213,15 @@ def _optimizer_s_per_parameter() -> float:
 
 def _time_link(mesh: Mesh) -> tuple[float, float] | None:
     """(latency_s, bytes per second) of one hop to the next stage, or to the next replica; None when alone."""
-    group, size, me = (
-        (mesh.forward, mesh.layout.pp, mesh.pp_rank)
-        if mesh.layout.pp > 1
-        else (mesh.data, mesh.layout.dp, mesh.dp_rank)
-    )
-    if size == 1 or me > 1:
-        return None
+    if mesh.layout.pp > 1:
+        ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
+        if mesh.rank not in ends or 1 not in mesh.forward:
+            return None
+        group, me = mesh.forward[1], int(mesh.rank != min(ends))  # members of a group are in rank order
+    else:
+        group, me = mesh.data, mesh.data_rank
+        if mesh.data_size == 1 or me > 1:
+            return None
     small, large = (_ping(torch.zeros(n), group, me) for n in (16, 1 << 20))
     return small, max(4 * (1 << 20) / max(large - small, 1e-9), 1.0)
 

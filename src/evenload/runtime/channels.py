@@ -1,22 +1,29 @@
-"""`Channels`: the two directed FIFO channels between neighbouring stages.
+"""`Channels`: the directed FIFO channels between neighbouring virtual stages.
 
-Shapes come from the plan; nothing is negotiated. Receives are posted a little ahead, in the order in
-which the schedule will ask for them, so that a transfer runs while the stage computes. Sends are
-asynchronous; their tensors are kept until the step ends (hidden states only, about 1/12 of a layer's
-recorded activations).
+Shapes come from the plan; nothing is negotiated. Every pair of neighbouring stages has two channels, hidden states
+forward and gradients backward. With several stages on a rank they go round the ranks, and every channel still has its
+packs in index order on both sides (`schedule/rendezvous.py` replays exactly these rules). Stages on the same rank
+hand tensors over without a transfer.
+
+Receives are posted a little ahead, in the order in which the schedule will ask for them, so that a transfer runs while
+the stage computes. Sends are asynchronous; a sent tensor is kept until it is safe to wait for its receipt
+(`send_releases.py`), a few packs later.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.runtime.mesh import Mesh
+from evenload.runtime.send_releases import Channel
 from evenload.runtime.watch import RankWatch
 
 _POSTED_AHEAD = 2
+_WORDS = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 
 @dataclass(eq=False)
@@ -51,14 +58,41 @@ class _Receiver:
         return tensor
 
 
+@dataclass(eq=False)
+class _Sender:
+    """Sends of one channel and what of them may still be on its way."""
+
+    group: dist.ProcessGroup
+    peer: int
+    what: str
+    watch: RankWatch
+    kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
+    num_sent: int = 0
+    most_kept: int = 0
+
+    def send(self, pack: int, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        with self.watch.waiting(f"a connection for {self.what} pack {pack}", f"rank {self.peer}"):
+            work = dist.isend(tensor, self.peer, group=self.group)
+        assert work is not None
+        self.kept.append((pack, tensor, work))
+        self.num_sent += 1
+        self.most_kept = max(self.most_kept, len(self.kept))
+
+    def release(self, count: int) -> None:
+        """Wait for the first `count` sends of the step and let their tensors go."""
+        while self.num_sent - len(self.kept) < count:
+            pack, _, work = self.kept.popleft()
+            with self.watch.waiting(f"the receipt of {self.what} pack {pack}", f"rank {self.peer}"):
+                work.wait()
+
+
 class Channels:
-    """One step's traffic of one stage.
+    """One step's traffic of one rank.
 
     Args:
-        previous, next: global ranks of the neighbouring stages, None at the ends.
-        forward, backward: one group per direction of traffic.
-        forward_rows, backward_rows: (pack, rows) in the order in which this stage receives them.
-        watch: names who failed.
+        mesh: names peers and groups.
+        rows: by channel of this rank's stages, (pack, rows) in the order in which they receive them.
 
     Raises:
         RankLostError: from any transfer, when a neighbour died or is stuck.
@@ -66,63 +100,71 @@ class Channels:
 
     def __init__(
         self,
+        mesh: Mesh,
         *,
-        previous: int | None,
-        next: int | None,
-        forward: dist.ProcessGroup,
-        backward: dist.ProcessGroup,
-        forward_rows: Sequence[tuple[int, int]],
-        backward_rows: Sequence[tuple[int, int]],
+        rows: Mapping[Channel, Sequence[tuple[int, int]]],
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        watch: RankWatch,
     ) -> None:
-        self._previous, self._next = previous, next
-        self._forward, self._backward = forward, backward
-        self._watch = watch
-        self._sent: list[tuple[Tensor, dist.Work, str, int]] = []
-        shape = {"hidden_size": hidden_size, "dtype": dtype, "device": device, "watch": watch}
+        self._num_stages = mesh.layout.num_stages
+        self._receivers: dict[Channel, _Receiver] = {}
+        self._senders: dict[Channel, _Sender] = {}
+        self._handed_over: dict[tuple[Channel, int], Tensor] = {}
+        shape = {"hidden_size": hidden_size, "dtype": dtype, "device": device, "watch": mesh.watch}
+        for kind, groups, step in (("F", mesh.forward, 1), ("B", mesh.backward, -1)):
+            for stage, group in sorted(groups.items()):
+                sender, receiver = mesh.rank_of_stage(stage - step), mesh.rank_of_stage(stage)
+                if receiver == mesh.rank:
+                    due = deque(rows[kind, stage])
+                    self._receivers[kind, stage] = _Receiver(group, sender, _WORDS[kind], due, deque(), **shape)
+                else:
+                    self._senders[kind, stage] = _Sender(group, receiver, _WORDS[kind], mesh.watch)
+        for receiver in self._receivers.values():
+            receiver.post()
 
-        def receiver(group, peer, what, rows) -> _Receiver | None:
-            if peer is None:
-                return None
-            result = _Receiver(group, peer, what, deque(rows), deque(), **shape)
-            result.post()
-            return result
+    def receive_hidden(self, stage: int, pack: int) -> Tensor | None:
+        """Hidden states of a forward pack for a stage; None on the first stage."""
+        return self._receive(("F", stage), pack) if stage > 0 else None
 
-        self._from_previous = receiver(forward, previous, "the hidden states of forward", forward_rows)
-        self._from_next = receiver(backward, next, "the gradient of backward", backward_rows)
+    def receive_grad(self, stage: int, pack: int) -> Tensor | None:
+        """Gradient of a backward pack for a stage; None on the last stage."""
+        return self._receive(("B", stage), pack) if stage < self._num_stages - 1 else None
 
-    def receive_hidden(self, pack: int) -> Tensor | None:
-        """Hidden states of a forward pack; None on the first stage."""
-        return self._from_previous.take(pack) if self._from_previous else None
+    def send_hidden(self, stage: int, pack: int, hidden: Tensor) -> None:
+        """From a stage to the next one, if there is one."""
+        if stage < self._num_stages - 1:
+            self._send(("F", stage + 1), pack, hidden)
 
-    def receive_grad(self, pack: int) -> Tensor | None:
-        """Gradient of a backward pack; None on the last stage."""
-        return self._from_next.take(pack) if self._from_next else None
+    def send_grad(self, stage: int, pack: int, grad: Tensor | None) -> None:
+        """From a stage to the one before, if there is one."""
+        if stage > 0:
+            assert grad is not None
+            self._send(("B", stage - 1), pack, grad)
 
-    def send_hidden(self, pack: int, hidden: Tensor) -> None:
-        """To the next stage, if there is one."""
-        self._send(hidden, self._next, self._forward, f"the hidden states of forward pack {pack}")
+    def release(self, sends: Iterable[tuple[Channel, int]]) -> None:
+        """Wait for the first so many sends of channels and let their tensors go."""
+        for channel, count in sends:
+            self._senders[channel].release(count)
 
-    def send_grad(self, pack: int, grad: Tensor | None) -> None:
-        """To the stage before, if there is one."""
-        if grad is not None:
-            self._send(grad, self._previous, self._backward, f"the gradient of backward pack {pack}")
+    @property
+    def most_kept(self) -> int:
+        """Sent tensors that any one channel kept at once."""
+        return max((sender.most_kept for sender in self._senders.values()), default=0)
 
     def close(self) -> None:
         """Wait until everything sent has arrived."""
-        for _, work, what, peer in self._sent:
-            with self._watch.waiting(f"the receipt of {what}", f"rank {peer}"):
-                work.wait()
-        self._sent.clear()
+        assert not self._handed_over, f"packs {list(self._handed_over)} were handed over and never used"
+        for sender in self._senders.values():
+            sender.release(sender.num_sent)
 
-    def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup, what: str) -> None:
-        if peer is None:
-            return
-        tensor = tensor.contiguous()
-        with self._watch.waiting(f"a connection for {what}", f"rank {peer}"):
-            work = dist.isend(tensor, peer, group=group)
-        assert work is not None
-        self._sent.append((tensor, work, what, peer))
+    def _receive(self, channel: Channel, pack: int) -> Tensor:
+        if channel in self._receivers:
+            return self._receivers[channel].take(pack)
+        return self._handed_over.pop((channel, pack))
+
+    def _send(self, channel: Channel, pack: int, tensor: Tensor) -> None:
+        if channel in self._senders:
+            self._senders[channel].send(pack, tensor)
+        else:
+            self._handed_over[channel, pack] = tensor

@@ -35,23 +35,28 @@ class ParallelConfig(Frozen):
         dp: replicas that train different documents of the same step (data parallel).
         pp: pipeline stages.
         cp, tp: context and tensor parallel; anything but 1 is refused in this version.
-        stage_layers: layers of every stage, such as those that `evenload plan` chooses by cost; default: split
-            evenly. May change when a run is resumed.
+        virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
+        stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
+            by cost; default: split evenly. May change when a run is resumed.
     """
 
     dp: int = 1
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    virtual: int = 1
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.virtual < 1:
+            raise ConfigError(f"parallel.virtual is {self.virtual}, must be at least 1")
         if self.stage_layers is None:
             return
-        if len(self.stage_layers) != self.pp or min(self.stage_layers, default=0) < 1:
+        stages = self.pp * self.virtual
+        if len(self.stage_layers) != stages or min(self.stage_layers, default=0) < 1:
             raise ConfigError(
-                f"parallel.stage_layers is {list(self.stage_layers)}, must be {self.pp} numbers of at least 1, one for "
-                "each of parallel.pp stages"
+                f"parallel.stage_layers is {list(self.stage_layers)}, must be {stages} numbers of at least 1, one for "
+                "each of parallel.pp x parallel.virtual stages"
             )
 
 

@@ -1,8 +1,18 @@
-"""`Executor`: follows one rank's actions of a plan. It never plans, reorders or negotiates."""
+"""`Executor`: follows one rank's actions of a plan. It never plans, reorders or negotiates.
+
+    F   receive hidden states, run the forward pack, send hidden states on
+    B   receive the gradient, run the backward pack, send the gradient on
+    I   as B, but the weight gradients of linear layers wait, with what they need, until W
+    W   add them; nothing is received or sent
+
+An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
+backward starts to come back before its gradient is waited for.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +21,15 @@ from numpy.typing import NDArray
 from evenload.data.collate import collate_pack
 from evenload.errors import InvalidPlanError
 from evenload.runtime.channels import Channels
+from evenload.runtime.held_bytes import STORE_KINDS, HeldBytes, StoreKind
+from evenload.runtime.host_copies import host_copies
 from evenload.runtime.mesh import Mesh
+from evenload.runtime.send_releases import Channel, send_releases
 from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.held_bytes import StoreKind
 from evenload.runtime.store import ActivationStore, Range
 from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import StepPlan
+from evenload.types.schedule import Action
 from evenload.types.timeline import KINDS
 
 
@@ -25,15 +38,18 @@ class RankTrace:
     """What one rank did in a step; times in seconds on its own monotonic clock.
 
     Args:
-        kind: uint8[n], index into `KINDS`; pack: int32[n]; start_s, end_s: float64[n].
-        memory_bytes: int64[n], activations held when each action ended.
+        kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
+        memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
+            by kind of `held_bytes.STORE_KINDS`.
     """
 
     kind: NDArray[np.uint8]
+    stage: NDArray[np.int32]
     pack: NDArray[np.int32]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     memory_bytes: NDArray[np.int64]
+    memory_kind_bytes: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,27 +58,35 @@ class RankRun:
 
     Args:
         loss: this rank's share of the global mean loss (0 except on last stages).
-        peak_bytes: the most the activation store held.
-        peak_by_kind: the most it held of each kind, at different times.
+        peak_bytes: the most the activation stores held.
+        peak_by_kind: the most they held of each kind, at different times.
+        peak_host_bytes: the most that was offloaded to host memory.
+        most_sends_kept: sent tensors that any one channel kept at once.
     """
 
     loss: float
     trace: RankTrace
     peak_bytes: int
     peak_by_kind: dict[StoreKind, int]
+    peak_host_bytes: int
+    most_sends_kept: int
 
 
 class Executor:
-    """Runs plans on one stage.
+    """Runs plans on one rank.
 
     Args:
+        stages: the rank's virtual stages by index.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, stage: PipelineStage, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._stage = stage
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], mesh: Mesh, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._stages = stages
         self._mesh = mesh
         self._clock = clock
+        self._copies = host_copies(mesh.device)
 
     def run(self, plan: StepPlan, tokens: dict[int, NDArray[np.int32]]) -> RankRun:
         """Run this rank's actions of `plan`; gradients are added to `main_grad`.
@@ -81,56 +105,60 @@ class Executor:
                 f"step {plan.step}: {shared.cp} ranks share document {shared.doc_id} (cp or DP-Merge); "
                 "the runtime of this version runs documents on one replica only: plan with dp_merge = false"
             )
-        if packs.policies:
-            raise InvalidPlanError(
-                f"step {plan.step}: activation policies {sorted(set(packs.policies.values()))} are planned; "
-                "the runtime of this version executes 'replay' only"
-            )
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
-        store = ActivationStore(_stored_tokens(packs), [pack_ranges(pack) for pack in packs.backward])
+        held = HeldBytes()
+        whole_packs = [pack_ranges(pack) for pack in packs.backward]
+        stores = {
+            stage: ActivationStore(
+                _stored_tokens(packs), whole_packs, policies=packs.policies, held=held, copies=self._copies
+            )
+            for stage in self._stages
+        }
         channels = self._open_channels(packs, actions)
-        rows: list[tuple[int, int, float, float, int]] = []
+        releases = send_releases(plan, self._mesh.dp_rank, self._mesh.pp_rank)
+        rows: list[_Row] = []
         loss = 0.0
-        for action in actions:
-            pack = (packs.forward if action.kind == "F" else packs.backward)[action.pack]
+        for action, released in zip(actions, releases, strict=True):
             self._mesh.watch.note(action)
-            batch = self._load(pack, tokens)
-            if action.kind == "F":
-                hidden = channels.receive_hidden(action.pack)
+            channels.release(released)
+            stage, store = self._stages[action.stage], stores[action.stage]
+            if action.kind == "W":
                 start_s = self._clock()
-                channels.send_hidden(action.pack, self._stage.forward(batch, hidden, store))
+                store.add_put_off_weights(action.pack)
+            elif action.kind == "F":
+                batch = self._load(packs.forward[action.pack], tokens)
+                hidden = channels.receive_hidden(action.stage, action.pack)
+                start_s = self._clock()
+                channels.send_hidden(action.stage, action.pack, stage.forward(batch, hidden, store))
             else:
-                if action.kind != "B":
-                    raise InvalidPlanError(
-                        f"step {plan.step}: action {action} splits a backward into I and W, which can be planned and "
-                        "simulated; the runtime of this version executes F and B only"
-                    )
-                grad = channels.receive_grad(action.pack)
+                batch = self._load(packs.backward[action.pack], tokens)
+                stage.announce_backward(batch.ranges, store)
+                grad = channels.receive_grad(action.stage, action.pack)
                 start_s = self._clock()
-                grad, share = self._stage.backward(batch, grad, store, plan.num_label_tokens)
+                products = store.put_off_weights(action.pack) if action.kind == "I" else None
+                grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products)
                 loss += float(share)
-                channels.send_grad(action.pack, grad)
-            rows.append((KINDS.index(action.kind), action.pack, start_s, self._clock(), store.held.held_bytes))
+                channels.send_grad(action.stage, action.pack, grad)
+            rows.append(_Row(action, start_s, self._clock(), tuple(held.held_by_kind.values())))
         channels.close()
-        store.check_empty()
-        return RankRun(loss, _trace(rows), store.held.peak_bytes, store.held.peak_by_kind)
-
-    def _open_channels(self, packs: PackPlan, actions) -> Channels:
-        def rows(kind: str, of: tuple[MicroPack, ...]) -> list[tuple[int, int]]:
-            return [(a.pack, num_pack_rows(of[a.pack])) for a in actions if a.kind == kind]
-
-        return Channels(
-            previous=self._mesh.previous,
-            next=self._mesh.next,
-            forward=self._mesh.forward,
-            backward=self._mesh.backward,
-            forward_rows=rows("F", packs.forward),
-            backward_rows=rows("B", packs.backward),
-            hidden_size=self._stage.hidden_size,
-            dtype=self._stage.dtype,
-            device=self._stage.device,
-            watch=self._mesh.watch,
+        for store in stores.values():
+            store.check_empty()
+        assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
+        return RankRun(
+            loss, _trace(rows), held.peak_bytes, held.peak_by_kind, held.peak_host_bytes, channels.most_kept
         )
+
+    def _open_channels(self, packs: PackPlan, actions: Sequence[Action]) -> Channels:
+        rows: dict[Channel, list[tuple[int, int]]] = {
+            (kind, stage): [] for stage in self._stages for kind in ("F", "B")
+        }
+        for action in actions:
+            if action.kind == "F":
+                rows["F", action.stage].append((action.pack, num_pack_rows(packs.forward[action.pack])))
+            elif action.kind != "W":
+                rows["B", action.stage].append((action.pack, num_pack_rows(packs.backward[action.pack])))
+        like = next(iter(self._stages.values()))
+        return Channels(self._mesh, rows=rows, hidden_size=like.hidden_size, dtype=like.dtype, device=like.device)
 
     def _load(self, pack: MicroPack, tokens: dict[int, NDArray[np.int32]]) -> PackTokens:
         batch = collate_pack(pack, tokens)
@@ -160,12 +188,21 @@ def _stored_tokens(packs: PackPlan) -> dict[int, int]:
     return stored
 
 
-def _trace(rows: list[tuple[int, int, float, float, int]]) -> RankTrace:
-    kind, pack, start_s, end_s, memory = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+class _Row(NamedTuple):
+    action: Action
+    start_s: float
+    end_s: float
+    held_bytes: tuple[int, ...]
+
+
+def _trace(rows: list[_Row]) -> RankTrace:
+    kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
-        kind=np.array(kind, dtype=np.uint8),
-        pack=np.array(pack, dtype=np.int32),
-        start_s=np.array(start_s, dtype=np.float64),
-        end_s=np.array(end_s, dtype=np.float64),
-        memory_bytes=np.array(memory, dtype=np.int64),
+        kind=np.array([KINDS.index(row.action.kind) for row in rows], dtype=np.uint8),
+        stage=np.array([row.action.stage for row in rows], dtype=np.int32),
+        pack=np.array([row.action.pack for row in rows], dtype=np.int32),
+        start_s=np.array([row.start_s for row in rows], dtype=np.float64),
+        end_s=np.array([row.end_s for row in rows], dtype=np.float64),
+        memory_bytes=kinds.sum(axis=1),
+        memory_kind_bytes=kinds,
     )

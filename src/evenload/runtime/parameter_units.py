@@ -6,6 +6,7 @@ tensors. Buffers are cut by unit, not by a byte range of the whole model: a chan
 units. One buffer takes weight decay (matrices), the other does not (norms, biases).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class FlatBuffer:
         parameters: the parameters, views of `values`.
         num_elements: real elements; the buffers are padded to a multiple of `dp`.
         values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
-        tied: the buffer holds the embedding/head weight that another stage holds too.
+        tied: the buffer holds the embedding/head weight that another rank holds too.
     """
 
     key: str
@@ -42,20 +43,24 @@ class FlatBuffer:
         return flat[dp_rank * size : (dp_rank + 1) * size]
 
 
-def flatten_units(stage: StageModel, dp: int) -> list[FlatBuffer]:
-    """Move the stage's parameters into flat buffers and give each a `main_grad`.
+def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[FlatBuffer]:
+    """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
 
-    Gradients that autograd produces itself (norm weights) are added to `main_grad` by a hook; linears and
+    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that autograd produces itself (norm weights) are added to `main_grad` by a hook; linears and
     the embedding write there directly.
     """
-    crosses_stages = bool(stage.config.tie_word_embeddings) and not stage.ties_within_stage
-    buffers = []
-    for unit, named in stage.unit_parameters():
+    stages = [stages] if isinstance(stages, StageModel) else stages
+    is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
+    crosses_ranks = bool(stages[0].config.tie_word_embeddings) and not is_within
+    buffers, seen = [], set()
+    for unit, named in (unit for stage in stages for unit in stage.unit_parameters()):
+        named = [(name, p) for name, p in named if id(p) not in seen]
+        seen |= {id(p) for _, p in named}
         for decays in (True, False):
             group = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
             if not group:
                 continue
-            tied = crosses_stages and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
+            tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
             assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
             buffers.append(_flatten(f"{unit}.{'decay' if decays else 'no_decay'}", group, dp, decays, tied))
     return buffers

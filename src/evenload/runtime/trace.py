@@ -40,7 +40,7 @@ def gather_timeline(
     return Timeline(
         dp_rank=per_task([row[0] for row in rows], np.int32),
         rank=per_task([row[1] for row in rows], np.int32),
-        stage=per_task([row[1] for row in rows], np.int32),
+        stage=joined([row[4].stage for row in rows], np.int32),
         kind=joined([row[4].kind for row in rows], np.uint8),
         pack=joined([row[4].pack for row in rows], np.int32),
         start_s=joined([row[4].start_s - row[2] for row in rows], np.float64),

@@ -26,10 +26,11 @@ from evenload.runtime.config import TrainConfig
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.hf_export import export_hf
-from evenload.runtime.hf_model import build_stage_model, load_config
+from evenload.runtime.hf_model import load_config
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
@@ -80,7 +81,7 @@ def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
     """
     p = config.parallel
     if p.stage_layers is None:
-        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
+        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual)
     if sum(p.stage_layers) != num_layers:
         raise ConfigError(
             f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
@@ -90,7 +91,7 @@ def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
 
 
 class Trainer:
-    """State of one rank: its stage, optimizer shard and loader.
+    """State of one rank: its virtual stages, optimizer shard and loader.
 
     Raises:
         ConfigError, UnsupportedModelError: see their makers.
@@ -102,19 +103,20 @@ class Trainer:
         self.hf_config = load_config(config.model.path)
         self.model = model_spec(config)
         weights = None if config.model.random_init else config.model.path
-        self._stage_model = build_stage_model(
+        models = build_rank_models(
             self.hf_config,
-            layers=mesh.layout.stage_layers[mesh.pp_rank],
+            layout=mesh.layout,
+            pp_rank=mesh.pp_rank,
             dtype=getattr(torch, config.model.dtype),
             device=mesh.device,
             weights=weights,
             seed=config.train.seed,
         )
-        self._buffers = flatten_units(self._stage_model, mesh.data_size)
+        self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
         backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
-        self.stage = PipelineStage(self._stage_model, backend)
+        self.stages = {stage: PipelineStage(model, backend) for stage, model in models.items()}
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
-        self._executor = Executor(self.stage, mesh)
+        self._executor = Executor(self.stages, mesh)
         self._loader = GlobalBatchLoader(config.data, peers=TorchPeers(mesh.planning))
         if self._loader.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(

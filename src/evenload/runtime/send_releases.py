@@ -1,0 +1,101 @@
+"""When a rank may wait for its own sends, so that it need not keep every sent tensor to the end of the step.
+
+A send is over when its receiver has posted the receive, which it does in its own order. Transports do not tell (with
+gloo `Work.is_completed()` stays False until `wait`), and waiting at a bad moment is a deadlock: two ranks that wait for
+each other's receives. So both ends need one order of all actions that no wait goes against. The plan has one, its
+predicted start times:
+
+    before an action that starts at t, wait for the sends of a channel whose pack number i is followed by a pack
+    i + LAG that its receiver starts strictly before t
+
+Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form
+no circle, whatever the real durations. By then the receiver has long posted the receive, unless it is LAG packs
+behind its prediction; then the sender waits for it, once it would run LAG packs further ahead than planned.
+
+A rank keeps what is under way in the prediction plus LAG packs a channel. O(actions log actions).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.simulate.simulate import simulate
+from evenload.types.layout import ParallelLayout
+from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward, action_columns
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import KINDS
+
+LAG = 4
+Channel = tuple[str, int]
+"""("F", stage that receives hidden states) or ("B", stage that receives gradients)."""
+_FORWARD, _WEIGHT = KINDS.index("F"), KINDS.index("W")
+
+
+def channels_of_rank(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
+    """Channels on which a rank sends to another."""
+    ranks = layout.stage_to_rank
+    found: list[Channel] = []
+    for stage, rank in enumerate(ranks):
+        for kind, to in (("F", stage + 1), ("B", stage - 1)):
+            if rank == pp_rank and 0 <= to < len(ranks) and ranks[to] != pp_rank:
+                found.append((kind, to))
+    return found
+
+
+def send_releases(plan: StepPlan, dp_rank: int, pp_rank: int) -> tuple[tuple[tuple[Channel, int], ...], ...]:
+    """For every action of a rank the channels whose first so many sends to wait for before it."""
+    channels = channels_of_rank(plan.layout, pp_rank)
+    actions = action_columns(plan.schedules[dp_rank])
+    own = slice(int(actions.rank_offset[pp_rank]), int(actions.rank_offset[pp_rank + 1]))
+    if not channels:
+        return ((),) * (own.stop - own.start)
+    start_s = simulate(_tasks(plan, dp_rank), actions).start_s
+    counts = {channel: _released(actions, start_s, channel, start_s[own]).tolist() for channel in channels}
+    waits: list[list[tuple[Channel, int]]] = [[] for _ in range(own.stop - own.start)]
+    for channel, column in counts.items():
+        before = 0
+        for at, count in enumerate(column):
+            if count > before:
+                waits[at].append((channel, count))
+                before = count
+    return tuple(map(tuple, waits))
+
+
+def _released(
+    actions: ActionColumns, start_s: NDArray[np.float64], channel: Channel, own_start_s: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Sends of a channel that are over before each own action; int64[own actions], not falling."""
+    kind, stage = channel
+    is_backward = (actions.kind != _FORWARD) & (actions.kind != _WEIGHT)
+    receives = (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
+    # Packs of a stage run in index order, so their starts do not fall.
+    return np.maximum(0, np.searchsorted(start_s[receives], own_start_s, side="left") - LAG)
+
+
+def _tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
+    """The predicted seconds of a replica, without bytes."""
+    packs, times, stages = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout.num_stages
+    shapes = (len(packs.forward), stages), (len(packs.backward), stages)
+    forward_bytes, backward_bytes = (np.zeros(shape, np.int64) for shape in shapes)
+    split = None
+    if times.input_s:
+        split = SplitBackward(
+            input_s=np.array(times.input_s, np.float64).reshape(shapes[1]),
+            weight_s=np.array(times.weight_s, np.float64).reshape(shapes[1]),
+            input_freed_bytes=backward_bytes,
+            input_temp_bytes=backward_bytes,
+            weight_freed_bytes=backward_bytes,
+        )
+    return PipelineTasks(
+        forward_s=np.array(times.forward_s, np.float64).reshape(shapes[0]),
+        backward_s=np.array(times.backward_s, np.float64).reshape(shapes[1]),
+        p2p_forward_s=np.array(times.p2p_forward_s, np.float64),
+        p2p_backward_s=np.array(times.p2p_backward_s, np.float64),
+        forwards_needed=np.array(packs.forwards_needed(), np.int32),
+        stage_to_rank=np.array(plan.layout.stage_to_rank, np.int32),
+        static_bytes=np.zeros(plan.layout.pp, np.int64),
+        forward_kept_bytes=forward_bytes,
+        forward_temp_bytes=forward_bytes,
+        backward_freed_bytes=backward_bytes,
+        backward_temp_bytes=backward_bytes,
+        split=split,
+    )
