@@ -30,7 +30,7 @@ class StageModel:
         layers: by global layer index.
         embedding: on the first stage (and on the last when tied), else None.
         norm, head: on the last stage, else None.
-        units: name -> modules, in model order.
+        router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
     """
 
     config: PretrainedConfig
@@ -42,6 +42,7 @@ class StageModel:
     head: nn.Linear | None
     is_first: bool
     is_last: bool
+    router_aux_loss_coef: float = 0.0
 
     def unit_parameters(self) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
         """Unit name and its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
@@ -129,6 +130,7 @@ def build_stage_model(
     weights: str | None,
     seed: int,
     lora: LoraConfig | None = None,
+    router_aux_loss_coef: float = 0.0,
 ) -> StageModel:
     """Make one stage's part of the model and fill its weights.
 
@@ -136,6 +138,7 @@ def build_stage_model(
         layers: half-open range of layer indices.
         weights: directory with safetensors, or None to initialise from `seed`.
         lora: train adapters and freeze everything else.
+        router_aux_loss_coef: factor of the routers' load-balancing loss.
 
     Raises:
         UnsupportedModelError: a layer holds a module that replay does not know.
@@ -166,6 +169,7 @@ def build_stage_model(
         head=whole.lm_head if is_last else None,
         is_first=is_first,
         is_last=is_last,
+        router_aux_loss_coef=router_aux_loss_coef,
     )
     modules: dict[str, nn.Module | None] = {f"model.layers.{index}": layer for index, layer in kept.items()}
     modules |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
