@@ -3,13 +3,14 @@
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.options import PlanOptions
+from evenload.runtime.lora import LoraConfig
 from evenload.runtime.optimizer import OptimizerConfig
 from evenload.types.base import Frozen
 
@@ -21,11 +22,16 @@ class ModelConfig(Frozen):
         path: a Hugging Face directory, or a `config.json` (then `random_init` is needed).
         random_init: start from random weights instead of the directory's.
         dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
+        router_aux_loss_coef: factor of the load-balancing loss of a model with experts; 0 = trained without. Default:
+            that of config.json if it sets `output_router_logits`, else the run is refused until this is set.
+        lora: train LoRA adapters and freeze the model's own weights; default: train all weights.
     """
 
     path: str
     random_init: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    router_aux_loss_coef: float | None = None
+    lora: LoraConfig | None = None
 
 
 class ParallelConfig(Frozen):
@@ -207,5 +213,6 @@ def _refuse_unknown(tree: dict[str, Any], kind: type[msgspec.Struct], prefix: st
             near = difflib.get_close_matches(key, hints, n=1)
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(sorted(hints))}"
             raise ConfigError(f"unknown configuration key '{prefix}{key}'; {hint}")
-        if isinstance(value, dict) and isinstance(hints[key], type) and issubclass(hints[key], msgspec.Struct):
-            _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+        for table in (hints[key], *get_args(hints[key])):  # `Table | None` is a table, too
+            if isinstance(value, dict) and isinstance(table, type) and issubclass(table, msgspec.Struct):
+                _refuse_unknown(value, table, f"{prefix}{key}.")

@@ -106,6 +106,9 @@ class Executor:
                 "the runtime of this version runs documents on one replica only: plan with dp_merge = false"
             )
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
+        document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
+        for stage in self._stages.values():
+            stage.begin_step(document_tokens)
         held = HeldBytes()
         whole_packs = [pack_ranges(pack) for pack in packs.backward]
         stores = {

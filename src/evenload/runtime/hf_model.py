@@ -83,11 +83,11 @@ class StageModel:
         factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
         return None if factor is None else factor.to(_parameter(self.embedding).dtype)  # type: ignore[arg-type]
 
-    def frozen_bytes(self) -> int:
-        """Weights held without gradient or optimizer state."""
-        modules = (self.embedding, *self.layers.values(), self.norm, self.head)
-        frozen = {id(p): p.nbytes for m in modules if m is not None for p in m.parameters() if not p.requires_grad}
-        return sum(frozen.values())
+    def frozen_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that are not trained; one may come twice (a tied embedding)."""
+        for module in (self.embedding, *self.layers.values(), self.norm, self.head):
+            if module is not None:
+                yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
     @property
     def ties_within_stage(self) -> bool:

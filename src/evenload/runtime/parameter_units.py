@@ -46,8 +46,9 @@ class FlatBuffer:
 def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[FlatBuffer]:
     """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
 
-    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that autograd produces itself (norm weights) are added to `main_grad` by a hook; linears and
-    the embedding write there directly.
+    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that
+    autograd produces itself (norm weights, adapters) are added to `main_grad` by a hook; linears and the embedding
+    write there directly. Frozen parameters stay where they are.
     """
     stages = [stages] if isinstance(stages, StageModel) else stages
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
@@ -64,6 +65,11 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
             assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
             buffers.append(_flatten(f"{unit}.{'decay' if decays else 'no_decay'}", group, dp, decays, tied))
     return buffers
+
+
+def frozen_bytes(stages: Sequence[StageModel]) -> int:
+    """Weights that one rank holds without gradient or optimizer state."""
+    return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
 
 
 def _flatten(key: str, group: list[tuple[str, nn.Parameter]], dp: int, decays: bool, tied: bool) -> FlatBuffer:

@@ -21,6 +21,7 @@ def build_rank_models(
     weights: str | None,
     seed: int,
     lora: LoraConfig | None = None,
+    router_aux_loss_coef: float = 0.0,
 ) -> dict[int, StageModel]:
     """Models of a pipeline rank's virtual stages by stage, ascending; arguments as `build_stage_model`.
 
@@ -29,7 +30,14 @@ def build_rank_models(
     """
     models = {
         stage: build_stage_model(
-            config, layers=layers, dtype=dtype, device=device, weights=weights, seed=seed, lora=lora
+            config,
+            layers=layers,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            seed=seed,
+            lora=lora,
+            router_aux_loss_coef=router_aux_loss_coef,
         )
         for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True))
         if rank == pp_rank

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from evenload.errors import UnsupportedModelError
+from evenload.errors import ConfigError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,33 @@ def attention_soft_cap(config: PretrainedConfig) -> float:
     if config.model_type != "gemma2":
         return 0.0
     return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+
+
+def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> float:
+    """The factor of the load-balancing loss; 0 for a model without experts, and where it is not to be trained.
+
+    Args:
+        chosen: `model.router_aux_loss_coef`; None = as transformers would train the model.
+
+    Raises:
+        ConfigError: nobody decided: transformers trains without the loss unless config.json asks for router logits,
+            which is easily missed; or the model has no router.
+    """
+    if check_supported(config).router is None:
+        if chosen:
+            raise ConfigError(f"model.router_aux_loss_coef is {chosen}, but {_architecture(config)} has no experts")
+        return 0.0
+    if chosen is not None:
+        if chosen < 0:
+            raise ConfigError(f"model.router_aux_loss_coef is {chosen}, must be 0 or more")
+        return chosen
+    if config.output_router_logits:
+        return float(config.router_aux_loss_coef)
+    raise ConfigError(
+        f"{_architecture(config)} has experts, and its config.json does not set output_router_logits, so transformers "
+        "would train it without a load-balancing loss; decide: model.router_aux_loss_coef = "
+        f"{config.router_aux_loss_coef} (its config.json's) trains one, 0 trains none"
+    )
 
 
 def _architecture(config: PretrainedConfig) -> str:

@@ -27,11 +27,12 @@ from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradient
 from evenload.runtime.executor import Executor
 from evenload.runtime.hf_export import export_hf
 from evenload.runtime.hf_model import load_config
+from evenload.runtime.lora import adapter_parameters_per_layer
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
-from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.recipes import attention_soft_cap
+from evenload.runtime.recipes import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
@@ -70,7 +71,11 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     hf = load_config(config.model.path)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    return model_from_hf_config(hf.to_dict(), name, _BYTES[config.model.dtype])
+    spec = model_from_hf_config(hf.to_dict(), name, _BYTES[config.model.dtype])
+    if config.model.lora is None:
+        return spec
+    adapters = adapter_parameters_per_layer(spec, config.model.lora)
+    return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapters)
 
 
 def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
@@ -111,7 +116,10 @@ class Trainer:
             device=mesh.device,
             weights=weights,
             seed=config.train.seed,
+            lora=config.model.lora,
+            router_aux_loss_coef=router_aux_loss_coef(self.hf_config, config.model.router_aux_loss_coef),
         )
+        self._frozen_bytes = frozen_bytes(tuple(models.values()))
         self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
         backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
         self.stages = {stage: PipelineStage(model, backend) for stage, model in models.items()}
@@ -260,7 +268,7 @@ class Trainer:
         self._optimizer.step(shards, grad_norm, learning_rate)
         step_time_s = time.perf_counter() - zero_s
 
-        static = self._optimizer.static_bytes()
+        static = self._optimizer.static_bytes() + self._frozen_bytes
         sums = torch.tensor([run.loss], dtype=torch.float64)
         dist.all_reduce(sums, group=mesh.control)
         peaks = torch.tensor([step_time_s, float(static + run.peak_bytes), data_wait_s], dtype=torch.float64)
