@@ -52,9 +52,8 @@ def native_table(costs: PackCosts) -> _native.CostTable:
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
     table.weight_pack_s, table.weight_share = coefficients.backward.pack_s, WEIGHT_SHARE
-    inputs, gradients = weight_elements_per_token(model, layout.tp)
-    table.weight_held_bytes = (layers * (model.bytes_per_element * (inputs + gradients))).tolist()
-    table.weight_new_bytes = (layers * (model.bytes_per_element * gradients)).tolist()
+    held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
+    table.weight_held_bytes = table.weight_new_bytes = held
     return table
 
 

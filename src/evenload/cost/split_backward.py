@@ -5,13 +5,15 @@ that come with them. Attention has no weights: all of it, of the norms and of th
 head: its logits live for a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost
 vocab·(e + 4) bytes a token.
 
-From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs:
+From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
+`runtime/weight_products.py` keeps as they are, so that W computes nothing but products:
 
-    inputs      e·(2·hidden + q + 2·ffn)           layer input, o_proj output, attention output, gate and up
+    inputs      e·(2·hidden + q + ffn)             of q k v (one for the three), o_proj, gate and up, down
     gradients   e·(2·hidden + q + 2·kv + 2·ffn)    of q k v, o_proj, gate and up, down
 
-That is more than the backward gives back, so delaying W costs memory. Counted for the tokens of the backward pack;
-where a forward chunk outlives it (chunks are one tensor) its inputs are counted twice: never too little.
+That is more than the backward gives back, so delaying W costs memory. Counted for the tokens of the backward pack, and
+beside the forward's chunk until I ends: the attention output, which is in both, counts twice until then, and for as
+long as the chunk stays where it outlives I. Never too little.
 """
 
 import numpy as np
@@ -66,27 +68,24 @@ def divide_backward(
         input_s, weight_s: float64[m_b, P].
     """
     pack_tokens, layers = _pack_tokens(backward, layout).astype(np.int64), _layers(layout)
-    inputs, gradients = weight_elements_per_token(model, layout.tp)
     element = model.bytes_per_element
-    held = np.outer(pack_tokens, layers * (element * (inputs + gradients)))
-    new = np.outer(pack_tokens, layers * (element * gradients))
+    held = np.outer(pack_tokens, layers * (element * weight_elements_per_token(model, layout.tp)))
     return SplitBackward(
         input_s=input_s,
         weight_s=weight_s,
         input_freed_bytes=tasks.backward_freed_bytes - held,
-        # What I leaves is there before it ends, also where the backward gives nothing back.
-        input_temp_bytes=np.maximum(tasks.backward_temp_bytes + new, held - tasks.backward_freed_bytes),
+        input_temp_bytes=tasks.backward_temp_bytes + held,
         weight_freed_bytes=held,
     )
 
 
-def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> tuple[int, int]:
-    """Elements one token leaves on ONE layer of one device from I to W: (inputs, gradients of outputs)."""
+def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
+    """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs."""
     hidden = -(-model.hidden_size // tp)
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
-    ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
-    shard = -(-ffn // tp)
-    return 2 * hidden + query + shard, 2 * hidden + query + 2 * key_value + shard
+    ffn = model.ffn_hidden_size * max(1, model.experts_per_token)
+    into_down, into_ffn = -(-ffn // tp), -(-(2 if model.gated_ffn else 1) * ffn // tp)
+    return (2 * hidden + query + into_down) + (2 * hidden + query + 2 * key_value + into_ffn)
 
 
 def _layers(layout: ParallelLayout) -> NDArray[np.int64]:
