@@ -11,7 +11,7 @@ TEXTS = [
     "Hello, how are you today?",
     "def add(a, b):\n    return a + b\n",
     "naïve café 三 😀",
-    " and then\n\nthe end",
+    "and so\n\n",
 ] * 20
 CHAT_TOKENS = [
     "<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>",

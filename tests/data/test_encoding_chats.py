@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats
+from evenload.data.encoding.conversation import read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
@@ -93,6 +94,18 @@ def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data
     plain = encoders[case, False].encode((messages,))
     assert plain.tokens.tolist() == tagged.tokens.tolist()
     assert plain.labels.tolist() == tagged.labels.tolist()
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+def test_thoughts_reach_the_template_under_any_of_their_names(their_tokenizers, key):
+    source = (
+        "{% for m in messages %}{{ m.role }}({{ m.reasoning_content }}|{{ m.thinking }}){{ m.content }}{% endfor %}"
+    )
+    question, answer = chat("a", "b")
+    messages = [question, answer | {key: "hm", "name": None}]
+    expected = their_tokenizers[CHATML].apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, {}, "t").render(read_messages(messages, "messages")) == expected
+    assert "(hm|hm)b" in expected
 
 
 @pytest.mark.parametrize("tagged", [False, True])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, EncodedDocument, RecordProblem
 
 _INT32_VALUES = 1 << 31
+_INT32_BYTES = 4
 
 
 class TokenIds:
@@ -65,9 +66,11 @@ class TokenIds:
 
 
 def _largest(ids: NDArray[np.integer]) -> int:
-    # Seen as unsigned, negative ids are larger than any limit: one pass instead of two.
-    unsigned = ids.view(f"u{ids.dtype.itemsize}") if ids.dtype.kind == "i" else ids
-    return int(np.maximum.reduce(unsigned))
+    # Seen as unsigned, negative ids are larger than any limit (if they have 32 bits): one pass instead of two.
+    if ids.dtype.kind == "i":
+        ids = ids.astype(np.int32) if ids.dtype.itemsize < _INT32_BYTES else ids
+        ids = ids.view(np.uint32 if ids.dtype.itemsize == _INT32_BYTES else np.uint64)
+    return int(np.maximum.reduce(ids))
 
 
 def _integers(value: Any, column: str) -> NDArray[np.integer]:

@@ -1,0 +1,153 @@
+import json
+
+import numpy as np
+import pytest
+from chat_cases import CHATML, MISTRAL, chat, encoder_config, train_chat_tokenizer
+from hypothesis import find, given
+from hypothesis import strategies as st
+
+from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
+
+texts = st.text(alphabet=st.sampled_from("anod \n三😀"), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("prompts")
+    train_chat_tokenizer(root)
+    (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    (root / "chatml.jinja").write_text(CHATML.plain)
+    return root
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return FileTokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def encoder(directory):
+    return open_encoder(encoder_config(record="prompt_completion", tokenizer=str(directory)))
+
+
+def trl_encoding(tokenizer, prompt, completion):
+    """As TRL: the prompt's tokens counted off from those of both; None where they do not begin the whole."""
+    if not completion.endswith("</s>"):
+        completion += "</s>"
+    whole = tokenizer.encode(prompt + completion).tolist()
+    before = tokenizer.encode(prompt).tolist()
+    if whole[: len(before)] != before:
+        return None
+    labels = [-100] * len(before) + whole[len(before) :]
+    return whole, [-100, *labels[1:]]
+
+
+@given(texts, texts, st.booleans())
+def test_completions_are_labels_as_in_trl(tokenizer, encoder, prompt, completion, has_end):
+    completion += "</s>" if has_end else ""
+    document = encoder.encode((prompt, completion))
+    if not prompt + completion:
+        assert len(document.tokens) == len(document.labels) == 0
+        return
+    expected = trl_encoding(tokenizer, prompt, completion)
+    if expected is not None:
+        assert (document.tokens.tolist(), document.labels.tolist()) == expected
+    assert (
+        tokenizer.encode(prompt + completion).tolist()
+        == document.tokens[: len(document.tokens) - (not has_end)].tolist()
+    )
+    assert document.tokens[-1] == tokenizer.eos_id
+    assert set(document.labels[document.labels != document.tokens].tolist()) <= {-100}
+
+
+def test_a_token_over_the_border_is_prompt(tokenizer, encoder):
+    """TRL warns there and counts tokens of another split; the loss must not reach into the prompt."""
+    prompt, completion = find(st.tuples(texts, texts), lambda pair: trl_encoding(tokenizer, *pair) is None)
+    for texts_of in ((prompt, completion), ("and so\n", "\n")):
+        document = encoder.encode(texts_of)
+        (found,) = tokenizer.encode_with_offsets(["".join(texts_of)])
+        border = len(texts_of[0])
+        assert any(start < border < stop for start, stop in found.offsets.tolist())
+        begins = found.offsets[:, 0] >= border
+        assert (document.labels[1:-1] >= 0).tolist() == begins[1:].tolist()
+
+
+def test_an_empty_completion_teaches_the_end_alone(tokenizer, encoder):
+    document = encoder.encode(("and so", ""))
+    assert document.labels[document.labels >= 0].tolist() == [tokenizer.eos_id]
+
+
+def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tokenizer):
+    settings = {"record": "prompt_completion", "tokenizer": str(directory)}
+    bare = open_encoder(encoder_config(append_eos=False, **settings)).encode(("and", " so"))
+    assert bare.tokens.tolist() == tokenizer.encode("and so").tolist()
+    every = open_encoder(encoder_config(loss_on="all", **settings)).encode(("and", " so"))
+    assert every.labels is None
+    assert every.tokens.tolist() == [*bare.tokens, tokenizer.eos_id]
+
+
+@given(texts, texts)
+def test_bytes_have_an_exact_border(prompt, completion):
+    document = open_encoder(encoder_config(record="prompt_completion")).encode((prompt, completion))
+    expected = np.array([*completion.encode(), 256] if prompt + completion else [], dtype=np.int32)
+    first = [] if prompt else [-100]
+    trained = document.labels[len(prompt.encode()) :]
+    assert trained.tolist() == [*first, *expected[len(first) :]] if len(expected) else not len(trained)
+    assert (document.labels[: len(prompt.encode())] == -100).all()
+
+
+def test_lists_of_messages_go_through_the_template(directory):
+    encoder = open_encoder(
+        encoder_config(record="prompt_completion", chat_template=str(directory / "chatml.jinja"), tokenizer="bytes")
+    )
+    *prompt, answer, question, last = chat("a", "b", "c", "d", system="s")
+    decode = ByteTokenizer().decode
+    one = encoder.encode(([*prompt, answer, question], [last]))
+    assert decode(one.labels[one.labels >= 0]) == "d<|im_end|>\n"
+    several = encoder.encode((prompt, [answer, question, last]))
+    assert several.tokens.tolist() == one.tokens.tolist()
+    told = decode(several.labels[several.labels >= 0])
+    assert told == "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+    assert decode(one.tokens).endswith(told)
+    assert 256 not in one.tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "what"),
+    [
+        ("a", None, "'completion' holds nothing instead of text"),
+        (3, "b", "'prompt' holds a value of type int instead of text"),
+        (chat("a"), "b", "'completion' holds a value of type str instead of a list"),
+        ("a", chat("a"), "'prompt' holds a value of type str instead of a list"),
+        ([], chat("a"), "'prompt' holds no message"),
+        (chat("a"), [], "'completion' holds no message"),
+        (chat("a", "b"), chat("c"), "last message of 'prompt' is the assistant's"),
+        ("a", "\ud800", "not Unicode"),
+    ],
+)
+def test_values_that_are_no_prompt_and_completion_are_told_apart(directory, prompt, completion, what):
+    template = str(directory / "chatml.jinja")
+    for tokenizer in ("bytes", str(directory)):
+        encoder = open_encoder(encoder_config(record="prompt_completion", chat_template=template, tokenizer=tokenizer))
+        with pytest.raises(RecordProblem, match=what):
+            encoder.encode((prompt, completion))
+
+
+def test_strings_need_no_template_and_messages_say_that_there_is_none(encoder):
+    with pytest.raises(RecordProblem, match=r"no chat template.*data\.chat_template"):
+        encoder.encode((chat("a"), chat("a", "b")[1:]))
+
+
+def test_the_template_beside_the_tokenizer_is_used(directory, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": "<s>", "chat_template": MISTRAL.plain})
+    )
+    encoder = open_encoder(encoder_config(record="prompt_completion", tokenizer=str(tmp_path)))
+    question, answer = chat("and", "so")
+    document = encoder.encode(([question], [answer]))
+    tokenizer = FileTokenizer(tmp_path)
+    assert document.tokens.tolist() == tokenizer.encode("<s>[INST] and [/INST] so</s>").tolist()
+    assert document.labels[document.labels >= 0].tolist() == tokenizer.encode(" so</s>").tolist()

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+from chat_cases import encoder_config, train_chat_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.token_ids import TokenIds
+
+dtypes = st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+
+
+@given(dtypes.flatmap(lambda dtype: hnp.arrays(dtype, st.integers(0, 6))), st.sampled_from([None, 1, 100, 70_000]))
+def test_ids_pass_as_int32_where_every_one_is_in_the_vocabulary(ids, vocab_size):
+    """Read as int32 first, 2**32 + 7 would be 7."""
+    encoder = TokenIds("input_ids", "", vocab_size)
+    limit = 2**31 if vocab_size is None else vocab_size
+    for given_ids in (ids, ids.tolist()):
+        if all(0 <= index < limit for index in ids.tolist()):
+            document = encoder.encode((given_ids,))
+            assert document.labels is None
+            assert document.tokens.dtype == np.int32
+            assert document.tokens.tolist() == ids.tolist()
+        else:
+            wrong = next(index for index in ids.tolist() if not 0 <= index < limit)
+            with pytest.raises(RecordProblem, match=rf"'input_ids' holds {wrong}, must be in 0"):
+                encoder.encode((given_ids,))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.sampled_from([-100, -99, -1, 0, 5, 99, 100])), max_size=6),
+    st.booleans(),
+)
+def test_labels_may_be_any_id_or_none(pairs, as_array):
+    ids, labels = [index for index, _ in pairs], [label for _, label in pairs]
+    encoder = TokenIds("input_ids", "labels", 100)
+    given_labels = np.array(labels, dtype=np.int64) if as_array else labels
+    if all(label == -100 or 0 <= label < 100 for label in labels):
+        document = encoder.encode((ids, given_labels))
+        assert document.labels.dtype == np.int32
+        assert document.labels.tolist() == [-100, *labels[1:]][: len(labels)]
+        assert np.array_equal(given_labels, labels)
+    else:
+        with pytest.raises(RecordProblem, match=r"'labels' holds .* or -100"):
+            encoder.encode((ids, given_labels))
+
+
+def test_int32_arrays_are_not_copied_and_not_written():
+    ids = np.arange(5, dtype=np.int32)
+    ids.flags.writeable = False
+    labels = np.arange(5, dtype=np.int32)
+    labels.flags.writeable = False
+    document = TokenIds("input_ids", "labels", 10).encode((ids, labels))
+    assert np.shares_memory(document.tokens, ids)
+    assert document.labels.tolist() == [-100, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ((None, None), "'input_ids' holds nothing"),
+        (("abc", None), "'input_ids' holds a value of type str"),
+        (([1.0], [1]), "float64 values in 1 dimensions"),
+        (([True], [1]), "bool values"),
+        (([[1, 2]], [1]), "int64 values in 2 dimensions"),
+        (([[1], [1, 2]], [1]), "not a plain list"),
+        (([1, None], [1, 1]), "object values"),
+        (([2**70], [1]), "object values"),
+        (([1, 2], [1]), "'labels' holds 1 labels for 2 tokens"),
+        (([1, 2], None), "'labels' holds nothing"),
+        (([1, 2], [1, 0.5]), "'labels' holds float64"),
+    ],
+)
+def test_values_that_are_no_ids_are_told_apart(values, what):
+    with pytest.raises(RecordProblem, match=what):
+        TokenIds("input_ids", "labels", None).encode(values)
+
+
+def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):
+    """ "bytes" is what the setting is when nobody says anything."""
+    train_chat_tokenizer(tmp_path)
+    anyone = open_encoder(encoder_config(record="tokens"))
+    assert anyone.encode(([5000],)).tokens.tolist() == [5000]
+    known = open_encoder(encoder_config(record="tokens", tokenizer=str(tmp_path), labels_column="targets"))
+    assert known.columns == ("input_ids", "targets")
+    with pytest.raises(RecordProblem, match="below the vocabulary's"):
+        known.encode(([5000], [1]))
+    assert anyone.name != known.name
