@@ -25,18 +25,20 @@ def context_plan(
     max_tokens: int = 40,
     lengths: dict[int, int] | None = None,
     whole: bool = False,
+    owner: dict[int, int] | None = None,
 ) -> StepPlan:
     """Random documents, cuts and slack; every pack is shared by cp ranks under `rule`.
 
     Args:
         whole: documents are not cut, and backward packs are the forward packs.
+        owner: for "dacp"; None = at random.
     """
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp)
     if lengths is None:
         lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, 7))}
     home = {doc: rng.randrange(dp) for doc in lengths}
-    owner = {doc: rng.randrange(-1, cp) for doc in lengths}
+    owner = owner or {doc: rng.randrange(-1, cp) for doc in lengths}
     pack_plans, schedules = [], []
     for dp_rank in range(dp):
         mine = {doc: n for doc, n in lengths.items() if home[doc] == dp_rank}

@@ -27,6 +27,7 @@ from torch import Tensor
 from evenload.attention.range_attention import RangeAttention, first_visible_key
 from evenload.plan.rank_rows import PackRows, SharedSlice, Span
 from evenload.runtime.cp_groups import ContextGroup, Transfer
+from evenload.runtime.hf_model import StageModel
 from evenload.runtime.store import ActivationStore, Range
 
 
@@ -269,6 +270,39 @@ class GatherAttention:
         """(G, D)."""
         keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
         return keys.shape[1:]
+
+
+def join_forward(
+    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
+) -> None:
+    """Take part in the transfers of a forward pack of which this rank computes no rows; the others need it there.
+
+    Args:
+        shared: None = the pack has no transfers.
+        like: of the dtype and device of hidden states.
+    """
+    if shared is not None:
+        for layer in model.layers:
+            q, k = _no_rows(model, like)
+            shared.forward(AttentionCall(backend, store, layer, 1.0, 0), q, k, k)
+
+
+def join_backward(
+    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
+) -> None:
+    """As `join_forward`, for a backward pack."""
+    if shared is not None:
+        for layer in reversed(model.layers):
+            q, _ = _no_rows(model, like)
+            lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
+            shared.backward(AttentionCall(backend, store, layer, 1.0, 0), q, q, q, lse)
+
+
+def _no_rows(model: StageModel, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [0, H, D] and keys [0, G, D]."""
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return tuple(like.new_empty(0, n, dim) for n in (config.num_attention_heads, config.num_key_value_heads))  # type: ignore[return-value]
 
 
 def slice_ranges(piece: SharedSlice, rank: int) -> list[Range]:

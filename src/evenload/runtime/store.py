@@ -289,7 +289,7 @@ class ActivationStore:
         whose backward is one range needs no accumulator.
         """
         buffers = self._buffers[doc_id]
-        if start == 0 and stop == buffers.num_tokens:
+        if start == 0 and stop == buffers.num_tokens and layer not in buffers.key_grads:
             return grad_k, grad_v
         if layer not in buffers.key_grads:
             shape = (buffers.num_tokens, *grad_k.shape[1:])

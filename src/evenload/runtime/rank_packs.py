@@ -1,0 +1,173 @@
+"""`RankPacks`: a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
+
+Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
+DP-Merge), they are the token ranges that `plan.rank_rows` gives this rank, and attention goes through the group.
+Prices: one pass over the replica's slices a step, and only where some pack is shared.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evenload.data.collate import IGNORE_INDEX, PADDING_TOKEN, collate_pack
+from evenload.errors import InvalidPlanError
+from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
+from evenload.plan.validate_groups import Block
+from evenload.runtime.context_attention import GatherAttention, PackAttention
+from evenload.runtime.context_ring import RingAttention
+from evenload.runtime.cp_groups import ContextGroup
+from evenload.runtime.stage import PackTokens
+from evenload.runtime.store import Range, num_rows
+from evenload.types.micropack import MicroPack
+from evenload.types.plan import StepPlan
+
+Exchange = Literal["all_gather", "ring"]
+"""How keys and values of shared documents reach the ranks that need them."""
+
+
+class RankPacks:
+    """One step's packs on one rank.
+
+    Args:
+        groups: of this rank, by block of replicas.
+        cost: for shardings that predicted seconds decide.
+
+    Raises:
+        InvalidPlanError: a pack shared by a group that there is not, or a sharding that cannot be run.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        dp_rank: int,
+        groups: Mapping[Block, ContextGroup],
+        exchange: Exchange,
+        cost: ShardingCost | None,
+        device: torch.device,
+    ) -> None:
+        self._packs = plan.pack_plans[dp_rank]
+        self._groups = groups
+        self._exchange: Exchange = exchange
+        self._device = device
+        everything = (*self._packs.forward, *self._packs.backward)
+        self._rows: ReplicaRows | None = None
+        if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
+            self._rows = replica_rows(plan, dp_rank, cost)
+            missing = next(
+                (pack for pack in everything if (found := self._rows.of_pack(pack)) and found.block not in groups), None
+            )
+            if missing is not None:
+                block = self._rows.of_pack(missing).block  # type: ignore[union-attr]
+                raise InvalidPlanError(
+                    f"step {plan.step}: {missing.direction} pack {missing.index} is shared by {block[1]} replicas from "
+                    f"{block[0]}; dp={plan.layout.dp} has groups of {sorted({size for _, size in groups})} replicas"
+                )
+
+    def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
+        """The token ranges this rank computes, padding included, in row order."""
+        shared = self._shared(pack)
+        return pack_ranges(pack) if shared is None else shared.ranges(self._rank_in(shared))
+
+    def num_rows(self, pack: MicroPack) -> int:
+        """Rows this rank computes, padding included; may be 0 of a shared pack."""
+        return num_rows(self.ranges(pack))
+
+    def stored_tokens(self) -> dict[int, int]:
+        """Rows of keys and values that this rank stores of every document."""
+        stored: dict[int, int] = {}
+        for pack in self._packs.forward:
+            shared = self._shared(pack)
+            if shared is None:
+                for doc_id, _, stop in pack_ranges(pack):
+                    stored[doc_id] = max(stop, stored.get(doc_id, 0))
+            else:
+                assert self._rows is not None
+                for doc_id, _, _ in shared.held(self._rank_in(shared)):
+                    stored[doc_id] = self._stored_of(self._rows.documents[doc_id], self._rank_in(shared))
+        return stored
+
+    def load(self, pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> PackTokens:
+        """This rank's rows of a pack, ready to run.
+
+        Args:
+            tokens: of every document of the replica.
+        """
+        shared = self._shared(pack)
+        if shared is None:
+            batch = collate_pack(pack, tokens)
+            return PackTokens(
+                pack_ranges(pack),
+                self._on_device(batch.token_ids),
+                self._on_device(batch.targets),
+                self._on_device(batch.positions),
+            )
+        rank = self._rank_in(shared)
+        ranges = shared.ranges(rank)
+        ids, targets, positions = collate_ranges(ranges, tokens)
+        return PackTokens(
+            ranges,
+            self._on_device(ids),
+            self._on_device(targets),
+            self._on_device(positions),
+            shared=self._attention(pack, shared) if shared.shared else None,
+            closes=shared.held(rank),
+        )
+
+    def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:
+        group = self._groups[shared.block]
+        label = f"{pack.direction} pack {pack.index}"
+        if self._exchange == "ring":
+            return RingAttention(shared, group, label)
+        return GatherAttention(shared, group, label, self._device)
+
+    def _shared(self, pack: MicroPack) -> PackRows | None:
+        return None if self._rows is None else self._rows.of_pack(pack)
+
+    def _rank_in(self, shared: PackRows) -> int:
+        return self._groups[shared.block].rank
+
+    def _stored_of(self, document: DocumentRows, rank: int) -> int:
+        if document.is_cut and self._exchange == "all_gather":
+            return document.num_tokens
+        return document.rows_before(rank, document.num_tokens)
+
+    def _on_device(self, column: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(column).to(self._device)
+
+
+def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
+    """The token ranges a pack computes, padding included."""
+    return tuple((s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)
+
+
+def num_pack_rows(pack: MicroPack) -> int:
+    """Rows a pack computes on all its ranks together, padding included."""
+    return pack.num_tokens + pack.num_padding_tokens
+
+
+def collate_ranges(
+    ranges: tuple[Range, ...], tokens: Mapping[int, NDArray[np.int32]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(token ids, targets, positions) of any token ranges, int64[rows] each; tokens beyond a document are padding.
+
+    Raises:
+        InvalidPlanError: a document without tokens.
+    """
+    total = num_rows(ranges)
+    ids, targets = np.full(total, PADDING_TOKEN, np.int64), np.full(total, IGNORE_INDEX, np.int64)
+    positions = np.empty(total, np.int64)
+    row = 0
+    for doc_id, start, stop in ranges:
+        content = tokens.get(doc_id)
+        if content is None:
+            raise InvalidPlanError(f"document {doc_id} has no tokens here; the plan was made for another batch")
+        real, labels = content[start:stop], content[start + 1 : stop + 1]
+        ids[row : row + len(real)] = real
+        targets[row : row + len(labels)] = labels
+        positions[row : row + stop - start] = np.arange(start, stop)
+        row += stop - start
+    return ids, targets, positions

@@ -1,0 +1,112 @@
+"""Attention of packs that several ranks share equals attention of whole documents by autograd."""
+
+import pytest
+import torch
+
+from context_cases import attend_shared_packs, document_tensors
+from context_plans import RULES, context_plan, merged_plan
+from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.validate import validate_plan
+from evenload.types.plan import StepPlan, encode_plan
+from evenload.types.work import WorkCurve
+
+COST = ShardingCost(WorkCurve(1.0, ((0.05, 0),), 0.5), tile=4, gather_s_per_token=0.1)
+
+
+def whole_attention(num_tokens, doc_id, window, dtype=torch.float64):
+    """Output and gradients of one document by torch's own attention."""
+    given = document_tensors(num_tokens, doc_id, dtype)
+    q, k, v = (given[name].clone().requires_grad_() for name in "qkv")
+    row, column = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
+    visible = (column <= row) & (column > row - window if window else column <= row)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=visible, enable_gqa=True
+    )[0].transpose(0, 1)
+    out.backward(given["grad"])
+    return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+
+
+def merged(per_rank, doc_id):
+    """All ranks' rows together; every row from exactly one rank."""
+    found = {}
+    for name in ("out", "q", "k", "v"):
+        parts = torch.stack([rank[doc_id][name] for rank in per_rank])
+        assert ((~parts.isnan()).all(dim=(-1, -2)).sum(0) == 1).all()
+        found[name] = parts.nan_to_num(0.0).sum(0)
+    return found
+
+
+def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, backend="cpu_flash"):
+    for plan in plans:
+        validate_plan(plan)
+    world = plans[0].layout.dp * plans[0].layout.cp
+    ranks = pool.run(
+        world, attend_shared_packs, [encode_plan(p) for p in plans], exchange, torch.float64, window, backend, COST
+    )
+    for index, plan in enumerate(plans):
+        for document in plan.documents:
+            ours = merged([rank[index][0] for rank in ranks], document.doc_id)
+            for name, expected in whole_attention(document.num_tokens, document.doc_id, window).items():
+                torch.testing.assert_close(ours[name], expected, rtol=1e-11, atol=1e-12)
+    return [[rank[index][1] for rank in ranks] for index in range(len(plans))]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
+    """Every sharding rule, documents cut differently in both directions, lengths that 2·cp does not divide."""
+    plans = [context_plan(100 * cp + i, cp=cp, rule=RULES[i % len(RULES)]) for i in range(20)]
+    assert any(d.num_tokens < cp for plan in plans for d in plan.documents)
+    moved = assert_equals_whole(gloo_pool, plans, exchange)
+    assert any(max(received) > 0 for received in moved)
+
+
+@pytest.mark.parametrize("window", [1, 7, 100])
+def test_sliding_windows_by_all_gather(gloo_pool, window):
+    plans = [context_plan(i, cp=3, rule=RULES[i % len(RULES)]) for i in range(10)]
+    assert_equals_whole(gloo_pool, plans, "all_gather", window=window)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_the_reference_backend_too(gloo_pool, exchange):
+    assert_equals_whole(
+        gloo_pool, [context_plan(i, cp=2, rule="per_document") for i in range(5)], exchange, backend="reference"
+    )
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (4, 1), (2, 2)])
+def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
+    """DP-Merge: some documents on all replicas, some on blocks inside, some on one."""
+    rules = ["per_document", "per_sequence", "mixed", "dacp"]
+    plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in range(12)]
+    assert_equals_whole(gloo_pool, plans, exchange)
+
+
+def test_a_ring_refuses_sliding_windows(gloo_pool):
+    with pytest.raises(RuntimeError, match=r"parallel\.cp_exchange 'ring' and sliding windows"):
+        assert_equals_whole(gloo_pool, [context_plan(1, cp=2, rule="per_document")], "ring", window=5)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16(gloo_pool, exchange):
+    """Cuts, merges over ranks and sums over slices must not cost more precision than bf16 does anyway."""
+    plan = context_plan(5, cp=4, rule="per_document", lengths={0: 301, 1: 64})
+    ranks = gloo_pool.run(4, attend_shared_packs, [encode_plan(plan)], exchange, torch.bfloat16, 0, "cpu_flash", None)
+    for document in plan.documents:
+        ours = merged([rank[0][0] for rank in ranks], document.doc_id)
+        plain = whole_attention(document.num_tokens, document.doc_id, 0, torch.bfloat16)
+        given = whole_attention(document.num_tokens, document.doc_id, 0)
+        for name, exact in given.items():
+            error, allowed = (ours[name].double() - exact).norm(), (plain[name].double() - exact).norm()
+            assert error <= 2 * allowed, name
+
+
+def test_local_documents_move_no_bytes(gloo_pool):
+    """The same documents shared by all ranks, and whole on one rank each but for the longest (Skrull's DACP)."""
+    lengths = {0: 400, **dict.fromkeys(range(1, 11), 20)}
+    shared = context_plan(0, cp=2, rule="per_document", lengths=lengths, whole=True)
+    owners = [-1] + [doc % 2 for doc in range(1, 11)]
+    mostly_local = context_plan(0, cp=2, rule="dacp", lengths=lengths, whole=True, owner=dict(enumerate(owners)))
+    moved = assert_equals_whole(gloo_pool, [shared, mostly_local], "all_gather")
+    assert max(moved[1]) < 0.7 * min(moved[0])
