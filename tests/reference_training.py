@@ -1,15 +1,32 @@
-"""Plain training with transformers' own sdpa attention, document by document: what everything must equal."""
+"""Plain training with transformers' own sdpa attention, document by document: what everything must equal.
+
+transformers rounds some values to float32 in float64 models too: norms, routing probabilities. Where a value lies on
+the edge of that rounding, two exact computations differ by 1e-8 or more. `exact_casts` takes those roundings out of
+transformers' own modules, for plain training and for ours alike, so that what is left can be compared to 1e-10.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _COMMON = {
     "vocab_size": 97,
@@ -26,7 +43,7 @@ _COMMON = {
 
 
 def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
-    """A decoder of 4 small layers: llama (GQA), qwen2 (bias), qwen3 (qk-norm) or mistral."""
+    """A decoder of 4 small layers of a kind in `KINDS`."""
     settings = {**_COMMON, "tie_word_embeddings": tied, **changes}
     if kind == "llama":
         return LlamaConfig(**settings)
@@ -36,7 +53,98 @@ def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig
         return Qwen3Config(**{"head_dim": 16, **settings})
     if kind == "mistral":
         return MistralConfig(**{"sliding_window": None, **settings})
+    if kind == "gemma":
+        return GemmaConfig(**{"head_dim": 16, **settings})
+    if kind == "gemma2":
+        caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+        return Gemma2Config(**{"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9, **caps, **settings})
+    if kind == "gemma3":
+        layers = {"sliding_window": 9, "sliding_window_pattern": 3}
+        return Gemma3TextConfig(**{"head_dim": 16, "query_pre_attn_scalar": 20, **layers, **settings})
+    if kind == "olmo2":
+        return Olmo2Config(**settings)
+    if kind == "mixtral":
+        return MixtralConfig(
+            **{**settings, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2, **changes}
+        )
+    if kind == "qwen3_moe":
+        experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        return Qwen3MoeConfig(**{"head_dim": 16, **experts, **settings})
     raise ValueError(kind)
+
+
+KINDS = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"
+)  # fmt: skip
+"""GQA; bias; qk-norm; window; embedding factor; capped scores and logits, post-norms, windows by turns; rotary by kind
+of layer, qk-norm; post-norm only; experts; experts and qk-norm."""
+
+
+def balance_factor(config: PretrainedConfig) -> float:
+    """Of the load-balancing loss, as transformers would train the model."""
+    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
+
+
+@contextmanager
+def exact_casts(kind: str) -> Iterator[None]:
+    """Norms and routing probabilities of a kind of model in the model's own precision, not in float32."""
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    patched = []
+    for name, member in list(vars(module).items()):
+        is_norm, is_router = name.endswith("RMSNorm"), name.endswith("TopKRouter")
+        if is_norm or is_router:
+            patched.append((member, member.forward))
+            member.forward = (_gemma_norm if kind.startswith("gemma") else _norm) if is_norm else _route
+    try:
+        yield
+    finally:
+        for member, forward in patched:
+            member.forward = forward
+
+
+def _norm(self, hidden_states):
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+
+def _gemma_norm(self, x):
+    return self._norm(x) * (1.0 + self.weight)
+
+
+def _route(self, hidden_states):
+    logits = nn.functional.linear(hidden_states, self.weight)
+    scores, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+    if getattr(self, "norm_topk_prob", True):
+        scores = scores / scores.sum(-1, keepdim=True)
+    return logits, scores, indices
+
+
+def _attention_with_soft_cap(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, softcap=None, sliding_window=None, **_
+):
+    """Gemma 2's attention as transformers writes it out, with the softmax in the model's precision."""
+    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    probabilities = (scores + attention_mask).softmax(-1)
+    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+
+
+ALL_ATTENTION_FUNCTIONS.register("reference_soft_cap", _attention_with_soft_cap)
+ALL_MASK_ATTENTION_FUNCTIONS.register("reference_soft_cap", eager_mask)
+
+
+def plain_model(config: PretrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+    """transformers' model with these weights."""
+    # sdpa cannot cap scores, and "eager" rounds probabilities to float32.
+    config._attn_implementation = "reference_soft_cap" if config.model_type == "gemma2" else "sdpa"
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    return model
 
 
 def make_tokens(lengths: list[int], vocab_size: int, seed: int = 0) -> dict[int, torch.Tensor]:
@@ -52,19 +160,32 @@ def plain_loss_and_gradients(
     dtype: torch.dtype,
     num_labels: int | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean next-token loss over the batch's labels (or `num_labels`) and the gradient of every parameter."""
-    config._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
+    """Mean next-token loss over the batch's labels (or `num_labels`), plus the load-balancing loss of every document
+    where the configuration asks for it, and the gradient of every parameter."""
+    model, factor = plain_model(config, weights, dtype), balance_factor(config)
     num_labels = num_labels or max(1, sum(len(t) - 1 for t in tokens.values()))
     total = torch.zeros((), dtype=dtype)
+    num_tokens = sum(len(t) for t in tokens.values())
     for document in tokens.values():
-        logits = model(document[None]).logits[0, :-1]
-        total = total + nn.functional.cross_entropy(logits, document[1:], reduction="sum") / num_labels
+        out = model(document[None])
+        loss = nn.functional.cross_entropy(out.logits[0, :-1], document[1:], reduction="sum")
+        total = total + loss / num_labels
+        if factor:
+            total = total + factor * len(document) / num_tokens * document_balance(config, out.router_logits)
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def document_balance(config: PretrainedConfig, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The load-balancing loss of one document by its definition (docs/decisions/0017): the mean over layers of
+    E · Σ_e (share of tokens that chose e) · (mean probability of e)."""
+    per_layer = []
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        chosen = torch.topk(probabilities, config.num_experts_per_tok, dim=-1).indices
+        share = nn.functional.one_hot(chosen, logits.shape[1]).sum(1).to(logits.dtype).mean(0)
+        per_layer.append(logits.shape[1] * (share * probabilities.mean(0)).sum())
+    return torch.stack(per_layer).mean()
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

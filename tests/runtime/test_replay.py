@@ -1,7 +1,5 @@
 """Replay on one stage: loss and gradients equal plain training, whatever the forward and backward cuts."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,73 +7,15 @@ from hypothesis import strategies as st
 
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.hf_model import build_stage_model, check_supported
+from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.stage import PackTokens, PipelineStage
+from evenload.runtime.recipes import check_supported
+from evenload.runtime.stage import PipelineStage
 from evenload.runtime.store import ActivationStore
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+from single_stage import assert_equals_plain, pack_tokens, packs_of, run_single_stage
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
-
-
-def pack_tokens(ranges, tokens):
-    """Collate by hand: the slow, obvious way."""
-    ids, targets, positions = [], [], []
-    for doc, start, stop in ranges:
-        for t in range(start, stop):
-            ids.append(tokens[doc][t].item())
-            targets.append(tokens[doc][t + 1].item() if t + 1 < len(tokens[doc]) else -100)
-            positions.append(t)
-    return PackTokens(tuple(ranges), *(torch.tensor(x) for x in (ids, targets, positions)))
-
-
-def cut_documents(lengths, cuts):
-    """Slices of every document at the given fractions; ascending."""
-    slices = {}
-    for doc, n in enumerate(lengths):
-        edges = sorted({0, n, *(round(c * n) for c in cuts)})
-        slices[doc] = list(itertools.pairwise(edges))
-    return slices
-
-
-def packs_of(lengths, cuts, budget, *, last_first):
-    """Greedy packs of at most `budget` tokens (or one slice), at most one slice of a document each."""
-    packs, current, size = [], [], 0
-    for doc, pieces in cut_documents(lengths, cuts).items():
-        for start, stop in reversed(pieces) if last_first else pieces:
-            if current and (size + stop - start > budget or current[-1][0] == doc):
-                packs.append(current)
-                current, size = [], 0
-            current.append((doc, start, stop))
-            size += stop - start
-    return [*packs, current]
-
-
-def run_single_stage(config, dtype, tokens, forward, backward):
-    """Loss, gradients and the store after all forwards, then all backwards."""
-    model = build_stage_model(
-        config, layers=(0, config.num_hidden_layers), dtype=dtype, device=torch.device("cpu"), weights=None, seed=3
-    )
-    buffers = flatten_units(model, dp=1)
-    weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
-    stage = PipelineStage(model, CpuFlashAttention())
-    store = ActivationStore({d: len(t) for d, t in tokens.items()}, [tuple(p) for p in backward])
-    labels = sum(len(t) - 1 for t in tokens.values())
-    for pack in forward:
-        stage.forward(pack_tokens(pack, tokens), None, store)
-    loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
-    store.check_empty()
-    gradients = {n: p.main_grad.clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
-    return loss, gradients, weights, store
-
-
-def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
-    loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward)
-    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, dtype)
-    assert abs(loss - plain_loss) <= tolerance * abs(plain_loss)
-    assert set(gradients) == set(plain)
-    for name, gradient in gradients.items():
-        assert relative_error(gradient, plain[name]) <= tolerance, name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -218,7 +158,7 @@ def test_options_that_replay_would_run_wrong_are_refused(change, named):
 
 
 def test_unknown_architecture_is_refused_by_name():
-    from transformers import MixtralConfig
+    from transformers import GPTNeoXConfig
 
-    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM"):
-        check_supported(MixtralConfig(num_hidden_layers=1))
+    with pytest.raises(UnsupportedModelError, match="GPTNeoXForCausalLM"):
+        check_supported(GPTNeoXConfig(num_hidden_layers=1))
