@@ -36,7 +36,7 @@ class MixturePart(Frozen):
         name: how the ledger and messages call it.
         weight: its share of the *tokens* while all parts have some left, relative to the other weights.
         sources, format, record, include, text_column, messages_column, prompt_column, completion_column,
-            tokens_column, labels_column, loss_on: as in `DataConfig`; unset ones are taken from there.
+            tokens_column, labels_column, document_end_id, loss_on: as in `DataConfig`; unset ones are taken from there.
     """
 
     name: str
@@ -51,6 +51,7 @@ class MixturePart(Frozen):
     completion_column: str | None = None
     tokens_column: str | None = None
     labels_column: str | None = None
+    document_end_id: int | None = None
     loss_on: LossOn | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +82,8 @@ class DataConfig(Frozen):
             (ids, made by someone else's tokeniser).
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
         labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = every token after the first.
+        document_end_id: of `.npy` token files: the id that ends a document and belongs to it, where no
+            `<name>.idx.npy` beside the file holds the documents' edges.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record tells which, else all.
         chat_template: file with a Jinja template; default: the tokeniser's own.
@@ -119,6 +122,7 @@ class DataConfig(Frozen):
     completion_column: str = "completion"
     tokens_column: str = "input_ids"
     labels_column: str = ""
+    document_end_id: int | None = None
     loss_on: LossOn = "auto"
     chat_template: str | None = None
     include: tuple[str, ...] = ()

@@ -7,22 +7,40 @@ Price: one listing per source.
 """
 
 import hashlib
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import IO, Any, Literal
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.compression import compr
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
 from evenload.data.config import DataConfig, Format
+from evenload.data.remote import RemoteStream
 from evenload.errors import ConfigError, DataError
 
-FileFormat = Literal["text", "jsonl", "parquet"]
+FileFormat = Literal["text", "jsonl", "parquet", "arrow", "memmap", "dataset"]
+"""`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set handed over in Python."""
 
-_SUFFIX_FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_SUFFIX_FORMATS: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".bin": "memmap",
+    ".idx": "memmap",
+    ".npy": "memmap",
+}
+# An index is read with the token file it belongs to and is no source of its own.
+_INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
+_REMOTE_BUFFER_BYTES = 1 << 18
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 
 
@@ -46,19 +64,35 @@ class SourceFile:
     compression: str | None
     filesystem: AbstractFileSystem
 
-    def open(self) -> IO[bytes]:
-        """The decompressed bytes, seekable.
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` is one of this machine, so that the file can be mapped into memory."""
+        return isinstance(self.filesystem, LocalFileSystem)
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The decompressed bytes, seekable. Remote files are read on after a failure, see `RemoteStream`.
 
         Raises:
-            DataError: the file cannot be opened.
+            DataError: the file cannot be opened; when read: a remote file failed for good.
         """
-        try:
+        with self._open_raw() as raw:
             # Parquet compresses inside the file; its reader wants the bytes as they are.
-            compression = None if self.format == "parquet" else self.compression
-            stream: Any = self.filesystem.open(self.path, "rb", compression=compression)
+            if self.compression is None or self.format == "parquet":
+                yield raw
+            else:
+                decompressors: dict[Any, Any] = compr
+                with decompressors[self.compression](raw, mode="rb") as stream:
+                    yield stream
+
+    def _open_raw(self) -> IO[bytes]:
+        if not self.is_local:
+            remote = RemoteStream(self.filesystem, self.path, self.name, self.size_bytes)
+            return io.BufferedReader(remote, _REMOTE_BUFFER_BYTES)
+        try:
+            return open(self.path, "rb")
         except OSError as err:
             raise DataError(f"{self.name} cannot be opened: {err}; check the path and its permissions") from err
-        return stream
 
 
 def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
@@ -72,6 +106,7 @@ def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):
         filesystem, root, entries = _expand(source, config.include)
+        entries = _without_indexes(entries, source, config.format)
         if not entries:
             among = f" with a name like {' or '.join(config.include)}" if config.include else ""
             raise ConfigError(f"data source '{source}' has no files{among}; check data.sources and data.include")
@@ -153,6 +188,27 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
         if info.get("type") == "file" and not hidden and _included(relative, include):
             entries.append((relative, path, info.get("size")))
     return filesystem, shown, entries
+
+
+def _without_indexes(
+    entries: list[tuple[str, str, int | None]], source: str, format: Format
+) -> list[tuple[str, str, int | None]]:
+    """The entries but for indexes of token files, which are read with those."""
+    paths = {path for _, path, _ in entries}
+    kept = []
+    for entry in entries:
+        path = entry[1]
+        suffix = next((suffix for suffix in _INDEX_SUFFIXES if path.endswith(suffix)), None)
+        if suffix is None or file_format(path, format) != "memmap":
+            kept.append(entry)
+            continue
+        tokens = path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]
+        if tokens not in paths:
+            raise ConfigError(
+                f"data source '{source}' names {os.path.basename(path)}, the index of a token file, without "
+                f"{os.path.basename(tokens)}; name that one instead"
+            )
+    return kept
 
 
 def _included(relative: str, include: Sequence[str]) -> bool:

@@ -1,32 +1,90 @@
-"""Interim (being replaced): the previous readers behind the new contract."""
+"""`open_reader`: the reader of a file by its format; `dataset_file`: a data set handed over, as a file."""
 
-from evenload.data.formats.record import Record
-from evenload.data.source_jsonl import JsonlReader
-from evenload.data.source_parquet import ParquetReader
-from evenload.data.source_text import TextReader
+from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
 
-class _Old:
-    def __init__(self, reader):
-        self._reader = reader
+from evenload.data.config import DataConfig
+from evenload.data.files import SourceFile
+from evenload.data.formats.arrow import ArrowReader
+from evenload.data.formats.columns import record_columns
+from evenload.data.formats.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
+from evenload.data.formats.jsonl import JsonlReader
+from evenload.data.formats.memmap import MemmapReader
+from evenload.data.formats.parquet import ParquetReader
+from evenload.data.formats.record import RecordReader
+from evenload.data.formats.text import TextReader
+from evenload.errors import ConfigError
 
-    def num_parts(self, file, part_bytes):
-        return 1
-
-    def records(self, file, part, columns, offset=None):
-        for r in self._reader.records(file, offset or 0, 0):
-            yield Record(r.offset, r.next_offset, None if r.text is None else (r.text,), r.problem)
-
-    def origin(self, file, offset):
-        return self._reader.origin(file, 0)
+_OWN_COMPRESSION = ("parquet", "arrow", "memmap")
 
 
-def open_reader(file, config, dataset=None):
-    """Interim."""
-    readers = {"text": TextReader(), "jsonl": JsonlReader(config.text_column), "parquet": ParquetReader(config.text_column)}
-    return _Old(readers[file.format])
+def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
+    """The reader of a file. Opens nothing; can be pickled.
+
+    Args:
+        config: names the columns and what they hold (`record`).
+        dataset: what `file` stands for, where its format is "dataset".
+
+    Raises:
+        ConfigError: a format that cannot hold such records, or not inside that compression.
+    """
+    if file.format in _OWN_COMPRESSION and file.compression is not None:
+        raise ConfigError(
+            f"{file.name} is a {file.format} file inside {file.compression}, of which no part can be read alone; "
+            "decompress it"
+        )
+    known = record_columns(config)
+    match file.format:
+        case "text":
+            _check_record(file, config, "text", "set data.format or data.include")
+            return TextReader()
+        case "jsonl":
+            return JsonlReader(known)
+        case "parquet":
+            return ParquetReader(known)
+        case "arrow":
+            return ArrowReader(known)
+        case "memmap":
+            _check_record(file, config, "tokens", 'set data.record = "tokens"')
+            if config.labels_column:
+                raise ConfigError(
+                    f"{file.name} is a token file, which has no labels, and data.labels_column is "
+                    f"'{config.labels_column}'; leave it out"
+                )
+            return MemmapReader(config.document_end_id)
+        case "dataset":
+            if is_iterable_dataset(dataset):
+                return IterableDatasetReader(dataset, known)
+            return DatasetReader(dataset, known)
 
 
-def dataset_file(dataset):
-    """Interim."""
-    raise NotImplementedError
+def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
+    """What stands for a Hugging Face data set among the files.
+
+    Args:
+        name: how messages call it.
+
+    Raises:
+        ConfigError: no `Dataset` or `IterableDataset`.
+    """
+    size_bytes, rows = None, ""
+    if not is_iterable_dataset(dataset):
+        size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
+    return SourceFile(
+        name=name,
+        path="",
+        key=f"0:{name}{rows}",
+        size_bytes=size_bytes,
+        format="dataset",
+        compression=None,
+        filesystem=LocalFileSystem(),
+    )
+
+
+def _check_record(file: SourceFile, config: DataConfig, holds: str, fix: str) -> None:
+    if config.record != holds:
+        raise ConfigError(
+            f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
+            f'"{config.record}"; {fix}'
+        )

@@ -1,0 +1,137 @@
+"""`Column`: what the values of a column have to be, and how Python values become that."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.config import DataConfig
+
+ColumnKind = Literal["text", "messages", "text_or_messages", "tokens"]
+
+_INT32 = np.iinfo(np.int32)
+KIND_WORDS: dict[ColumnKind, str] = {
+    "text": "text",
+    "messages": "a list of message objects",
+    "text_or_messages": "text or a list of message objects",
+    "tokens": "a list of token ids",
+}
+
+
+class Column(NamedTuple):
+    """A column that a run may read.
+
+    Args:
+        name: key (jsonl) or column.
+        kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens].
+        setting: name of the `DataConfig` field that holds `name`.
+    """
+
+    name: str
+    kind: ColumnKind
+    setting: str
+
+
+def record_columns(config: DataConfig) -> dict[str, Column]:
+    """By name, what the columns of a record of `config.record` have to be."""
+    fields: dict[str, ColumnKind]
+    match config.record:
+        case "text":
+            fields = {"text_column": "text"}
+        case "messages":
+            fields = {"messages_column": "messages"}
+        case "prompt_completion":
+            fields = {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"}
+        case "tokens":
+            fields = {"tokens_column": "tokens"}
+            if config.labels_column:
+                fields["labels_column"] = "tokens"
+    return {
+        getattr(config, field): Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items()
+    }
+
+
+def wanted_columns(names: Sequence[str], known: Mapping[str, Column]) -> tuple[Column, ...]:
+    """The asked columns with what they have to be."""
+    return tuple(known[name] for name in names)
+
+
+class ValueProblem(ValueError):
+    """A value that is not what its column has to hold."""
+
+
+def value_converter(kind: ColumnKind) -> Callable[[Any], Any]:
+    """Checks and converts one Python value of a column; raises `ValueProblem`."""
+    match kind:
+        case "text":
+            return _text
+        case "messages":
+            return _messages
+        case "text_or_messages":
+            return lambda value: value if type(value) is str else _messages(value, KIND_WORDS["text_or_messages"])
+        case "tokens":
+            return token_array
+
+
+def token_array(value: Any) -> NDArray[np.int32]:
+    """int32[num_tokens] of a list or array of integers.
+
+    Raises:
+        ValueProblem: no integers, or ids that int32 cannot hold.
+    """
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}")
+    if not len(value):
+        return np.zeros(0, dtype=np.int32)
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as err:
+        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}") from err
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}")
+    narrowed, fits = narrow_ids(array)
+    if fits is not None:
+        raise ValueProblem(beyond_int32(array))
+    return narrowed
+
+
+def narrow_ids(values: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
+    """Numbers as int32 (not copied where they are), and which of them int32 holds exactly; None = all."""
+    if values.dtype == np.int32:
+        return values, None
+    if values.dtype.kind in "iu" and (values.dtype.itemsize < 4 or not len(values)):
+        return values.astype(np.int32), None
+    if values.dtype.kind in "iu":
+        if _INT32.min <= values.min() and values.max() <= _INT32.max:
+            return values.astype(np.int32), None
+        fits = (values >= _INT32.min) & (values <= _INT32.max)
+    else:
+        fits = np.isfinite(values) & (values == np.trunc(values)) & (np.abs(values) <= _INT32.max)
+    narrowed = np.where(fits, values, 0).astype(np.int32)
+    return narrowed, None if fits.all() else fits
+
+
+def beyond_int32(values: NDArray[Any]) -> str:
+    """The problem of ids that `narrow_ids` could not hold."""
+    _, fits = narrow_ids(values)
+    worst = values[~fits][0] if fits is not None else values[0]
+    return f"token id {worst} is no whole number of at most 2**31 - 1"
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueProblem(f"{_shown(value)} is not text")
+    return value
+
+
+def _messages(value: Any, wanted: str = KIND_WORDS["messages"]) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueProblem(f"{_shown(value)} is not {wanted}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message: its type, and where it is short, itself."""
+    text = repr(value)
+    return "null" if value is None else f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

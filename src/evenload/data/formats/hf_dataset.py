@@ -1,0 +1,206 @@
+"""Hugging Face data sets handed over in Python: `Dataset` by rows, `IterableDataset` by shards.
+
+A `Dataset` is read in Arrow batches, in the order that its `select` or `shuffle` gave it; offsets are rows. One with a
+transform of its own (`set_transform`) is read through that, row by row. An `IterableDataset` is read shard by shard;
+offsets are shard and example, and to begin inside a shard its examples are generated and passed over up to there.
+Both go to other processes by pickling, so a generator has to be a function that can be imported.
+
+Price: one batch in memory. A `Dataset` that was shuffled gathers its rows one by one (some µs each).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from evenload.data.files import SourceFile
+from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
+from evenload.data.formats.columns import Column, ValueProblem, value_converter, wanted_columns
+from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.errors import ConfigError, DataError, EvenloadError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_EXAMPLE_BITS = 40
+_TRANSFORMED_ROWS = 32
+
+
+def is_iterable_dataset(dataset: Any) -> bool:
+    """Whether it is an `IterableDataset` (True) or a `Dataset` (False).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+    except ImportError as err:
+        raise ConfigError(
+            f"the data set handed over is a {type(dataset).__name__}, which needs the package datasets; "
+            "install evenload[hf]"
+        ) from err
+    if isinstance(dataset, Dataset | IterableDataset):
+        return isinstance(dataset, IterableDataset)
+    if isinstance(dataset, DatasetDict | IterableDatasetDict):
+        raise ConfigError(f"the data set handed over has splits {', '.join(map(str, dataset))}; hand over one of them")
+    raise ConfigError(
+        f"the data set handed over is a {type(dataset).__name__}; hand over a datasets.Dataset or IterableDataset"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetReader:
+    """Reader of a `datasets.Dataset`.
+
+    Args:
+        dataset: with any format; what it is read as does not depend on it, except for a transform.
+        known: what the columns have to be, by name.
+    """
+
+    dataset: "Dataset"
+    known: Mapping[str, Column]
+
+    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+        """Shares of rows of about that size."""
+        return max(1, min(len(self.dataset), -(-(file.size_bytes or 0) // part_bytes)))
+
+    def records(
+        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
+    ) -> Iterator[Record]:
+        """The part's rows from that row on.
+
+        Raises:
+            DataError: the data set raised, or lacks a column of the right type.
+        """
+        if offset == FILE_END:
+            return
+        wanted, num_rows = wanted_columns(columns, self.known), len(self.dataset)
+        start = max(offset or 0, num_rows * part.index // part.count)
+        rows = range(start, num_rows * (part.index + 1) // part.count)
+        is_transformed = self.dataset.format["type"] == "custom"
+        read = self._transformed if is_transformed else self._batches
+        yield from _guarded(read(file.name, wanted, rows), file.name)
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """Data set and 1-based row."""
+        return f"{file.name}:row {offset + 1}"
+
+    def _batches(self, name: str, wanted: Sequence[Column], rows: range) -> Iterator[Record]:
+        check_schema(self.dataset.features.arrow_schema, wanted, name)
+        names = [column.name for column in wanted]
+        table = self.dataset.data
+        size = batch_rows(table.num_rows, sum(table.column(column).nbytes for column in names))
+        dataset = self.dataset.with_format("arrow", columns=names)
+        for start in range(rows.start, rows.stop, size):
+            found: Any = dataset[start : min(rows.stop, start + size)]
+            for batch in found.to_batches():
+                yield from arrow_records([batch.column(column) for column in names], wanted, start)
+                start += len(batch)
+
+    def _transformed(self, name: str, wanted: Sequence[Column], rows: range) -> Iterator[Record]:
+        make = _RecordMaker(wanted, name)
+        for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
+            found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
+            columns = [found[column.name] for column in wanted if column.name in found]
+            if len(columns) < len(wanted):
+                make(found, start)  # raises what is missing
+            for index, values in enumerate(zip(*columns, strict=True)):
+                example = {column.name: value for column, value in zip(wanted, values, strict=True)}
+                yield make(example, start + index)
+
+
+@dataclass(frozen=True, eq=False)
+class IterableDatasetReader:
+    """Reader of a `datasets.IterableDataset`.
+
+    Args:
+        dataset: the same examples in the same order every time; an epoch of its own shuffling does not change.
+        known: what the columns have to be, by name.
+    """
+
+    dataset: "IterableDataset"
+    known: Mapping[str, Column]
+
+    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+        """As many as it has shards."""
+        return self.dataset.num_shards
+
+    def records(
+        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
+    ) -> Iterator[Record]:
+        """The examples of the part's shards, from an offset on.
+
+        Raises:
+            DataError: the data set raised, or an example lacks a column.
+        """
+        if offset == FILE_END:
+            return
+        yield from _guarded(self._examples(file.name, part, wanted_columns(columns, self.known), offset), file.name)
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """Data set, shard, 1-based example."""
+        shard, example = _place(offset)
+        return f"{file.name}:shard {shard}, example {example + 1}"
+
+    def _examples(self, name: str, part: FilePart, wanted: Sequence[Column], offset: int | None) -> Iterator[Record]:
+        dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
+        first_shard, skipped = num_shards * part.index // part.count, 0
+        if offset is not None:
+            first_shard, skipped = _place(offset)
+        make = _RecordMaker(wanted, name)
+        for shard in range(first_shard, num_shards * (part.index + 1) // part.count):
+            examples: Any = dataset.shard(num_shards=num_shards, index=shard)
+            at = shard << _EXAMPLE_BITS
+            if skipped:
+                examples, at = examples.skip(skipped), at + skipped
+                skipped = 0
+            for example in examples:
+                yield make(example, at)
+                at += 1
+
+
+class _RecordMaker:
+    """Makes records of Python examples."""
+
+    def __init__(self, wanted: Sequence[Column], name: str) -> None:
+        self._columns = [(column, value_converter(column.kind)) for column in wanted]
+        self._name = name
+
+    def __call__(self, example: Mapping[str, Any], offset: int) -> Record:
+        values = []
+        for column, convert in self._columns:
+            if column.name not in example:
+                raise DataError(
+                    f"{self._name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}"
+                )
+            try:
+                values.append(convert(example[column.name]))
+            except ValueProblem as problem:
+                return Record(offset, offset + 1, None, f"column '{column.name}': {problem}")
+        return Record(offset, offset + 1, tuple(values))
+
+
+def _place(offset: int) -> tuple[int, int]:
+    """Shard and example of an offset."""
+    return offset >> _EXAMPLE_BITS, offset & ((1 << _EXAMPLE_BITS) - 1)
+
+
+def _guarded(records: Iterator[Record], name: str) -> Iterator[Record]:
+    """The records; what the data set's own code raises, as an error that names it."""
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except EvenloadError:
+            raise
+        except Exception as err:  # generators and transforms of users raise anything
+            raise DataError(f"{name} cannot be read: {type(err).__name__}: {err}") from err
+        yield record
+
+
+def dataset_bytes(dataset: "Dataset") -> int:
+    """Bytes of its rows in Arrow's layout, about."""
+    table: pa.Table = dataset.data.table
+    return table.nbytes * len(dataset) // max(1, table.num_rows)

@@ -1,0 +1,104 @@
+"""`open_ranges`: any byte range of a file: of a local one through memory mapping, of a remote one by reading it.
+
+Mapped pages count as memory of the process until somebody else needs it; `release` gives them back, so that reading a
+file of any size does not look like a leak. Arrays on released pages stay valid: touched again, their pages are mapped
+again. A mapped file must not be made shorter meanwhile (the process would be killed), as ever with maps.
+"""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.files import SourceFile
+from evenload.data.formats.failures import unreadable
+
+# The kernel maps so many bytes around a page that is touched.
+_MAPPED_AT_ONCE_BYTES = 1 << 16
+_RELEASE_BYTES = 1 << 23
+
+
+class ByteRanges(Protocol):
+    """Random access to the bytes of an open file.
+
+    Args:
+        size_bytes: of the file; None = unknown.
+    """
+
+    size_bytes: int | None
+
+    def read(self, start: int, count: int) -> memoryview:
+        """Bytes `[start, start + count)`; fewer at the end of the file."""
+        ...
+
+    def release(self) -> None:
+        """What was read is not needed for now."""
+        ...
+
+
+class ShortFileError(Exception):
+    """The file ends inside what was asked for."""
+
+
+def read_numbers(ranges: ByteRanges, dtype: np.dtype, at_bytes: int, start: int, stop: int) -> NDArray[Any]:
+    """Elements `[start, stop)` of an array that begins at a byte of the file; not copied where it is mapped.
+
+    Raises:
+        ShortFileError: the file does not hold them.
+    """
+    wanted = (stop - start) * dtype.itemsize
+    content = ranges.read(at_bytes + start * dtype.itemsize, wanted)
+    if len(content) != wanted:
+        raise ShortFileError(f"it ends at byte {at_bytes + start * dtype.itemsize + len(content)}")
+    return np.frombuffer(content, dtype=dtype)
+
+
+@contextmanager
+def open_ranges(file: SourceFile) -> Iterator[ByteRanges]:
+    """The bytes of a file that is not compressed.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    with file.open() as stream:
+        if file.is_local:
+            try:
+                yield _MappedRanges(stream)
+            except OSError as err:
+                raise unreadable(file, err) from err
+        else:
+            yield _StreamRanges(stream, file.size_bytes)
+
+
+class _MappedRanges:
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.size_bytes: int | None = stream.seek(0, 2)
+        # An empty file cannot be mapped. The map is closed by its last array.
+        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.size_bytes else None
+        self._view = memoryview(self._map or b"")
+        self._mapped_bytes = 0
+
+    def read(self, start: int, count: int) -> memoryview:
+        self._mapped_bytes += max(count, _MAPPED_AT_ONCE_BYTES)
+        return self._view[start : start + count]
+
+    def release(self) -> None:
+        if self._map is not None and self._mapped_bytes > _RELEASE_BYTES:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._mapped_bytes = 0
+
+
+class _StreamRanges:
+    def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
+        self.size_bytes = size_bytes
+        self._stream = stream
+
+    def read(self, start: int, count: int) -> memoryview:
+        self._stream.seek(start)
+        return memoryview(self._stream.read(count))
+
+    def release(self) -> None:
+        pass

@@ -1,0 +1,49 @@
+"""Text files: one UTF-8 document per file. Price: the file in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evenload.data.files import SourceFile
+from evenload.data.formats.failures import BROKEN_COMPRESSION, damaged_compression, unreadable
+from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.errors import DataError
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reader of format "text"; the offset of the document is 0."""
+
+    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+        """One: a document is never shared."""
+        return 1
+
+    def records(
+        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
+    ) -> Iterator[Record]:
+        """The file as one record, in the first part.
+
+        Raises:
+            DataError: the file cannot be read; more than one column is asked for.
+        """
+        if len(columns) != 1:
+            raise DataError(f"{file.name} is a text file and has one column, not {', '.join(columns)}")
+        if part.index == 0 and offset != FILE_END:
+            yield _read_document(file)
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """The file's name."""
+        return file.name
+
+
+def _read_document(file: SourceFile) -> Record:
+    try:
+        with file.open() as stream:
+            content = stream.read()
+    except BROKEN_COMPRESSION as err:
+        return Record(0, FILE_END, None, damaged_compression(file, err))
+    except OSError as err:
+        raise unreadable(file, err) from err
+    try:
+        return Record(0, FILE_END, (content.decode("utf-8"),))
+    except UnicodeDecodeError as err:
+        return Record(0, FILE_END, None, f"it is not UTF-8: byte 0x{content[err.start]:02x} at offset {err.start}")
