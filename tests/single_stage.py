@@ -14,11 +14,11 @@ from reference_training import balance_factor, plain_loss_and_gradients, relativ
 
 
 def pack_tokens(ranges, tokens):
-    """Collate by hand: the slow, obvious way."""
+    """Collate by hand: the slow, obvious way. Tokens beyond a document's end are padding."""
     ids, targets, positions = [], [], []
     for doc, start, stop in ranges:
         for t in range(start, stop):
-            ids.append(tokens[doc][t].item())
+            ids.append(tokens[doc][t].item() if t < len(tokens[doc]) else 0)
             targets.append(tokens[doc][t + 1].item() if t + 1 < len(tokens[doc]) else -100)
             positions.append(t)
     return PackTokens(tuple(ranges), *(torch.tensor(x) for x in (ids, targets, positions)))
@@ -62,7 +62,8 @@ def run_single_stage(config, dtype, tokens, forward, backward):
     backend = select_backend("auto", "cpu", attention_soft_cap(config))
     stage = PipelineStage(model, backend)
     stage.begin_step({d: len(t) for d, t in tokens.items()})
-    store = ActivationStore({d: len(t) for d, t in tokens.items()}, [tuple(p) for p in backward])
+    stored = {d: max(stop for pack in forward for doc, _, stop in pack if doc == d) for d in tokens}
+    store = ActivationStore(stored, [tuple(p) for p in backward])
     labels = sum(len(t) - 1 for t in tokens.values())
     for pack in forward:
         stage.forward(pack_tokens(pack, tokens), None, store)

@@ -5,8 +5,15 @@ import torch
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.recipes import check_supported, router_aux_loss_coef
-from reference_training import exact_casts, make_tokens, tiny_config
-from single_stage import assert_equals_plain, packs_of
+from reference_training import (
+    exact_casts,
+    make_tokens,
+    plain_loss_and_gradients,
+    plain_model,
+    relative_error,
+    tiny_config,
+)
+from single_stage import assert_equals_plain, packs_of, run_single_stage
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 NEW = ["gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
@@ -37,3 +44,100 @@ def test_gradients_equal_unchanged_transformers(kind, dtype, tolerance):
     """With transformers' own roundings to float32, to their precision."""
     config = tiny_config(kind)
     assert_equals_plain(config, dtype, make_tokens(LENGTHS, config.vocab_size), *packs("sliced"), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("cuts", list(CUTS))
+def test_load_balancing_loss_equals_its_definition(kind, cuts):
+    """Counts are of whole documents and probabilities add up over slices, so no cut may show in loss or gradient."""
+    config = tiny_config(kind, output_router_logits=True, router_aux_loss_coef=0.3)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    with exact_casts(kind):
+        assert_equals_plain(config, torch.float64, tokens, *packs(cuts), tolerance=1e-11)
+    without = tiny_config(kind)
+    assert run_loss(config, tokens, cuts) - run_loss(without, tokens, cuts) > 0.3, "the loss is really added"
+
+
+def run_loss(config, tokens, cuts):
+    return run_single_stage(config, torch.float64, tokens, *packs(cuts))[0]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_load_balancing_loss_of_one_document_is_that_of_transformers(kind):
+    """One document and one layer: the very loss that transformers adds, and its gradient."""
+    config = tiny_config(kind, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.3)
+    tokens = make_tokens([50], config.vocab_size)
+    forward, backward = packs_of([50], [0.3, 0.7], 20, last_first=False), packs_of([50], [0.5], 33, last_first=True)
+    loss, gradients, weights, _ = run_single_stage(config, torch.float64, tokens, forward, backward)
+    model = plain_model(config, weights, torch.float64)
+    out = model(tokens[0][None], labels=tokens[0][None])
+    assert out.aux_loss.item() > 1.5
+    out.loss.backward()
+    # transformers counts and averages in float32.
+    assert loss == pytest.approx(out.loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert relative_error(gradients[name], parameter.grad) <= 1e-6, name
+
+
+def test_padding_takes_no_part_in_the_load_balancing_loss():
+    """The baseline that pads must train what all others train."""
+    config = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    tokens = make_tokens([40, 11], config.vocab_size)
+    unpadded, padded = [[(0, 0, 40), (1, 0, 11)]], [[(0, 0, 40), (1, 0, 40)]]
+    loss, gradients, *_ = run_single_stage(config, torch.float64, tokens, unpadded, unpadded)
+    padded_loss, padded_gradients, *_ = run_single_stage(config, torch.float64, tokens, padded, padded)
+    assert padded_loss == pytest.approx(loss, rel=1e-12)
+    for name, gradient in gradients.items():
+        assert relative_error(padded_gradients[name], gradient) <= 1e-7, name
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_bf16_experts_are_at_most_twice_as_wrong_as_plain_bf16(kind):
+    """Recorded router logits keep every token with the experts it came from, also where they are rounded to 8 bits."""
+    config = tiny_config(kind)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    _, ours, weights, _ = run_single_stage(config, torch.bfloat16, tokens, *packs("many"))
+    _, whole, _, _ = run_single_stage(config, torch.bfloat16, tokens, *packs("whole"))
+    _, exact = plain_loss_and_gradients(config, {n: w.double() for n, w in weights.items()}, tokens, torch.float64)
+    _, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
+
+    def error(gradients):
+        return sum((gradients[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+    assert error(ours) <= 2 * error(plain)
+    assert error(whole) <= 2 * error(plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("gemma2", {"attention_dropout": 0.1}, "attention_dropout"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+            "rope_type 'dynamic'",
+        ),
+    ],
+)
+def test_options_that_would_run_wrong_are_refused_by_name(kind, change, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        check_supported(tiny_config(kind, **change))
+
+
+def test_whether_to_balance_experts_is_never_decided_silently():
+    """transformers trains without the loss unless config.json asks for router logits."""
+    config = tiny_config("mixtral", router_aux_loss_coef=0.02)
+    with pytest.raises(ConfigError, match=r"model\.router_aux_loss_coef = 0\.02 .* trains one, 0 trains none"):
+        router_aux_loss_coef(config, None)
+    assert router_aux_loss_coef(config, 0.0) == 0.0
+    assert router_aux_loss_coef(config, 0.5) == 0.5
+    assert (
+        router_aux_loss_coef(tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.02), None) == 0.02
+    )
+    assert router_aux_loss_coef(tiny_config("llama"), None) == 0.0
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
+        router_aux_loss_coef(tiny_config("llama"), 0.1)
