@@ -10,6 +10,7 @@ import torch.distributed as dist
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
+from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models
@@ -19,16 +20,24 @@ from reference_training import tiny_config
 
 
 class StoredBytes(NamedTuple):
-    """The store's own accounting of one rank: the peak, the peak of each kind, and what is held after every action."""
+    """The stores' own accounting of one rank: the peak, the peak of each kind, what is held after every action in all
+    and by kind, the most in host memory, the most sent tensors a channel kept, and what came from ranks that share
+    documents."""
 
     peak: int
     peak_by_kind: dict[str, int]
     after_actions: list[int]
+    after_kinds: dict[str, list[int]]
+    peak_host: int
+    most_sends_kept: int
+    context: int
 
 
-def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype) -> list:
+def gradients_of_plans(
+    kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype, sharing: dict
+) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
-    stored activations)."""
+    stored activations). `sharing`: the executor's arguments about shared documents."""
     config = tiny_config(kind, **changes)
     decoded = [decode_plan(data) for data in plans]
     layout = decoded[0].layout
@@ -37,7 +46,8 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
         config, layout=layout, pp_rank=mesh.pp_rank, dtype=dtype, device=mesh.device, weights=None, seed=3
     )
     buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
-    executor = Executor({s: PipelineStage(model, CpuFlashAttention()) for s, model in models.items()}, mesh)
+    stages = {s: PipelineStage(model, CpuFlashAttention()) for s, model in models.items()}
+    executor = Executor(stages, mesh, **sharing)
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
         for buffer in buffers:
@@ -57,6 +67,11 @@ def gradients_of_plans(kind: str, changes: dict, plans: list[bytes], tokens: lis
                 gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
                 weights[name] = parameter.detach().numpy().copy()
                 start += parameter.numel()
-        stored = StoredBytes(run.peak_bytes, run.peak_by_kind, run.trace.memory_bytes.tolist())
+        by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
+        after = run.trace.memory_bytes.tolist()
+        stored = StoredBytes(
+            *(run.peak_bytes, run.peak_by_kind, after, by_kind),
+            *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
+        )
         results.append((run.loss, gradients, norm, weights, stored))
     return results
