@@ -58,7 +58,7 @@ def _train(config: TrainConfig, mesh: Mesh, cache: Path, threads: int, local_wor
     trainer = Trainer(config, mesh)
     directory = Path(config.train.output_dir)
     resumed = trainer.resume()
-    costs = _coefficients(trainer, directory, cache, threads, resumed is not None, console)
+    costs = _coefficients(trainer, cache, threads, console)
     memory_cap_bytes = config.plan.memory_bytes or _share_of_memory(local_world)
     _show_start(console, trainer, costs, memory_cap_bytes, threads, resumed)
     files = None
@@ -93,25 +93,34 @@ def _run_steps(
             if report is not None and files is not None:
                 files.add_step(report)
                 console.print(step_line(report.row), soft_wrap=True)
+                _show_save(report, console)
     return last
 
 
-def _coefficients(
-    trainer: Trainer, directory: Path, cache: Path, threads: int, resumed: bool, console: Console
-) -> CostCoefficients:
-    """The run's own cost file after a resume (so that plans stay the same), else the configured one, else cached,
+def _show_save(report: StepReport, console: Console) -> None:
+    """What became of a checkpoint in the background."""
+    if report.failed_save:
+        console.print(f"evenload: warning: {report.failed_save}; training goes on", soft_wrap=True)
+    if (saved := report.saved) is not None:
+        console.print(
+            f"checkpoint {saved.path} | {saved.num_bytes / 1e6:,.1f} MB written in {saved.write_s:.1f} s, training "
+            f"waited {saved.stall_s:.2f} s",
+            soft_wrap=True,
+        )
+
+
+def _coefficients(trainer: Trainer, cache: Path, threads: int, console: Console) -> CostCoefficients:
+    """The checkpoint's cost file after a resume (so that plans stay the same), else the configured one, else cached,
     else measured."""
+    if trainer.coefficients is not None:
+        return trainer.coefficients
     mesh, configured = trainer.mesh, trainer.config.train.cost_file
     name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
     backend = trainer.config.train.attention
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:
-        own = directory / "cost.json"
-        if resumed and own.is_file():
-            found[0] = read_coefficients(own)
-        else:
-            found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
+        found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
     dist.broadcast_object_list(found, src=0, group=mesh.control)
     if found[0] is not None:
         return found[0]

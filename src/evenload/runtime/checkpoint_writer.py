@@ -50,6 +50,8 @@ from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import FlatBuffer
 
+_PROBE_BYTES = 4_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
@@ -138,7 +140,9 @@ class CheckpointWriter:
             self._staged[name].copy_(part.local, non_blocking=True)
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
-        return {name: ShardedTensor(self._staged[name], part.num_elements).on(self._replicas) for name, part in mine.items()}
+        return {
+            name: ShardedTensor(self._staged[name], part.num_elements).on(self._replicas) for name, part in mine.items()
+        }
 
     def _run(self, position: RunPosition, tensors: dict[str, Tensor], stall_s: float) -> None:
         try:
@@ -217,8 +221,12 @@ class CheckpointWriter:
             CheckpointError: always.
         """
         told = [""]
+        refused: list[str] = [""] * self._mesh.layout.world_size
+        if partial is not None:
+            mine = _refusal(partial, self._mesh.rank)
+            dist.all_gather_object(refused, mine, group=self._mesh.saving)
         if self._mesh.rank == 0:
-            told = [self._account(cause, partial, num_bytes)]
+            told = [self._account("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
             if partial is not None:
                 # What cannot be removed now is removed before the next save.
                 shutil.rmtree(partial, ignore_errors=True)
@@ -239,6 +247,20 @@ class CheckpointWriter:
             f"({cause}); {f'the one before, {last}, is intact' if last else 'there is no earlier one'}. Free space, "
             "lower train.keep_checkpoints, or choose another train.output_dir"
         )
+
+
+def _refusal(directory: Path, rank: int) -> str:
+    """What the operating system says to a small file there, or "".
+
+    torch reports a short write as an unexpected position in its archive and keeps the reason to itself.
+    """
+    try:
+        with (directory / f"probe-{rank}").open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
+    return ""
 
 
 def _local_bytes(tensors: dict[str, Tensor]) -> int:

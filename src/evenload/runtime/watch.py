@@ -147,7 +147,8 @@ class RankWatch:
 
 def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
     named = [
-        f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)" for rank, sign in sorted(signs.items())[:_MAX_NAMED]
+        f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)"
+        for rank, sign in sorted(signs.items())[:_MAX_NAMED]
     ]
     more = f" and {len(signs) - _MAX_NAMED} more" if len(signs) > _MAX_NAMED else ""
     return f"{start[0].upper()}{start[1:]} {', '.join(named)}{more} "

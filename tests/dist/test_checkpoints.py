@@ -1,0 +1,198 @@
+"""Checkpoints written while training goes on: what they hold, and what happens when they cannot be written."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint_cases import random_numbers_after_resume, save_while_everything_changes, train_with_a_full_disk
+from dist_training import train_steps
+from evenload.errors import ConfigError
+from evenload.runtime.checkpoint import (
+    complete_checkpoints,
+    latest_checkpoint,
+    prune_checkpoints,
+    remove_leftovers,
+)
+from evenload.runtime.config import load_train_config
+from reference_training import tiny_config
+
+STEPS = 5
+LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A tiny Llama in float32, on short documents."""
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus").mkdir()
+    for i in range(30):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5))
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{tmp_path / "model"}"
+        random_init = true
+        [data]
+        sources = ["{tmp_path / "corpus"}"]
+        max_document_tokens = 256
+        batch_documents = 6
+        [optimizer]
+        learning_rate = 1e-2
+        [train]
+        output_dir = "{tmp_path / "run"}"
+        steps = {STEPS}
+        """
+    )
+    return file
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_checkpoint_in_the_background_holds_its_own_step(gloo_pool, config_file, tmp_path):
+    """Loader, planner and tensors of a checkpoint on the way are those of its step, not of the end."""
+    every = [*LAYOUT, "train.checkpoint_every_steps=1", "train.keep_checkpoints=0"]
+    whole = gloo_pool.run(4, train_steps, str(config_file), every, STEPS)[0]
+    written = tmp_path / "run" / "checkpoints"
+    assert names(written) == [f"step-{step:08d}" for step in range(1, STEPS + 1)]
+    for step in (2,):
+        again = tmp_path / f"from-{step}"
+        shutil.copytree(written / f"step-{step:08d}", again / "checkpoints" / f"step-{step:08d}")
+        rest = gloo_pool.run(4, train_steps, str(config_file), [*every, f"train.output_dir={again}"], STEPS)[0]
+        assert whole[step:] == rest
+
+
+def test_what_changes_after_the_copy_is_not_written(gloo_pool, config_file):
+    """The writing of rank 0 is held up, by rank 1 that has not begun, until everything it saved is other."""
+    more = ["parallel.pp=2", "model.dtype=bfloat16"]
+    assert gloo_pool.run(2, save_while_everything_changes, str(config_file), more)[0] == []
+
+
+def test_waiting_for_each_checkpoint_writes_the_same(gloo_pool, config_file, tmp_path):
+    every = [*LAYOUT, "train.checkpoint_every_steps=2"]
+    overrides = [[*every, f"train.output_dir={tmp_path / name}", f"train.background_checkpoints={name}"]
+                 for name in ("true", "false")]  # fmt: skip
+    losses = [gloo_pool.run(4, train_steps, str(config_file), more, STEPS)[0] for more in overrides]
+    assert losses[0] == losses[1]
+    for name in ("true", "false"):
+        assert names(tmp_path / name / "checkpoints") == [f"step-{step:08d}" for step in (2, 4, 5)]
+    files = [tmp_path / name / "checkpoints" / "step-00000004" for name in ("true", "false")]
+    for name in [*(path.name for path in files[0].glob("*.distcp")), "loader.json", "cost.json", "progress.json"]:
+        assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes(), name
+
+
+def test_replicas_write_every_parameter_once(gloo_pool, config_file, tmp_path):
+    """Four replicas together write no more than one alone, up to the format's own bytes per tensor."""
+    sizes = []
+    for dp in (1, 4):
+        here = [f"parallel.dp={dp}", f"train.output_dir={tmp_path / str(dp)}"]
+        gloo_pool.run(dp, train_steps, str(config_file), here, 1)
+        saved = tmp_path / str(dp) / "checkpoints" / "step-00000001"
+        sizes.append([path.stat().st_size for path in saved.glob("*.distcp")])
+    assert len(sizes[1]) == 4
+    assert sum(sizes[1]) < 1.3 * sum(sizes[0])
+    assert max(sizes[1]) < 0.5 * sum(sizes[0])
+
+
+def test_old_checkpoints_go_only_after_a_new_one_is_complete(gloo_pool, config_file, tmp_path):
+    more = [*LAYOUT, "train.checkpoint_every_steps=1", "train.keep_checkpoints=2"]
+    gloo_pool.run(4, train_steps, str(config_file), more, STEPS)
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000004", "step-00000005"]
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(gloo_pool, config_file, tmp_path):
+    """RLIMIT_FSIZE on one of four ranks: the operating system refuses its bytes, all ranks stop with the same error."""
+    more = [*LAYOUT, "train.checkpoint_every_steps=1"]
+    ranks = gloo_pool.run(4, train_with_a_full_disk, str(config_file), more, 3, 2, STEPS + 1)
+    directory = tmp_path / "run" / "checkpoints"
+    messages = {message for _, _, message in ranks}
+    assert len(messages) == 1
+    (message,) = messages
+    for part in ("step-0000000", str(directory), "MB are free", "rank 3", "File too large", "is intact", "Free space"):
+        assert part in message, message
+    intact = latest_checkpoint(directory)
+    assert intact is not None
+    assert names(directory) == [path.name for path in complete_checkpoints(directory)]
+    assert str(intact) in message
+    rest = gloo_pool.run(4, train_steps, str(config_file), LAYOUT, STEPS)[0]
+    whole = gloo_pool.run(4, train_steps, str(config_file), [*LAYOUT, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
+    assert rest == whole[int(intact.name.split("-")[1]) :]
+
+
+def test_training_goes_on_past_a_failed_checkpoint_where_it_is_told_to(gloo_pool, config_file, tmp_path):
+    more = [*LAYOUT, "train.checkpoint_every_steps=1", "train.on_failed_checkpoint=continue"]
+    ranks = gloo_pool.run(4, train_with_a_full_disk, str(config_file), more, 0, 2, 4)
+    failures, losses, error = ranks[0]
+    assert error == ""
+    assert len(losses) == STEPS
+    assert 1 <= len(failures) <= 2
+    assert all("File too large" in failure for failure in failures)
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000005"
+
+
+def test_the_last_checkpoint_has_to_succeed(gloo_pool, config_file):
+    more = [*LAYOUT, "train.on_failed_checkpoint=continue"]
+    ranks = gloo_pool.run(4, train_with_a_full_disk, str(config_file), more, 1, 1, STEPS + 1)
+    for _, _, error in ranks:
+        assert "there is no earlier one" in error
+
+
+def test_random_states_and_cost_file_come_back(gloo_pool, config_file):
+    for expected, found, has_costs in gloo_pool.run(
+        2, random_numbers_after_resume, str(config_file), ["parallel.dp=2"], None
+    ):
+        assert found == expected
+        assert has_costs
+
+
+def test_another_layout_starts_with_random_states_of_its_own(gloo_pool, config_file):
+    layouts = (["parallel.dp=2"], ["parallel.pp=2"])
+    for expected, found, has_costs in gloo_pool.run(2, random_numbers_after_resume, str(config_file), *layouts):
+        assert found != expected
+        assert has_costs
+
+
+def complete(directory: Path, *steps: int) -> None:
+    for step in steps:
+        (directory / f"step-{step:08d}").mkdir(parents=True)
+        (directory / f"step-{step:08d}" / "progress.json").write_text("{}")
+
+
+def test_pruning_counts_complete_checkpoints_only_and_keeps_the_newest(tmp_path):
+    complete(tmp_path, 1, 2, 9, 100_000_000)
+    (tmp_path / "step-00000010").mkdir()  # no progress.json: not complete, and not ours to delete
+    (tmp_path / "step-of-mine").mkdir()
+    prune_checkpoints(tmp_path, 2)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000009", "step-100000000"]
+    assert (tmp_path / "step-00000010").is_dir()
+    prune_checkpoints(tmp_path, 0)
+    assert len(complete_checkpoints(tmp_path)) == 2
+    prune_checkpoints(tmp_path, 1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-100000000"
+    assert (tmp_path / "step-of-mine").is_dir()
+
+
+def test_leftovers_of_a_killed_save_are_removed_and_never_resumed_from(tmp_path):
+    complete(tmp_path, 3)
+    for name in (".step-00000004.partial", ".step-00000001.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "progress.json").write_text("{}")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000003"
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.keep_checkpoints=-1", r"train.keep_checkpoints is -1, must be 0 \(keep all\) or more"),
+        ("train.checkpoint_timeout_s=0", "train.checkpoint_timeout_s is 0"),
+        ("train.on_failed_checkpoint=ignore", "on_failed_checkpoint"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(config_file, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_train_config(config_file, [setting])
