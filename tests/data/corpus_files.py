@@ -33,9 +33,10 @@ def write_corpus(root: Path, format: str, texts: list[str], num_files: int = 2) 
         rows = [{"id": number, "text": text} for number, text in enumerate(part)]
         if format == "prompts":
             rows = [{"prompt": text, "completion": f"-{text}!"} for text in part]
-            format = "jsonl"
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (root / f"{index}.{format}").write_bytes(gzip.compress(lines) if format.endswith("gz") else lines)
+        (root / f"{index}.{'jsonl' if format == 'prompts' else format}").write_bytes(
+            gzip.compress(lines) if format.endswith("gz") else lines
+        )
     return str(root)
 
 

@@ -76,8 +76,8 @@ def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
     monkeypatch.setattr(resumed.tokenizer, "encode_batch", lambda texts: encoded.extend(texts) or original(texts))
     resumed.load_state(loader.state())
     resumed.next_batch()
-    # The open block of the only lane (4 documents), and those of the batch.
-    assert len(encoded) <= 4 + 10 + 4
+    # The open block of the only lane and the next ones; 300 documents lie before them.
+    assert len(encoded) <= 40
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_other_tokenizer_is_refused(tmp_path):
     train_byte_pair_tokenizer(["some text"], 260, tmp_path / "tokenizer.json")
     state = GlobalBatchLoader(data_config(root)).state()
     other = GlobalBatchLoader(data_config(root, tokenizer=str(tmp_path / "tokenizer.json")))
-    with pytest.raises(ConfigError, match="encoding of sources: saved with .*bytes"):
+    with pytest.raises(ConfigError, match=r"encoding of sources: saved with .*bytes"):
         other.load_state(state)
 
 
@@ -150,7 +150,7 @@ def test_changed_content_of_a_deferred_document_is_noticed(tmp_path):
     path.write_text(path.read_text().replace("2", "x"))
     resumed = GlobalBatchLoader(config)
     resumed.load_state(loader.state())
-    with pytest.raises(DataError, match="deferred document 2 .* must not change"):
+    with pytest.raises(DataError, match=r"deferred document 2 .* must not change"):
         resumed.next_batch()
 
 

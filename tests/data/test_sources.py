@@ -9,55 +9,12 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpus_files import FORMATS, all_batches, data_config, documents_of, naive_documents, write_corpus
+from corpus_files import all_batches, data_config, documents_of, naive_documents, write_corpus
 
 from evenload.data.loader import GlobalBatchLoader
-from evenload.data.record import RecordPosition
-from evenload.data.sources import DocumentSource
 from evenload.errors import DataError
 
 TEXTS = ["one", "zwei äöü", "三", "line\nbreak\r\n", "five", "six", "seven", "😀 eight"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_record_is_read_and_can_be_read_again_by_position(tmp_path, format):
-    source = DocumentSource(data_config(write_corpus(tmp_path, format, TEXTS)))
-    texts, positions = [], []
-    for file in range(len(source.files)):
-        for record in source.records(file):
-            texts.append(record.text)
-            positions.append(RecordPosition(file=file, offset=record.offset, record=record.record))
-    assert sorted(texts) == sorted(TEXTS)
-    # In any order, with repeats, and only some of them.
-    wanted = [positions[index] for index in (5, 0, 3, 3, 7)]
-    assert source.reread(wanted) == {position: texts[positions.index(position)] for position in wanted}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_streaming_goes_on_from_every_position(tmp_path, format):
-    source = DocumentSource(data_config(write_corpus(tmp_path, format, TEXTS)))
-    for file in range(len(source.files)):
-        records = list(source.records(file))
-        for index, record in enumerate(records):
-            assert list(source.records(file, record.next_offset, record.record + 1)) == records[index + 1 :]
-
-
-def test_parquet_rows_over_several_row_groups_keep_order_and_column(tmp_path):
-    texts = [f"row {number}" for number in range(700)]
-    table = pa.table({"body": pa.array(texts, pa.large_string()), "other": texts[::-1]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=300)
-    source = DocumentSource(data_config(str(tmp_path), text_column="body"))
-    assert [record.text for record in source.records(0)] == texts
-    for start in (0, 1, 255, 256, 257, 299, 300, 301, 555, 699, 700):
-        assert [record.text for record in source.records(0, start, start)] == texts[start:]
-
-
-def test_parquet_without_the_column_or_with_numbers_is_named(tmp_path):
-    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet has no column 'text', only body, n"):
-        list(DocumentSource(data_config(str(tmp_path))).records(0))
-    with pytest.raises(DataError, match="'n' is int64"):
-        list(DocumentSource(data_config(str(tmp_path), text_column="n")).records(0))
 
 
 @pytest.mark.parametrize(

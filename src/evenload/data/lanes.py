@@ -21,7 +21,7 @@ from evenload.data.peers import Peers
 from evenload.data.reading.block import Block, BlockCursor, BlockHead, block_span
 from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey
 from evenload.data.token_table import Span
-from evenload.errors import DataError
+from evenload.errors import DataError, EvenloadError
 from evenload.types.base import Frozen
 
 
@@ -340,7 +340,7 @@ class LaneDraw:
                 assert lane.asked is not None
                 try:
                     own[lane.key] = self._service.take(lane.asked)
-                except DataError as error:
+                except EvenloadError as error:
                     problem = str(error)
                 lane.asked = None
         answer = _Answer(

@@ -33,7 +33,7 @@ from evenload.data.reading.part_files import open_part
 from evenload.data.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
 from evenload.data.token_table import Span, TokenTable, join_spans
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
-from evenload.errors import ConfigError, DataError, InvalidPlanError
+from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
 
@@ -119,9 +119,9 @@ class GlobalBatchLoader:
             config, [part.digest for part in self.parts], [encoder.name for encoder in encoders]
         )
         self.ledger = Ledger()
-        self._service = BlockService(self._job, config.workers, config.stall_timeout_s)
+        self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is simply dropped.
-        weakref.finalize(self, self._service.close)
+        weakref.finalize(self, self.background.close)
         self._lanes = self._make_lanes()
         self._members: list[Drawn] = []
         self._deferred: dict[int, _Deferred] = {}
@@ -226,7 +226,7 @@ class GlobalBatchLoader:
             ConfigError: the state was made with other data settings or files; names them.
         """
         check_fingerprint(state, self._fingerprint)
-        self._service.close()
+        self.background.close()
         self.ledger = Ledger(state.ledger)
         self._lanes = self._make_lanes()
         self._lanes.load_state(state.parts)
@@ -235,7 +235,7 @@ class GlobalBatchLoader:
 
     def close(self) -> None:
         """End the background readers. State and account remain; asked for another batch, it starts them again."""
-        self._service.close()
+        self.background.close()
         self._lanes.forget_requests()
 
     def _make_lanes(self) -> LaneDraw:
@@ -245,7 +245,7 @@ class GlobalBatchLoader:
             [part.weight for part in config.mixture] or [1.0],
             config.num_lanes,
             config.mixture_end == "repeat",
-            self._service,
+            self.background,
             self.peers,
             self.ledger,
         )
@@ -346,8 +346,8 @@ class GlobalBatchLoader:
                 if owner == self.peers.rank:
                     request = BlockRequest(LaneKey(place.part, place.lane), place.epoch, place.cursor)
                     if request not in blocks:
-                        self._service.request(request)
-                        blocks[request] = self._service.take(request)
+                        self.background.request(request)
+                        blocks[request] = self.background.take(request)
                     if blocks[request].head.checksum != place.checksum:
                         raise DataError(
                             f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
@@ -356,7 +356,7 @@ class GlobalBatchLoader:
                         )
                     span = block_span(blocks[request], place.index)
                 entries[lost.document.doc_id] = _Deferred(lost.document, place, owner, lost.has_labels, span)
-        except DataError as error:
+        except EvenloadError as error:
             problem = str(error).encode()
         problems = [answer for answer in self.peers.gather(problem) if answer]
         if problems:

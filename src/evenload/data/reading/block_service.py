@@ -16,7 +16,7 @@ from evenload.data.encoding.document_encoder import DocumentEncoder
 from evenload.data.reading.block import Block, BlockCursor
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.workers import BlockWorker, ProcessWorker, ThreadWorker
-from evenload.errors import DataError
+from evenload.errors import DataError, EvenloadError
 
 
 class LaneKey(NamedTuple):
@@ -52,9 +52,9 @@ class BlockService:
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
         self._arrived = threading.Condition()
-        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, Block | Exception]]] = {}
+        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, Block | EvenloadError]]] = {}
         self._reading: dict[int, str] = {}
-        self._failure: Exception | None = None
+        self._failure: EvenloadError | None = None
         self._workers: list[BlockWorker] = []
 
     def request(self, request: BlockRequest) -> None:
@@ -83,9 +83,13 @@ class BlockService:
                 self._arrived.wait(left_s)
             answered, outcome = self._blocks[request.key].popleft()
         assert answered == request, f"asked for {request}, got {answered}"
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, EvenloadError):
             raise outcome
         return outcome
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the running workers; none for a thread."""
+        return [worker.pid for worker in self._workers if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:
         """End threads and processes. Blocks that were asked for and not taken are dropped."""
@@ -106,7 +110,7 @@ class BlockService:
             self._workers = self._start()
         return self._workers[(key.part + key.lane) % len(self._workers)]
 
-    def _deliver(self, request: BlockRequest, outcome: Block | Exception) -> None:
+    def _deliver(self, request: BlockRequest, outcome: Block | EvenloadError) -> None:
         with self._arrived:
             self._blocks.setdefault(request.key, deque()).append((request, outcome))
             self._arrived.notify_all()
@@ -114,7 +118,7 @@ class BlockService:
     def _note_open(self, worker: int, name: str) -> None:
         self._reading[worker] = name
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: EvenloadError) -> None:
         with self._arrived:
             self._failure = error
             self._arrived.notify_all()

@@ -12,10 +12,9 @@ again. Memory: one block and one chunk of records a lane.
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,21 +37,23 @@ _FIRST_BLOCK_DOCUMENTS = 4
 _UNSHUFFLED_DOCUMENTS = 256
 # A source may drop everything for a long time; a block that only counts lets others see that it goes on.
 _BLOCK_RECORDS = 1 << 16
-_CHUNK_RECORDS = 32
+# Records encoded at once: enough for the tokeniser's threads, few where documents are long.
+_CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What one record, or one document of it, adds to a block.
 
     Args:
         document: None where nothing of the record is trained.
-        after: where to go on after it (`block` has no meaning here).
+        segment, offset, part: where to go on after it, as in `BlockCursor`.
         read, dropped: tallies beyond the document itself, as (documents, tokens) and (reason, documents, tokens).
     """
 
     document: EncodedDocument | None
-    after: BlockCursor
+    segment: int
+    offset: int
+    part: int = 0
     read: tuple[int, int] = (0, 0)
     dropped: tuple[str, int, int] | None = None
 
@@ -105,7 +106,9 @@ class BlockReader:
                 reason, count, size = step.dropped
                 dropped[reason] = dropped.get(reason, Tally()).plus(count, size)
             if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
-                next_cursor = msgspec.structs.replace(step.after, block=cursor.block + 1)
+                next_cursor = BlockCursor(
+                    block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
+                )
                 self._open[lane] = (epoch, next_cursor, steps)
                 break
         read = Tally(documents=num_read + len(documents), tokens=tokens_read + num_tokens)
@@ -132,6 +135,7 @@ class BlockReader:
     def _steps(self, lane: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
         """Everything from the cursor to the end of the lane's epoch."""
         segments = self._lane_segments(lane, epoch)
+        limit = self._config.max_document_tokens
         for rank in range(cursor.segment, len(segments)):
             segment = segments[rank]
             file, reader = self._files.files[segment.file], self._files.readers[segment.file]
@@ -142,31 +146,34 @@ class BlockReader:
                 continue
             records = reader.records(file, segment.part, self._encoder.columns, start)
             skip = cursor.part if resumed else 0
-            # The first chunk is small: a reader that is asked for four documents need not encode thirty-two.
-            sizes = chain((_FIRST_BLOCK_DOCUMENTS,), iter(lambda: _CHUNK_RECORDS, None))
-            while chunk := list(islice(records, next(sizes))):
-                for record, outcome in zip(chunk, encode_records(self._encoder, chunk), strict=True):
-                    yield from self._documents(segment.file, rank, record, outcome, skip)
+            # The first chunk is small: who asks for four documents need not wait for sixty-four.
+            size = _FIRST_BLOCK_DOCUMENTS
+            while chunk := list(islice(records, size)):
+                outcomes = encode_records(self._encoder, chunk)
+                for record, outcome in zip(chunk, outcomes, strict=True):
+                    # Nearly all records; through a second generator they would cost twice as much.
+                    if not isinstance(outcome, str) and 0 < len(outcome.tokens) <= limit:
+                        yield _Step(outcome, rank, record.next_offset)
+                    else:
+                        yield from self._pieces(segment.file, rank, record, outcome, skip)
                     skip = 0
+                num_tokens = sum(len(outcome.tokens) for outcome in outcomes if not isinstance(outcome, str))
+                size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
 
-    def _documents(
+    def _pieces(
         self, file: int, rank: int, record: Record, outcome: EncodedDocument | str, skip: int
     ) -> Iterator[_Step]:
-        """The documents of a record from its `skip`-th on; what is dropped is counted with the record."""
-        config = self._config
-        after = BlockCursor(segment=rank, offset=record.next_offset)
+        """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
+        config, after = self._config, record.next_offset
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
                 origin = self._files.origin(file, record.offset)
                 raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')
-            yield _Step(None, after, read=(1, 0), dropped=("corrupt", 1, 0))
+            yield _Step(None, rank, after, read=(1, 0), dropped=("corrupt", 1, 0))
             return
         size, limit = len(outcome.tokens), config.max_document_tokens
-        if 0 < size <= limit:
-            yield _Step(outcome, after)
-            return
         if not size:
-            yield _Step(None, after, read=(1, 0), dropped=("empty", 1, 0))
+            yield _Step(None, rank, after, read=(1, 0), dropped=("empty", 1, 0))
             return
         match config.overlong:
             case "error":
@@ -177,17 +184,17 @@ class BlockReader:
                     'instead of "error"'
                 )
             case "drop":
-                yield _Step(None, after, read=(1, size), dropped=("overlong", 1, size))
+                yield _Step(None, rank, after, read=(1, size), dropped=("overlong", 1, size))
             case "truncate":
                 # The tail is no document of its own: only its tokens are read and dropped.
                 tail = size - limit
-                yield _Step(_piece(outcome, 0, limit), after, read=(0, tail), dropped=("truncated", 0, tail))
+                yield _Step(_piece(outcome, 0, limit), rank, after, read=(0, tail), dropped=("truncated", 0, tail))
             case "split":
                 starts = range(0, size, limit)
                 for part in range(skip, len(starts)):
+                    piece = _piece(outcome, starts[part], min(size, starts[part] + limit))
                     is_last = part == len(starts) - 1
-                    here = after if is_last else BlockCursor(segment=rank, offset=record.offset, part=part + 1)
-                    yield _Step(_piece(outcome, starts[part], min(size, starts[part] + limit)), here)
+                    yield _Step(piece, rank, after) if is_last else _Step(piece, rank, record.offset, part + 1)
 
 
 def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:

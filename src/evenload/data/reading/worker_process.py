@@ -1,28 +1,20 @@
 """The program of a worker process: receives a job, then requests, and answers each with a block or an error."""
 
+import pickle
 import signal
 import sys
-import traceback
 from multiprocessing.connection import Connection
 
-from evenload.data.reading.workers import make_readers
-from evenload.errors import DataError, EvenloadError
+from evenload.data.reading.workers import make_readers, read_block
 
 
 def serve(connection: Connection) -> None:
     """Answer requests until the other side closes the connection."""
-    job = connection.recv()
+    job = pickle.loads(connection.recv_bytes())
     readers = make_readers(job, lambda name: connection.send(("open", name)))
     while True:
         request = connection.recv()
-        try:
-            outcome = readers[request.key.part].read(request.key.lane, request.epoch, request.cursor)
-        except EvenloadError as error:
-            outcome = error
-        except Exception:
-            # Not every exception survives the way to another process; its text does.
-            outcome = DataError(f"reading {request} failed unexpectedly:\n{traceback.format_exc()}")
-        connection.send(("block", request, outcome))
+        connection.send(("block", request, read_block(readers, request)))
 
 
 if __name__ == "__main__":

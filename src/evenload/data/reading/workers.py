@@ -7,18 +7,20 @@ outlives the training process, however that ends.
 
 import logging
 import os
+import pickle
 import queue
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
 from evenload.data.reading.block import Block
 from evenload.data.reading.lane import BlockReader
-from evenload.errors import DataError
+from evenload.errors import ConfigError, DataError, EvenloadError
 
 if TYPE_CHECKING:
     from evenload.data.reading.block_service import BlockRequest, ReadingJob
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 _MOST_DEATHS = 3
 """A worker that ends so often without delivering a block in between is not started again."""
 
-Deliver = Callable[["BlockRequest", Block | Exception], None]
+Deliver = Callable[["BlockRequest", Block | EvenloadError], None]
 NoteOpen = Callable[[int, str], None]
-Fail = Callable[[Exception], None]
+Fail = Callable[[EvenloadError], None]
 
 _log = logging.getLogger("evenload.data")
 
@@ -54,6 +56,17 @@ def make_readers(job: "ReadingJob", on_open: Callable[[str], None]) -> list[Bloc
     ]
 
 
+def read_block(readers: Sequence[BlockReader], request: "BlockRequest") -> Block | EvenloadError:
+    """The block, or why there is none."""
+    try:
+        return readers[request.key.part].read(request.key.lane, request.epoch, request.cursor)
+    except EvenloadError as error:
+        return error
+    except Exception:
+        # Not every exception survives the way to another process or rank; its text does.
+        return DataError(f"reading {request} failed unexpectedly:\n{traceback.format_exc()}")
+
+
 class ThreadWorker:
     """Reads in a thread of this process."""
 
@@ -75,13 +88,7 @@ class ThreadWorker:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            try:
-                outcome: Block | Exception = self._readers[request.key.part].read(
-                    request.key.lane, request.epoch, request.cursor
-                )
-            except Exception as error:
-                outcome = error
-            self._deliver(request, outcome)
+            self._deliver(request, read_block(self._readers, request))
 
 
 class ProcessWorker:
@@ -93,12 +100,12 @@ class ProcessWorker:
 
     def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, note_open: NoteOpen, fail: Fail) -> None:
         self.index = index
-        self._job, self._deliver, self._note_open, self._fail = job, deliver, note_open, fail
+        self._job, self._deliver, self._note_open, self._fail = _pickle(job), deliver, note_open, fail
         self._lock = threading.Lock()
         self._asked: dict[BlockRequest, None] = {}
         self._closing = False
         self._deaths = 0
-        self._process, self._connection = _start(job)
+        self._process, self._connection = _start(self._job)
         self._thread = threading.Thread(target=self._receive, name=f"evenload-receive-{index}", daemon=True)
         self._thread.start()
 
@@ -173,8 +180,18 @@ class ProcessWorker:
         return True
 
 
-def _start(job: "ReadingJob") -> tuple[subprocess.Popen[bytes], "Connection"]:
-    """A process that was given the job, and the connection to it."""
+def _pickle(job: "ReadingJob") -> bytes:
+    try:
+        return pickle.dumps(job)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"the data source or tokeniser cannot be sent to a worker process: {error}; set data.workers = 0, or "
+            "define it in a module that can be imported"
+        ) from error
+
+
+def _start(job: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that was given the pickled job, and the connection to it."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "evenload.data.reading.worker_process", str(theirs.fileno())]
@@ -182,5 +199,5 @@ def _start(job: "ReadingJob") -> tuple[subprocess.Popen[bytes], "Connection"]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
     connection = Connection(ours.detach())
-    connection.send(job)
+    connection.send_bytes(job)
     return process, connection

@@ -1,0 +1,142 @@
+"""What reads in the background dies, stalls or fails: recovery or one clear error, never a hang, nothing lost."""
+
+import gc
+import http.server
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
+from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, SlowTokenizer
+from rank_threads import run_ranks
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import ConfigError, DataError
+
+TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
+
+
+def wait_until_gone(pids):
+    deadline_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline_s, f"workers {pids} still run"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_repeated(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", TEXTS)
+    config = data_config(root, shuffle_window=64, batch_documents=11, max_document_tokens=200, workers=2)
+    expected = [fingerprint_of(batch) for batch in all_batches(GlobalBatchLoader(config))]
+    loader = GlobalBatchLoader(config)
+    batches = []
+    while (batch := loader.next_batch()) is not None:
+        batches.append(fingerprint_of(batch))
+        if len(batches) in (1, 2, 9):
+            for pid in loader.background.worker_pids():
+                os.kill(pid, signal.SIGKILL)
+    assert batches == expected
+
+
+def test_a_worker_that_dies_again_and_again_is_an_error_with_its_exit_code(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", ["fine", "poison"], num_files=1)
+    config = data_config(root, workers=1, shuffle_window=1)
+    with pytest.raises(DataError, match=r"died 4 times .* exit code 9.*data\.workers = 0"):
+        GlobalBatchLoader(config, DeadlyTokenizer()).next_batch()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stalled_reader_is_an_error_that_names_the_file(tmp_path, workers):
+    root = write_corpus(tmp_path, "jsonl", ["slow"] * 3, num_files=1)
+    loader = GlobalBatchLoader(data_config(root, workers=workers, stall_timeout_s=0.5), SlowTokenizer())
+    with pytest.raises(DataError, match=r"nothing for 0\.5 s.*0\.jsonl.*stall_timeout_s"):
+        loader.next_batch()
+
+
+def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
+    hold = threading.Event()
+
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.send_header("Accept-Ranges", "bytes")
+            self.end_headers()
+
+        def do_GET(self):
+            hold.wait(20)
+
+        def log_message(self, format, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/docs.jsonl"
+        loader = GlobalBatchLoader(data_config(url, workers=1, stall_timeout_s=2.0))
+        with pytest.raises(DataError, match=r"nothing for 2 s.*docs\.jsonl"):
+            loader.next_batch()
+        loader.close()
+        hold.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unexpected_failure_arrives_with_its_cause(tmp_path, workers):
+    root = write_corpus(tmp_path, "jsonl", ["a"])
+    loader = GlobalBatchLoader(data_config(root, workers=workers), BuggyTokenizer())
+    with pytest.raises(DataError, match=r"(?s)failed unexpectedly.*a bug"):
+        loader.next_batch()
+
+
+def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
+    """Other ranks must not wait for a rank that has stopped."""
+    write_corpus(tmp_path, "jsonl", TEXTS[:40], num_files=4)
+    (tmp_path / "2.jsonl").write_text('{"text": "ok"}\n{"text"\n')
+    config = data_config(str(tmp_path), shuffle_window=16, lanes=4)
+
+    def run(rank, peers):
+        with pytest.raises(DataError, match=r"2\.jsonl:2"):
+            all_batches(GlobalBatchLoader(config, peers=peers))
+        return True
+
+    assert run_ranks(3, run) == [True] * 3
+
+
+def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(tmp_path):
+    class Local(DeadlyTokenizer):
+        pass
+
+    root = write_corpus(tmp_path, "jsonl", ["a"])
+    with pytest.raises(ConfigError, match=r"data\.workers = 0"):
+        GlobalBatchLoader(data_config(root, workers=1), Local()).next_batch()
+    assert GlobalBatchLoader(data_config(root, workers=0), Local()).next_batch() is not None
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "end"])
+def test_no_worker_outlives_its_loader(tmp_path, how):
+    loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "jsonl", TEXTS), max_document_tokens=99, workers=2))
+    loader.next_batch()
+    pids = loader.background.worker_pids()
+    assert len(pids) == 2
+    if how == "close":
+        loader.close()
+    elif how == "end":
+        all_batches(loader)
+    else:
+        del loader
+        gc.collect()
+    wait_until_gone(pids)
+
+
+def test_a_closed_loader_goes_on_where_it_was(tmp_path):
+    config = data_config(write_corpus(tmp_path, "jsonl", TEXTS), max_document_tokens=99, workers=1)
+    whole, closed = GlobalBatchLoader(config), GlobalBatchLoader(config)
+    expected = [fingerprint_of(batch) for batch in all_batches(whole)]
+    batches = []
+    while (batch := closed.next_batch()) is not None:
+        batches.append(fingerprint_of(batch))
+        if len(batches) % 20 == 3:
+            closed.close()
+    assert batches == expected
