@@ -96,6 +96,27 @@ def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data
     assert plain.labels.tolist() == tagged.labels.tolist()
 
 
+@pytest.mark.parametrize(
+    ("answer", "file", "agree"),
+    [("so 🙂", "exact.json", False), (" so", "tokenizer.json", False), (" so", "exact.json", True)],
+)
+def test_masks_hold_where_transformers_loses_tokens(directory, answer, file, agree):
+    """A last character of several tokens, and a first space that the tokeniser cuts out of offsets."""
+    source = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    (directory / "bare.jinja").write_text(source)
+    messages = chat("a", answer)[1:]
+    settings = {"chat_template": str(directory / "bare.jinja"), "tokenizer": str(directory / file)}
+    document = open_encoder(encoder_config(record="messages", **settings)).encode((messages,))
+    trained = document.labels[document.labels >= 0]
+    assert FileTokenizer(directory / file).decode(trained) == answer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / file))
+    found = tokenizer.apply_chat_template(
+        messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert found["input_ids"] == document.tokens.tolist()
+    assert (sum(found["assistant_masks"]) == len(trained)) is agree
+
+
 @pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
 def test_thoughts_reach_the_template_under_any_of_their_names(their_tokenizers, key):
     source = (

@@ -10,6 +10,7 @@ assistant's message i is found by rendering parts of the conversation:
 
 This holds only if each rendering begins the next one, which is checked for every message. Templates that write
 earlier turns differently once later ones follow (dropping thoughts, say) fail the check, and the record is refused.
+A template without a generation prompt has the assistant's header in the loss.
 
 Price: 2 renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with
 `{% generation %}` blocks or loss on all tokens.
