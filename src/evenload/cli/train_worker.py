@@ -70,7 +70,8 @@ def _train(config: TrainConfig, mesh: Mesh, cache: Path, threads: int, local_wor
         return
     console.print(f"checkpoint {trainer.save()}")
     if config.train.export_hf:
-        console.print(f"Hugging Face model {trainer.export()}")
+        what = "Hugging Face model" if config.model.lora is None else "PEFT adapter"
+        console.print(f"{what} {trainer.export()}")
     if files is not None and isinstance(last, StepReport):
         files.finish(last)
         console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))

@@ -1,6 +1,7 @@
-"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json.
+"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory.
 
-Every stage's first replica writes its own tensors, so no rank ever holds the whole model.
+Every stage's first replica writes its own tensors, so no rank ever holds the whole model. Adapters are small: rank 0
+collects them and writes the one file that `peft` reads.
 """
 
 import json
@@ -8,10 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from evenload.runtime.hf_weights import stored_tensors
+from evenload.runtime.lora import LoraConfig, write_adapter
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.parameter_units import FlatBuffer
+from evenload.runtime.recipes import check_supported
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
@@ -23,13 +28,13 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
     dist.barrier(group=mesh.control)
     files = mesh.layout.pp
     name = f"model-{mesh.pp_rank + 1:05d}-of-{files:05d}.safetensors"
-    tensors = {}
+    experts = check_supported(config).expert_names
+    tensors = {
+        stored: view.clone().contiguous()
+        for parameter_name, parameter in _own_parameters(buffers, mesh).items()
+        for stored, view in stored_tensors(parameter_name, parameter, experts)
+    }
     if mesh.data_rank == 0:
-        for buffer in buffers:
-            # transformers stores a tied weight once, under the embedding's name.
-            if not (buffer.tied and mesh.is_last_stage):
-                pairs = zip(buffer.names, buffer.parameters, strict=True)
-                tensors |= {n: p.detach().clone().contiguous() for n, p in pairs}
         save_file(tensors, directory / name, metadata={"format": "pt"})
     sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
     everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.layout.world_size)]
@@ -42,3 +47,30 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     dist.barrier(group=mesh.control)
+
+
+def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig, model_path: str, mesh: Mesh) -> None:
+    """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective.
+
+    Args:
+        model_path: of the base model, as configured.
+    """
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.layout.world_size)]
+    own = {name: parameter.cpu() for name, parameter in _own_parameters(buffers, mesh).items()}
+    dist.all_gather_object(everyone, own, group=mesh.control)
+    if mesh.rank == 0:
+        write_adapter(directory, {n: t for part in everyone for n, t in part.items()}, lora, model_path)
+    dist.barrier(group=mesh.control)
+
+
+def _own_parameters(buffers: list[FlatBuffer], mesh: Mesh) -> dict[str, Tensor]:
+    """What this rank writes, by name: its stages' trained parameters, on the first replica only."""
+    if mesh.data_rank != 0:
+        return {}
+    return {
+        name: parameter.detach()
+        for buffer in buffers
+        # transformers stores a tied weight once, under the embedding's name.
+        if not (buffer.tied and mesh.is_last_stage)
+        for name, parameter in zip(buffer.names, buffer.parameters, strict=True)
+    }

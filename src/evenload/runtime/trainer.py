@@ -25,7 +25,7 @@ from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
-from evenload.runtime.hf_export import export_hf
+from evenload.runtime.hf_export import export_adapter, export_hf
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.lora import adapter_parameters_per_layer
 from evenload.runtime.mesh import Mesh
@@ -247,10 +247,13 @@ class Trainer:
         self._saved_steps = self.steps_done
 
     def export(self) -> Path:
-        """Write the model as a Hugging Face directory. Collective."""
-        directory = Path(self.config.train.output_dir) / "model"
-        export_hf(directory, self.hf_config, self._buffers, self.mesh)
-        return directory
+        """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
+        output, model = Path(self.config.train.output_dir), self.config.model
+        if model.lora is not None:
+            export_adapter(output / "adapter", self._buffers, model.lora, model.path, self.mesh)
+            return output / "adapter"
+        export_hf(output / "model", self.hf_config, self._buffers, self.mesh)
+        return output / "model"
 
     @property
     def _checkpoints(self) -> Path:
