@@ -1,4 +1,4 @@
-"""Record kinds "text" and, where both sides are strings, "prompt_completion": text that is taken as it stands."""
+"""Record kind "text": text that is taken as it stands."""
 
 from dataclasses import dataclass
 from typing import Any
