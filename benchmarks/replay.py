@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evenload.attention.range_attention import select_backend
 from evenload.data.collate import collate_pack
 from evenload.plan.partition import partition_by_work
-from evenload.runtime.executor import pack_ranges
 from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.rank_packs import pack_ranges
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore
 from evenload.types.columns import SliceColumns, whole_document_columns

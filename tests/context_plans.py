@@ -36,7 +36,7 @@ def context_plan(
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp)
     if lengths is None:
-        lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, 7))}
+        lengths = {doc: rng.choice([1, *[rng.randint(1, max_tokens)] * 4]) for doc in range(rng.randint(1, 7))}
     home = {doc: rng.randrange(dp) for doc in lengths}
     owner = owner or {doc: rng.randrange(-1, cp) for doc in lengths}
     pack_plans, schedules = [], []

@@ -9,8 +9,13 @@ from evenload.types.plan import encode_plan
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 
 
-def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10):
+def assert_plans_equal_plain(
+    pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10, **sharing
+):
     """Run the plans in one process group and compare each with transformers' sdpa.
+
+    Args:
+        sharing: the executor's arguments about shared documents.
 
     Returns:
         `StoredBytes`, [plan][rank].
@@ -20,9 +25,8 @@ def assert_plans_equal_plain(pool, plans, *, kind="llama", changes=None, dtype=t
         make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
     ]
     layout = plans[0].layout
-    ranks = pool.run(
-        layout.world_size, gradients_of_plans, kind, changes or {}, [encode_plan(p) for p in plans], tokens, dtype
-    )
+    encoded = [encode_plan(p) for p in plans]
+    ranks = pool.run(layout.world_size, gradients_of_plans, kind, changes or {}, encoded, tokens, dtype, sharing)
     for index, batch in enumerate(tokens):
         results = [rank[index] for rank in ranks]
         weights = {n: torch.from_numpy(w) for r in results for n, w in r[3].items()}

@@ -16,7 +16,7 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.plan_tasks import replica_tasks
 from evenload.plan.planner import StepPlanner
 from evenload.plan.validate import validate_plan
-from evenload.runtime.executor import num_pack_rows
+from evenload.runtime.rank_packs import num_pack_rows
 from evenload.simulate.simulate import simulate
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from evenload.data.collate import collate_pack
 from evenload.errors import InvalidPlanError
+from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.channels import Channels
+from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.host_copies import host_copies
 from evenload.runtime.mesh import Mesh
+from evenload.runtime.rank_packs import Exchange, RankPacks
 from evenload.runtime.send_releases import Channel, send_releases
-from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore, Range
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.runtime.stage import PipelineStage
+from evenload.runtime.store import ActivationStore
 from evenload.types.plan import StepPlan
 from evenload.types.schedule import Action
 from evenload.types.timeline import KINDS
@@ -62,6 +62,7 @@ class RankRun:
         peak_by_kind: the most they held of each kind, at different times.
         peak_host_bytes: the most that was offloaded to host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
+        context_bytes: received from ranks that share documents with this one.
     """
 
     loss: float
@@ -70,6 +71,7 @@ class RankRun:
     peak_by_kind: dict[StoreKind, int]
     peak_host_bytes: int
     most_sends_kept: int
+    context_bytes: int
 
 
 class Executor:
@@ -78,15 +80,26 @@ class Executor:
     Args:
         stages: the rank's virtual stages by index.
         clock: seconds, monotonic.
+        exchange: how keys and values of documents that several ranks share travel.
+        sharding_cost: what decides the sharding of packs that leave it to predicted seconds; the same on every rank.
     """
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], mesh: Mesh, clock: Callable[[], float] = time.perf_counter
+        self,
+        stages: Mapping[int, PipelineStage],
+        mesh: Mesh,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        exchange: Exchange = "all_gather",
+        sharding_cost: ShardingCost | None = None,
     ) -> None:
         self._stages = stages
         self._mesh = mesh
         self._clock = clock
         self._copies = host_copies(mesh.device)
+        self._groups = {block: ContextGroup(group, mesh.watch) for block, group in mesh.context.items()}
+        self._exchange: Exchange = exchange
+        self._sharding_cost = sharding_cost
 
     def run(self, plan: StepPlan, tokens: dict[int, NDArray[np.int32]]) -> RankRun:
         """Run this rank's actions of `plan`; gradients are added to `main_grad`.
@@ -99,25 +112,21 @@ class Executor:
                 f"step {plan.step} is planned for {plan.layout.describe()}, this run is {self._mesh.layout.describe()}"
             )
         packs = plan.pack_plans[self._mesh.dp_rank]
-        shared = next((piece for p in (*packs.forward, *packs.backward) for piece in p.slices if piece.cp > 1), None)
-        if shared is not None:
-            raise InvalidPlanError(
-                f"step {plan.step}: {shared.cp} ranks share document {shared.doc_id} (cp or DP-Merge); "
-                "the runtime of this version runs documents on one replica only: plan with dp_merge = false"
-            )
+        mine = RankPacks(plan, self._mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, self._mesh.device)
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
             stage.begin_step(document_tokens)
         held = HeldBytes()
-        whole_packs = [pack_ranges(pack) for pack in packs.backward]
+        whole_packs = [mine.ranges(pack) for pack in packs.backward]
+        before_bytes = self._context_bytes()
         stores = {
             stage: ActivationStore(
-                _stored_tokens(packs), whole_packs, policies=packs.policies, held=held, copies=self._copies
+                mine.stored_tokens(), whole_packs, policies=packs.policies, held=held, copies=self._copies
             )
             for stage in self._stages
         }
-        channels = self._open_channels(packs, actions)
+        channels = self._open_channels(plan, mine, actions)
         releases = send_releases(plan, self._mesh.dp_rank, self._mesh.pp_rank)
         rows: list[_Row] = []
         loss = 0.0
@@ -129,12 +138,12 @@ class Executor:
                 start_s = self._clock()
                 store.add_put_off_weights(action.pack)
             elif action.kind == "F":
-                batch = self._load(packs.forward[action.pack], tokens)
+                batch = mine.load(packs.forward[action.pack], tokens)
                 hidden = channels.receive_hidden(action.stage, action.pack)
                 start_s = self._clock()
                 channels.send_hidden(action.stage, action.pack, stage.forward(batch, hidden, store))
             else:
-                batch = self._load(packs.backward[action.pack], tokens)
+                batch = mine.load(packs.backward[action.pack], tokens)
                 stage.announce_backward(batch.ranges, store)
                 grad = channels.receive_grad(action.stage, action.pack)
                 start_s = self._clock()
@@ -148,47 +157,30 @@ class Executor:
             store.check_empty()
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         return RankRun(
-            loss, _trace(rows), held.peak_bytes, held.peak_by_kind, held.peak_host_bytes, channels.most_kept
+            loss,
+            _trace(rows),
+            held.peak_bytes,
+            held.peak_by_kind,
+            held.peak_host_bytes,
+            channels.most_kept,
+            self._context_bytes() - before_bytes,
         )
 
-    def _open_channels(self, packs: PackPlan, actions: Sequence[Action]) -> Channels:
+    def _context_bytes(self) -> int:
+        return sum(group.moved_bytes for group in self._groups.values())
+
+    def _open_channels(self, plan: StepPlan, mine: RankPacks, actions: Sequence[Action]) -> Channels:
+        packs = plan.pack_plans[self._mesh.dp_rank]
         rows: dict[Channel, list[tuple[int, int]]] = {
             (kind, stage): [] for stage in self._stages for kind in ("F", "B")
         }
         for action in actions:
             if action.kind == "F":
-                rows["F", action.stage].append((action.pack, num_pack_rows(packs.forward[action.pack])))
+                rows["F", action.stage].append((action.pack, mine.num_rows(packs.forward[action.pack])))
             elif action.kind != "W":
-                rows["B", action.stage].append((action.pack, num_pack_rows(packs.backward[action.pack])))
+                rows["B", action.stage].append((action.pack, mine.num_rows(packs.backward[action.pack])))
         like = next(iter(self._stages.values()))
         return Channels(self._mesh, rows=rows, hidden_size=like.hidden_size, dtype=like.dtype, device=like.device)
-
-    def _load(self, pack: MicroPack, tokens: dict[int, NDArray[np.int32]]) -> PackTokens:
-        batch = collate_pack(pack, tokens)
-        token_ids, targets, positions = (
-            torch.from_numpy(column).to(self._mesh.device)
-            for column in (batch.token_ids, batch.targets, batch.positions)
-        )
-        return PackTokens(pack_ranges(pack), token_ids, targets, positions)
-
-
-def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
-    """The token ranges a pack computes, padding included."""
-    return tuple((s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)
-
-
-def num_pack_rows(pack: MicroPack) -> int:
-    """Rows a pack computes, padding included."""
-    return pack.num_tokens + pack.num_padding_tokens
-
-
-def _stored_tokens(packs: PackPlan) -> dict[int, int]:
-    """Rows stored per document: its tokens, or its padded length."""
-    stored: dict[int, int] = {}
-    for pack in packs.forward:
-        for doc_id, _, stop in pack_ranges(pack):
-            stored[doc_id] = max(stop, stored.get(doc_id, 0))
-    return stored
 
 
 class _Row(NamedTuple):

@@ -23,9 +23,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.runtime.context_attention import AttentionCall, PackAttention
+from evenload.runtime.experts import ReplayExperts, ReplayRouter, RouterBalance
 from evenload.runtime.lora import is_adapter
+from evenload.runtime.recipes import ReplayRecipe
 from evenload.runtime.store import ActivationStore, Range, num_rows
-from evenload.runtime.weight_products import WeightProducts, add_weight_gradient
+from evenload.runtime.weight_products import WeightProducts, add_weight_gradient, is_frozen
 
 ATTENTION_NAME = "evenload_range"
 """Name under which the attention function is registered with transformers."""
@@ -41,6 +44,8 @@ class ReplayState:
         remade: int64[n], rows of the running backward pack whose products are made again; None = no rows. `kept` are
             the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
+        balance: the load-balancing loss of routers; None = none is trained.
+        shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
     """
 
     backend: RangeAttention
@@ -51,6 +56,8 @@ class ReplayState:
     kept: Tensor | None = None
     kept_ranges: tuple[Range, ...] = ()
     products: WeightProducts | None = None
+    balance: RouterBalance | None = None
+    shared: PackAttention | None = None
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""
@@ -136,7 +143,7 @@ class _KnownLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (input,) = ctx.saved_tensors
         operands = ctx.weight, ctx.bias, input.flatten(0, -2), grad.flatten(0, -2)
-        if ctx.products is None:
+        if ctx.products is None or is_frozen(ctx.weight):
             add_weight_gradient(*operands)
         else:
             ctx.products.put_off(*operands)
@@ -151,10 +158,16 @@ class _RangeAttentionFunction(torch.autograd.Function):
         store = state.store
         assert store is not None
         ctx.call = (store, state.backend, state.ranges, layer, scale, window)
+        ctx.shared = state.shared
         if state.mode == "replay":
             out = store.read((layer, "attention"), state.ranges)
             ctx.save_for_backward(q, out, store.read((layer, "lse"), state.ranges))
             return out.view_as(out)
+        if state.shared is not None:
+            out, lse = state.shared.forward(AttentionCall(state.backend, store, layer, scale, window), q, k, v)
+            store.record((layer, "attention"), out)
+            store.record((layer, "lse"), lse)
+            return out
         outs, lses = [], []
         for rows, (doc_id, start, stop) in _rows_of(state.ranges):
             store.record_keys(doc_id, layer, start, k[rows], v[rows])
@@ -172,6 +185,9 @@ class _RangeAttentionFunction(torch.autograd.Function):
         store, backend, ranges, layer, scale, window = ctx.call
         q, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
+        if ctx.shared is not None:
+            call = AttentionCall(backend, store, layer, scale, window)
+            return *ctx.shared.backward(call, grad, q, out, lse), None, None, None, None
         dqs, dks, dvs = [], [], []
         for rows, (doc_id, start, stop) in _rows_of(ranges):
             first = first_visible_key(start, window)
@@ -220,19 +236,19 @@ def _hf_attention(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _hf_attention)
 
 
-def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, unused_outputs: tuple[str, ...]) -> None:
-    """Turn a decoder layer's linears and attention into recording ones, in place.
-
-    Args:
-        unused_outputs: names inside the layer of linears whose output value no backward needs (the last
-            linear of a pre-norm layer, which only feeds the residual sum).
-    """
+def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, recipe: ReplayRecipe) -> None:
+    """Turn a decoder layer's linears, experts and attention into recording ones, in place."""
+    mixed_in: dict[str | None, type[nn.Module]] = {recipe.router: ReplayRouter, recipe.experts: ReplayExperts}
     for name, module in layer.named_modules():
         if is_adapter(name):
             continue  # thin products, computed again under autograd in backward
         if type(module) is nn.Linear:
             module.__class__ = ReplayLinear
             module.replay, module.site = state, (layer_index, name)  # type: ignore[assignment]
-            module.output_unused = name.removesuffix(".base_layer") in unused_outputs  # type: ignore[assignment]
+            module.output_unused = name.removesuffix(".base_layer") in recipe.unused_outputs  # type: ignore[assignment]
+        elif type(module).__name__ in mixed_in:
+            own = type(module)
+            module.__class__ = type(f"Replay{own.__name__}", (mixed_in[own.__name__], own), {})
+            module.replay, module.site = state, (layer_index, name)  # type: ignore[assignment]
         elif hasattr(module, "layer_idx"):
             module.replay = state  # type: ignore[assignment]

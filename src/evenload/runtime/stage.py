@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.cost.memory import HEAD_ROWS
+from evenload.runtime.context_attention import PackAttention, join_backward, join_forward
+from evenload.runtime.experts import RouterBalance
 from evenload.runtime.hf_model import StageModel
 from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
 from evenload.runtime.store import ActivationStore, Range
@@ -27,12 +29,17 @@ class PackTokens:
     Args:
         ranges: (doc_id, start, stop) per slice, in row order.
         token_ids, targets, positions: int64[T]; target -100 carries no loss.
+        shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
+        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
+            something of.
     """
 
     ranges: tuple[Range, ...]
     token_ids: Tensor
     targets: Tensor
     positions: Tensor
+    shared: PackAttention | None = None
+    closes: tuple[Range, ...] | None = None
 
 
 class PipelineStage:
@@ -41,8 +48,10 @@ class PipelineStage:
     def __init__(self, model: StageModel, backend: RangeAttention) -> None:
         self.model = model
         self._state = ReplayState(backend=backend)
+        if model.recipe.router is not None and model.router_aux_loss_coef:
+            self._state.balance = RouterBalance(model.router_aux_loss_coef, model.config.num_hidden_layers)
         for index, layer in model.layers.items():
-            make_replayable(layer, index, self._state, model.recipe.unused_outputs)
+            make_replayable(layer, index, self._state, model.recipe)
 
     @property
     def backend_name(self) -> str:
@@ -63,6 +72,15 @@ class PipelineStage:
     def device(self) -> torch.device:
         """Where the stage computes."""
         return next(next(iter(self.model.layers.values())).parameters()).device
+
+    def begin_step(self, num_tokens: dict[int, int]) -> None:
+        """Before a step's first pack.
+
+        Args:
+            num_tokens: of every document of the global batch, without padding.
+        """
+        if self._state.balance is not None:
+            self._state.balance.begin_step(num_tokens)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
@@ -87,7 +105,10 @@ class PipelineStage:
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
         """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
         store.open_pack(pack.ranges)
-        with self._pass("record", pack.ranges, store):
+        if not pack.ranges:
+            join_forward(pack.shared, self.model, self._state.backend, store, hidden)
+            return hidden
+        with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
                 store.record((index, "input"), hidden)
@@ -118,13 +139,17 @@ class PipelineStage:
 
         Returns:
             Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
-            global mean loss (fp64 scalar; 0 except on the last stage).
+            global mean loss (fp64 scalar; on other stages than the last that of the routers' balance, if any).
         """
         loss = torch.zeros((), dtype=torch.float64)
-        if self.model.is_last:
+        if self.model.is_last and not pack.ranges:
+            grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        elif self.model.is_last:
             grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
         assert grad is not None
         grad = self.backward_layers(pack, grad, store, products)
+        if self._state.balance is not None:
+            loss = loss + self._state.balance.take_loss()
         if self.model.is_first:
             self._embedding_backward(pack.token_ids, grad)
             return None, loss
@@ -134,8 +159,12 @@ class PipelineStage:
         self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
     ) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
+        if not pack.ranges:
+            join_backward(pack.shared, self.model, self._state.backend, store, grad)
+            store.close_backward(pack.closes or ())
+            return grad
         self.announce_backward(pack.ranges, store)
-        with self._pass("replay", pack.ranges, store, products):
+        with self._pass("replay", pack, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
                 store.enter_layer(index)
@@ -148,7 +177,7 @@ class PipelineStage:
                 # What the layer's graph held of offloaded tensors goes with it.
                 del hidden, output
                 store.leave_layer(index)
-        store.close_backward(pack.ranges)
+        store.close_backward(pack.ranges if pack.closes is None else pack.closes)
         return grad
 
     def head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
@@ -195,10 +224,11 @@ class PipelineStage:
 
     @contextmanager
     def _pass(
-        self, mode, ranges: tuple[Range, ...], store: ActivationStore, products: WeightProducts | None = None
+        self, mode, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
     ) -> Iterator[None]:
         state = self._state
-        state.mode, state.ranges, state.store, state.products = mode, ranges, store, products
+        state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
+        state.shared = pack.shared
         state.divide_rows(self.device)
         # The configuration is shared with the user's model object, so it is changed only while a pass runs.
         before = self.model.config._attn_implementation
@@ -207,4 +237,4 @@ class PipelineStage:
             yield
         finally:
             self.model.config._attn_implementation = before
-            state.store, state.ranges, state.products = None, (), None
+            state.store, state.ranges, state.products, state.shared = None, (), None, None
