@@ -29,6 +29,21 @@ def test_ids_pass_as_int32_where_every_one_is_in_the_vocabulary(ids, vocab_size)
                 encoder.encode((given_ids,))
 
 
+@given(st.lists(hnp.arrays(np.int32, st.integers(0, 4), elements=st.integers(-1, 4)), max_size=5), st.integers(3, 6))
+def test_many_records_together_are_what_each_is_alone(records, vocab_size):
+    """One bad id among good documents must be found where they are checked in one pass."""
+    encoder = TokenIds("input_ids", "", vocab_size)
+    try:
+        alone = [encoder.encode((ids,)) for ids in records]
+    except RecordProblem:
+        with pytest.raises(RecordProblem):
+            encoder.encode_many([(ids,) for ids in records])
+    else:
+        together = encoder.encode_many([(ids,) for ids in records])
+        assert [document.tokens.tolist() for document in together] == [ids.tolist() for ids in records]
+        assert all(document.labels is None for document in alone + together)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.sampled_from([-100, -99, -1, 0, 5, 99, 100])), max_size=6),
     st.booleans(),
