@@ -42,11 +42,13 @@ def varied_plan(
     whole: bool = False,
     max_tokens: int = 40,
     num_documents: int = 7,
+    max_budget: int = 60,
 ) -> StepPlan:
     """Random documents, cuts, seconds and policies; a legal schedule of the kind asked for.
 
     Args:
         whole: documents are not cut, and backward packs are the forward packs.
+        max_budget: most tokens of a pack (a slice may have more).
     """
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     layout = even_layout(num_layers, dp=dp, pp=pp, virtual=virtual)
@@ -56,9 +58,11 @@ def varied_plan(
     for dp_rank in range(dp):
         mine = {doc: n for doc, n in lengths.items() if owner[doc] == dp_rank}
         cuts = [[] if whole else [rng.random() for _ in range(rng.randint(0, 4))] for _ in range(2)]
-        budget = rng.randint(1, 60)
-        budgets = budget, budget if whole else rng.randint(1, 60)
-        sides = [greedy_packs(mine, c, b, last_first=last) for c, b, last in zip(cuts, budgets, (False, True), strict=True)]
+        budget = rng.randint(1, max_budget)
+        budgets = budget, budget if whole else rng.randint(1, max_budget)
+        sides = [
+            greedy_packs(mine, c, b, last_first=last) for c, b, last in zip(cuts, budgets, (False, True), strict=True)
+        ]
         packs = pack_plan(dp_rank, *sides)
         chosen = {doc: rng.choice(POLICY_SETS[policies]) for doc in mine}
         packs = msgspec.structs.replace(packs, policies={d: p for d, p in chosen.items() if p != "replay"})

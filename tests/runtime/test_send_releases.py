@@ -1,0 +1,84 @@
+"""When ranks wait for their own sends: never in a circle, and early enough that few tensors are kept."""
+
+import graphlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.runtime.send_releases import LAG, channels_of_rank, send_releases
+from evenload.types.plan import StepPlan
+from varied_plans import varied_plan
+
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (1, 3)]
+
+
+def receives_of(plan: StepPlan, channel) -> list[tuple[int, int]]:
+    """(rank, place in its list) of every action that receives on a channel, in pack order."""
+    kind, stage = channel
+    rank = plan.layout.stage_to_rank[stage]
+    kinds = "F" if kind == "F" else "BI"
+    row = plan.schedules[0].ranks[rank]
+    return [(rank, at) for at, action in enumerate(row) if action.stage == stage and action.kind in kinds]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(["list", "list split", "zero bubble", "word"]),
+    st.integers(1, 40),
+)
+def test_waits_for_sends_never_close_a_circle(seed, layout, schedule, num_documents):
+    """Order on a rank, data, and every wait for a send: one order of all actions obeys them all, so whatever the real
+    durations are, some rank can always go on. A send is over when its receiver has done all that stands before the
+    receiving action."""
+    pp, virtual = layout
+    if virtual > 1 and schedule in ("zero bubble", "word"):
+        schedule = "list"
+    plan = varied_plan(
+        seed, num_layers=12, pp=pp, virtual=virtual, schedule=schedule, max_tokens=4, num_documents=num_documents,
+        max_budget=6,
+    )  # fmt: skip
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for rank, row in enumerate(plan.schedules[0].ranks):
+        for at in range(len(row)):
+            needs[rank, at] = {(rank, at - 1)} if at else set()
+        releases = send_releases(plan, 0, rank)
+        assert len(releases) == len(row)
+        for at, waits in enumerate(releases):
+            for channel, count in waits:
+                receiver, place = receives_of(plan, channel)[count - 1]
+                needs[rank, at] |= {(receiver, place - 1)} if place else set()
+                sent = [i for i, a in enumerate(row) if sends_on(a, channel)]
+                assert sent[count - 1] < at, "only what has been sent is waited for"
+    for rank in range(pp):
+        for kind, stage in channels_of_rank(plan.layout, rank):
+            sends = [(rank, i) for i, a in enumerate(plan.schedules[0].ranks[rank]) if sends_on(a, (kind, stage))]
+            for send, receive in zip(sends, receives_of(plan, (kind, stage)), strict=True):
+                needs[receive].add(send)
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+
+
+def sends_on(action, channel) -> bool:
+    kind, stage = channel
+    return (action.kind == "F" and stage == action.stage + 1) if kind == "F" else (
+        action.kind in "BI" and stage == action.stage - 1
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["list", "list split", "word", "zero bubble"])
+def test_few_sends_are_kept(schedule):
+    """In predicted time a rank keeps what is under way and LAG packs a channel, not a whole step's."""
+    plan = varied_plan(5, num_layers=4, pp=3, schedule=schedule, max_tokens=3, num_documents=200, whole=True)
+    packs = len(plan.pack_plans[0].forward)
+    assert packs > 40
+    for rank, row in enumerate(plan.schedules[0].ranks):
+        released = dict.fromkeys(channels_of_rank(plan.layout, rank), 0)
+        sent, most = dict(released), 0
+        for action, waits in zip(row, send_releases(plan, 0, rank), strict=True):
+            released |= dict(waits)
+            for channel in sent:
+                sent[channel] += sends_on(action, channel)
+                most = max(most, sent[channel] - released[channel])
+        assert most <= LAG + 12 < packs

@@ -1,0 +1,79 @@
+"""I and W: W adds exactly what I left out, from nothing but what I kept, whenever it runs."""
+
+import pytest
+import torch
+
+from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.runtime.held_bytes import HeldBytes
+from evenload.runtime.hf_model import build_stage_model
+from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.stage import PipelineStage
+from evenload.runtime.store import ActivationStore
+from evenload.runtime.weight_products import WeightProducts
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+from single_stage import pack_tokens, packs_of
+
+LENGTHS = [61, 30, 1, 7, 2, 1, 19]
+
+
+@pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_weights_come_later_from_what_was_kept(kind, policy):
+    """All I first: every activation is freed, and other packs run in between; then all W, in another order."""
+    config = tiny_config(kind)
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    model = build_stage_model(
+        config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
+    )
+    buffers = flatten_units(model, dp=1)
+    stage = PipelineStage(model, CpuFlashAttention())
+    forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
+    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    policies = dict.fromkeys(range(len(LENGTHS)), policy)
+    store = ActivationStore(dict(enumerate(LENGTHS)), [tuple(p) for p in backward], policies=policies)
+    for pack in forward:
+        stage.forward(pack_tokens(pack, tokens), None, store)
+    for index, pack in enumerate(backward):
+        stage.backward(pack_tokens(pack, tokens), None, store, 1, store.put_off_weights(index))
+    held = store.held.held_by_kind["weight_gradient_inputs"]
+    assert held == store.held.held_bytes, "nothing else is held"
+    rows = sum(LENGTHS) * config.num_hidden_layers
+    hidden, ffn, query, key_value = config.hidden_size, config.intermediate_size, 48, 24
+    assert held == rows * 8 * (4 * hidden + 2 * query + 2 * key_value + 3 * ffn)
+    projections = {n: p for b in buffers for n, p in zip(b.names, b.parameters, strict=True) if "proj" in n}
+    assert all(not p.main_grad.any() for p in projections.values()), "W has not run"
+    assert all(p.main_grad.any() for b in buffers for p in b.parameters if id(p) not in map(id, projections.values()))
+    with pytest.raises(AssertionError, match="weight gradients of packs"):
+        store.check_empty()
+    for index in reversed(range(len(backward))):
+        store.add_put_off_weights(index)
+    store.check_empty()
+    assert store.held.held_bytes == 0
+    weights = {n: p.detach() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    _, plain = plain_loss_and_gradients(config, weights, tokens, torch.float64, num_labels=1)
+    for buffer in buffers:
+        for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+            assert relative_error(parameter.main_grad, plain[name]) <= 1e-10, name
+
+
+def test_what_is_counted_is_what_is_held():
+    """Shared inputs once; a part of a larger tensor is copied, so that the larger one can go."""
+    held = HeldBytes()
+    products = WeightProducts(held)
+    weights = [torch.nn.Parameter(torch.randn(5, 4)) for _ in range(2)]
+    for weight in weights:
+        weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
+    large = torch.randn(100, 4)
+    part, grads = large[10:13], [torch.randn(3, 5) for _ in range(2)]
+    expected = [grad.t() @ part for grad in grads]
+    own = part.clone()
+    products.put_off(weights[0], None, own, grads[0])
+    products.put_off(weights[1], None, own, grads[1])
+    assert held.held_bytes == own.nbytes + 2 * grads[0].nbytes
+    products.put_off(weights[1], None, part, grads[1])
+    assert held.held_bytes == 2 * own.nbytes + 2 * grads[0].nbytes
+    large.zero_()
+    products.add_all()
+    assert held.held_bytes == 0
+    torch.testing.assert_close(weights[0].main_grad, expected[0])
+    torch.testing.assert_close(weights[1].main_grad, 2 * expected[1])
