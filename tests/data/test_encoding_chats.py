@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -75,6 +75,7 @@ def conversations(texts, system=True):
 
 
 @pytest.mark.parametrize("case", TEMPLATES, ids=lambda case: case.name)
+@settings(deadline=None)
 @given(data=st.data())
 def test_generation_blocks_give_the_tokens_and_mask_of_transformers(encoders, their_tokenizers, case, data):
     messages = data.draw(conversations(contents, case.system))
@@ -86,6 +87,7 @@ def test_generation_blocks_give_the_tokens_and_mask_of_transformers(encoders, th
 
 
 @pytest.mark.parametrize("case", TEMPLATES, ids=lambda case: case.name)
+@settings(deadline=None)
 @given(data=st.data())
 def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data):
     """The published template alone must train the same tokens as one written for training."""

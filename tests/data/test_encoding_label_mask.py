@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.data.encoding.label_mask import masked_labels, tokens_beginning_in, tokens_touching
@@ -16,6 +16,7 @@ spans_and_offsets = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(spans_and_offsets)
 def test_masks_are_those_of_looking_at_every_character(case):
     spans, tokens = case
@@ -29,6 +30,7 @@ def test_masks_are_those_of_looking_at_every_character(case):
     ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans())))
 def test_labels_are_the_masked_tokens_but_never_the_first(pairs):
     tokens = np.array([token for token, _ in pairs], dtype=np.int32)

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 from chat_cases import CHATML, MISTRAL, chat, encoder_config, train_chat_tokenizer
-from hypothesis import find, given
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from evenload.data.encoding.document_encoder import RecordProblem
@@ -44,6 +44,7 @@ def trl_encoding(tokenizer, prompt, completion):
     return whole, [-100, *labels[1:]]
 
 
+@settings(deadline=None)
 @given(texts, texts, st.booleans())
 def test_completions_are_labels_as_in_trl(tokenizer, encoder, prompt, completion, has_end):
     completion += "</s>" if has_end else ""
@@ -88,6 +89,7 @@ def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tok
     assert every.tokens.tolist() == [*bare.tokens, tokenizer.eos_id]
 
 
+@settings(deadline=None)
 @given(texts, texts)
 def test_bytes_have_an_exact_border(prompt, completion):
     document = open_encoder(encoder_config(record="prompt_completion")).encode((prompt, completion))

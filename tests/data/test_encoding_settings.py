@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config, train_chat_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.data.encoding.document_encoder import RecordProblem
@@ -35,6 +35,7 @@ def model(tokenizer_file, tmp_path):
     return write
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=5), st.booleans())
 def test_texts_are_their_tokens_and_the_end(tokenizer_file, texts, append_eos):
     for name, eos in (("bytes", None), (str(tokenizer_file), "</s>")):
