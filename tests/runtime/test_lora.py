@@ -1,0 +1,200 @@
+"""LoRA: only adapters are trained, exactly as `peft` trains them, and come back as a PEFT directory."""
+
+import json
+
+import msgspec
+import peft
+import pytest
+import torch
+from torch import nn
+
+from cost_samples import sample_model
+from evenload.attention.range_attention import select_backend
+from evenload.cost.flops import training_flops
+from evenload.cost.memory import parameters_per_rank, static_bytes
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.hf_model import build_stage_model
+from evenload.runtime.lora import LoraConfig, adapter_parameters_per_layer, write_adapter
+from evenload.runtime.parameter_units import flatten_units, frozen_bytes
+from evenload.runtime.recipes import attention_soft_cap
+from evenload.runtime.stage import PipelineStage
+from evenload.runtime.store import ActivationStore
+from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
+from reference_training import KINDS, exact_casts, make_tokens, plain_model, relative_error, tiny_config
+from single_stage import pack_tokens, packs_of
+
+# peft asks transformers by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LENGTHS = [61, 30, 1, 7, 2, 1, 19]
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def build(config, lora, dtype=torch.float64, weights=None):
+    layers = (0, config.num_hidden_layers)
+    return build_stage_model(
+        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=weights, seed=3, lora=lora
+    )
+
+
+def all_tensors(model) -> dict[str, torch.Tensor]:
+    """Of a stage that holds the whole model, by name; the base's under transformers' names."""
+    modules = {f"model.layers.{i}": layer for i, layer in model.layers.items()}
+    modules |= {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
+    return {
+        n.replace(".base_layer", ""): p.detach().clone()
+        for prefix, module in modules.items()
+        for n, p in module.named_parameters(prefix=prefix)
+    }
+
+
+def peft_model(config, tensors, directory, lora=LORA, dtype=torch.float64) -> peft.PeftModel:
+    """transformers' model of the base tensors with the adapter that we exported."""
+    adapters = {n: t for n, t in tensors.items() if ".lora_" in n}
+    write_adapter(directory, adapters, lora, "somewhere")
+    base = plain_model(config, {n: t for n, t in tensors.items() if n not in adapters}, dtype)
+    return peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
+
+
+def make_adapters_matter(model):
+    """B begins as zeros, which would hide any error in A's gradient."""
+    torch.manual_seed(1)
+    for layer in model.layers.values():
+        for name, parameter in layer.named_parameters():
+            if ".lora_B." in name:
+                nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapter_gradients_equal_peft(kind, tmp_path):
+    """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
+    config = tiny_config(kind, tied=kind == "llama")
+    tokens = make_tokens(LENGTHS, config.vocab_size)
+    model = build(config, LORA)
+    make_adapters_matter(model)
+    tensors = all_tensors(model)
+    buffers = flatten_units(model, dp=1)
+    trained = {n: p for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    assert set(trained) == {n for n in tensors if ".lora_" in n}
+    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    store = ActivationStore({d: len(t) for d, t in tokens.items()}, [])
+    labels = sum(len(t) - 1 for t in tokens.values())
+    with exact_casts(kind):
+        for pack in packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False):
+            stage.forward(pack_tokens(pack, tokens), None, store)
+        backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+        loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
+        plain = peft_model(config, tensors, tmp_path)
+        expected = sum(
+            nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels
+            for t in tokens.values()
+        )
+        expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-11)
+    gradients = {n.removeprefix("base_model.model."): p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert set(gradients) == set(trained)
+    for name, parameter in trained.items():
+        assert gradients[name].norm() > 0
+        assert relative_error(parameter.main_grad, gradients[name]) <= 1e-11, name
+    assert all(p.grad is None and not hasattr(p, "main_grad") for p in model.frozen_parameters())
+
+
+def test_only_the_chosen_linears_get_adapters():
+    model = build(tiny_config("qwen2"), LoraConfig(rank=2, target_modules=("q_proj", "v_proj")))
+    trained = [n for _, named in model.unit_parameters() for n, _ in named]
+    assert len(trained) == 4 * 2 * 2
+    assert {n.split(".")[4] for n in trained} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_static_bytes_are_those_of_adapters(kind):
+    """The cost model's weights, gradients and optimizer state against what is allocated; narrow norms are not
+    counted by it."""
+    config = tiny_config(kind)
+    model = build(config, LORA)
+    buffers = flatten_units(model, dp=1)
+    spec = model_from_hf_config(config.to_dict(), kind, 8)
+    each = adapter_parameters_per_layer(spec, LORA)
+    assert sum(b.num_elements for b in buffers) == 4 * each
+    assert frozen_bytes([model]) == sum(p.nbytes for p in model.frozen_parameters())
+    lora_spec = msgspec.structs.replace(spec, adapter_parameters_per_layer=each)
+    layout = even_layout(4)
+    held = frozen_bytes([model]) + sum(4 * b.values.nbytes for b in buffers)
+    assert int(static_bytes(lora_spec, layout)[0]) == pytest.approx(held, rel=0.01)
+    assert parameters_per_rank(lora_spec, layout)[0] - parameters_per_rank(spec, layout)[0] == 4 * each
+
+
+def test_frozen_matrices_count_two_thirds_of_the_flops():
+    spec = sample_model()
+    lora = sample_model(adapter_parameters_per_layer=1)
+    assert training_flops(lora, 10) < training_flops(spec, 10)
+
+
+def test_layouts_start_from_the_same_adapters():
+    config = tiny_config("llama")
+    whole = all_tensors(build(config, LORA))
+    part = build_stage_model(
+        config, layers=(2, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3, lora=LORA
+    )
+    for _, named in part.unit_parameters():
+        for name, parameter in named:
+            assert torch.equal(parameter, whole[name])
+
+
+def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
+    config = tiny_config("llama")
+    first = build(config, LORA)
+    make_adapters_matter(first)
+    tensors = all_tensors(first)
+    write_adapter(tmp_path, {n: t for n, t in tensors.items() if ".lora_" in n}, LORA, "somewhere")
+    again = all_tensors(build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))))
+    assert all(torch.equal(again[n], t) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"use_dora": True}, UnsupportedModelError, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 8}}, UnsupportedModelError, "rank_pattern"),
+        ({"r": 4}, ConfigError, "has rank 4"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(tmp_path, change, error, message):
+    config = tiny_config("llama")
+    tensors = {n: t for n, t in all_tensors(build(config, LORA)).items() if ".lora_" in n}
+    write_adapter(tmp_path, tensors, LORA, "somewhere")
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(error, match=message):
+        build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))
+
+
+def test_an_adapter_of_other_modules_is_refused(tmp_path):
+    config = tiny_config("llama")
+    tensors = {n: t for n, t in all_tensors(build(config, LORA)).items() if ".lora_" in n}
+    write_adapter(tmp_path, tensors, LORA, "somewhere")
+    with pytest.raises(ConfigError, match=r"is not among the configured model\.lora\.target_modules"):
+        build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path), target_modules=("q_proj",)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "model.lora.rank is 0"),
+        ({"alpha": 0.0}, "model.lora.alpha is 0.0"),
+        ({"dropout": 0.1}, "model.lora.dropout is 0.1, must be 0: a dropout mask would differ"),
+    ],
+)
+def test_settings_that_cannot_be_trained_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        LoraConfig(**settings)
+
+
+@pytest.mark.parametrize(("kind", "target"), [("llama", "lm_head"), ("mixtral", "gate_proj"), ("llama", "wq")])
+def test_modules_that_cannot_have_adapters_are_refused(kind, target):
+    lora = LoraConfig(target_modules=("q_proj", target))
+    with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
+        build(tiny_config(kind), lora)
+    with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
+        adapter_parameters_per_layer(model_from_hf_config(tiny_config(kind).to_dict(), kind), lora)
