@@ -108,7 +108,7 @@ def _batches(
                 raise DamagedError(message.start, f"a batch of {message.num_rows} rows holds {len(batch)}")
             for column in wanted:
                 check_values(batch.column(column.name))
-        except (pa.ArrowException, OSError, StopIteration) as err:
+        except (pa.ArrowException, OSError, StopIteration, UnicodeDecodeError) as err:
             raise DamagedError(message.start, str(err)) from err
         yield first_row, batch
 

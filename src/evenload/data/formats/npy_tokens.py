@@ -104,7 +104,9 @@ def _find_array(ranges: ByteRanges, name: str) -> _ArrayPlace:
             raise _DamagedError(f"{name}: version {version} of the format does not hold plain numbers")
         read_head = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         shape, _, dtype = read_head(head)
-    except (ValueError, SyntaxError, EOFError) as err:
+    except _DamagedError:
+        raise
+    except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         raise _DamagedError(f"{name} does not begin as .npy files do ({err})") from err
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(f"{name} holds {dtype} of shape {shape}, not a one-dimensional array of whole numbers")

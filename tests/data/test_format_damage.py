@@ -1,0 +1,191 @@
+"""Damaged files of every format: a problem that names the place, or an error that names the file; never more."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from format_files import (
+    END_ID,
+    TOKEN_FORMATS,
+    open_source,
+    read_all,
+    tokens_source,
+    values_of,
+    write_rows,
+    write_tokens,
+)
+
+from evenload.data.formats.record import FILE_END, FilePart
+from evenload.errors import DataError
+
+DOCUMENTS = [[number, number + 1, 300, END_ID] for number in range(1, 30)]
+WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
+
+
+def read_tolerantly(source, count=1):
+    """Records and problems of a damaged file; any exception but a DataError fails the test."""
+    file, reader = tokens_source(source)
+    try:
+        records = read_all(file, reader, ("input_ids",), count)
+    except DataError as err:
+        assert os.path.basename(file.path) in str(err)
+        return [], [str(err)]
+    return [record for record in records if record.values is not None], [
+        record.problem for record in records if record.values is None
+    ]
+
+
+@pytest.mark.parametrize("format", TOKEN_FORMATS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_truncated_file_is_one_problem_after_a_whole_beginning(tmp_path, format, count):
+    """A copy that broke off must neither hang nor look like a shorter data set."""
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    content = Path(source).read_bytes()
+    for size in {0, 1, 5, 20, *range(30, len(content), max(1, len(content) // 23)), len(content) - 1}:
+        Path(source).write_bytes(content[:size])
+        found, problems = read_tolerantly(source, count)
+        assert values_of(found) == DOCUMENTS[: len(found)], size
+        # Lines may end anywhere, an empty file of them is one, and the footer of an Arrow file is not needed.
+        if format != "jsonl" and (format != "jsonl.gz" or size) and len(found) < len(DOCUMENTS):
+            assert len(problems) == 1, (size, problems)
+        if format in WHOLE_FILE_PROBLEMS:
+            assert not found
+
+
+@pytest.mark.parametrize("format", ["bin", "edges.npy"])
+def test_a_truncated_index_is_one_problem(tmp_path, format):
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    index = next(path for path in tmp_path.iterdir() if ".idx" in path.name)
+    content = index.read_bytes()
+    for size in (0, 5, 33, 60, len(content) - 1):
+        index.write_bytes(content[:size])
+        assert read_tolerantly(source, 2)[0] == []
+        assert len(read_tolerantly(source, 2)[1]) == 1
+
+
+FUZZ = """
+import random, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1].split(":")
+from test_format_damage import read_tolerantly
+source, seed, rounds = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+whole = source.read_bytes()
+random.seed(seed)
+for _ in range(rounds):
+    content = bytearray(whole)
+    for _ in range(random.choice([1, 1, 4])):
+        content[random.randrange(len(content))] = random.choice([0, 1, 127, 128, 255, random.randrange(256)])
+    source.write_bytes(content)
+    read_tolerantly(str(source), random.choice([1, 2]))
+"""
+
+
+@pytest.mark.parametrize("format", ["stream.arrow", "file.arrow", "feather", "parquet", "jsonl.gz", "bin", "ends.npy"])
+def test_flipped_bytes_never_crash_the_process(tmp_path, format):
+    """Mapped Arrow buffers with damaged offsets would be read outside the file: in a process of its own."""
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    done = subprocess.run(
+        [sys.executable, "-c", FUZZ, ":".join(sys.path), source, "3", "120"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("format", TOKEN_FORMATS)
+def test_files_that_are_something_else_are_named(tmp_path, format):
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    Path(source).write_bytes(b"just some words, and not few of them, in a file of the wrong name\n" * 3)
+    found, problems = read_tolerantly(source, 4)
+    assert found == []
+    assert problems
+
+
+@pytest.mark.parametrize("format", TOKEN_FORMATS)
+def test_a_file_that_is_gone_is_an_error(tmp_path, format):
+    """A storage failure is no corrupt record: skipping it would lose data without a trace."""
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    file, reader = tokens_source(source)
+    Path(source).unlink()
+    with pytest.raises(DataError, match=os.path.basename(source)):
+        list(reader.records(file, FilePart(0, 2), ("input_ids",)))
+
+
+def test_text_that_is_not_utf8_names_byte_and_place(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"latin \xe4")
+    file, reader = open_source(str(tmp_path))
+    (record,) = reader.records(file, FilePart(), ("text",))
+    assert (record.values, record.next_offset) == (None, FILE_END)
+    assert "byte 0xe4 at offset 6" in record.problem
+    assert reader.origin(file, record.offset) == file.name
+
+
+@pytest.mark.parametrize("format", ["parquet", "stream.arrow", "file.arrow"])
+def test_one_row_that_is_not_utf8_does_not_take_its_batch_along(tmp_path, format):
+    import pyarrow as pa
+    from format_files import write_table
+
+    binary = pa.array([b"good", b"\xff\xfe", "äö".encode(), b"ends"], pa.binary())
+    path = tmp_path / f"rows.{format}"
+    write_table(path, format, pa.table({"text": binary.view(pa.string())}), 4)
+    file, reader = open_source(str(path))
+    records = read_all(file, reader, ("text",))
+    assert [record.values for record in records] == [("good",), None, ("äö",), ("ends",)]
+    assert "not UTF-8" in records[1].problem
+    assert reader.origin(file, 1) == f"{path}:row 2"
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "stream.arrow"])
+def test_values_that_are_null_or_no_ids_are_problems_of_their_row(tmp_path, format):
+    wide = 2**40
+    rows = [{"input_ids": ids} for ids in ([1], None, [2, None], [3, wide], [], [-(2**31)])]
+    import pyarrow as pa
+    from format_files import write_table
+
+    path = tmp_path / f"rows.{format}"
+    if format == "jsonl":
+        write_rows(tmp_path, format, rows)
+    else:
+        column = pa.array([row["input_ids"] for row in rows], pa.list_(pa.int64()))
+        write_table(path, format, pa.table({"input_ids": column}), 6)
+    file, reader = tokens_source(str(path))
+    records = read_all(file, reader, ("input_ids",))
+    assert [record.values is None for record in records] == [False, True, True, True, False, False]
+    assert [record.values[0].tolist() for record in records if record.values] == [[1], [], [-(2**31)]]
+    assert all(record.problem for record in records[1:4])
+    if format != "jsonl":
+        assert str(wide) in records[3].problem
+
+
+@pytest.mark.parametrize("format", ["parquet", "stream.arrow", "file.arrow", "feather"])
+def test_a_column_that_is_missing_or_of_another_type_names_what_there_is(tmp_path, format):
+    source = write_rows(tmp_path, format, [{"body": "a", "n": 1}])
+    file, reader = open_source(source)
+    with pytest.raises(DataError, match=r"has no column 'text', only body, n; set data.text_column"):
+        read_all(file, reader, ("text",))
+    file, reader = open_source(source, text_column="n")
+    with pytest.raises(DataError, match=r"'n' is int64, not text; set data.text_column"):
+        read_all(file, reader, ("n",))
+    file, reader = open_source(source, record="tokens", tokens_column="body")
+    with pytest.raises(DataError, match=r"'body' is string, not a list of token ids; set data.tokens_column"):
+        read_all(file, reader, ("body",))
+
+
+def test_wide_and_narrow_ids_of_every_arrow_type_become_int32(tmp_path):
+    import pyarrow as pa
+    from format_files import write_table
+
+    for kind in (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()):
+        for make in (pa.list_, pa.large_list, lambda inner: pa.list_(inner, 2)):
+            path = tmp_path / "rows.stream.arrow"
+            write_table(path, "stream.arrow", pa.table({"input_ids": pa.array([[1, 2], [3, 100]], make(kind))}))
+            assert values_of(read_all(*tokens_source(str(path)), ("input_ids",))) == [[1, 2], [3, 100]]
+
+
+def test_int32_ids_of_a_mapped_arrow_file_are_not_copied(tmp_path):
+    file, reader = tokens_source(write_tokens(tmp_path, "file.arrow", DOCUMENTS))
+    for record in read_all(file, reader, ("input_ids",)):
+        assert not record.values[0].flags.owndata
+        assert not record.values[0].flags.writeable
+        assert isinstance(record.values[0], np.ndarray)
