@@ -76,7 +76,8 @@ def documents_of(batch: GlobalBatch) -> list[tuple[int, ...]]:
 def fingerprint_of(batch: GlobalBatch) -> tuple:
     """Everything about a batch that has to be equal after a resume."""
     tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
-    return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, batch.places, tokens)
+    places = [batch.place(document.doc_id) for document in batch.documents + batch.carried]
+    return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, places, tokens)
 
 
 def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[int] = frozenset()) -> StepPlan:

@@ -57,13 +57,15 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
         The documents of `wanted[peers.rank]`.
     """
     if peers.size == 1:
-        return batch.tokens.select(wanted[0])
+        everything = len(wanted[0]) == len(batch.tokens)
+        return batch.tokens if everything else batch.tokens.select(wanted[0])
     lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
     rank = peers.rank
-    tables = [
-        batch.tokens.select([doc_id for doc_id in documents if batch.owners[doc_id] == rank]) for documents in wanted
-    ]
-    incoming = [[doc_id for doc_id in wanted[rank] if batch.owners[doc_id] == sender] for sender in range(peers.size)]
+    tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
+    owners = batch.owners(wanted[rank]).tolist()
+    incoming: list[list[int]] = [[] for _ in range(peers.size)]
+    for doc_id, owner in zip(wanted[rank], owners, strict=True):
+        incoming[owner].append(doc_id)
     copies = 2 if batch.has_labels else 1
     sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
     received = peers.exchange([_flatten(table, batch.has_labels) for table in tables], sizes)

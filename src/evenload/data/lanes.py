@@ -5,22 +5,22 @@ rank has to ask. Parts of the mixture take turns so that their *tokens* keep to 
 is furthest behind its share. Inside a part the lanes take turns. A rank that owns a lane also has its blocks' tokens,
 and asks for the next block when it starts to take from one.
 
-Heads travel when they are needed: one gather brings the next head of every lane that has none. Price: a few operations
-a document; one small gather per (lanes x documents of a block) documents.
+Heads travel when they are needed: one gather brings the next head of every lane that has none. Documents are drawn in
+rounds of all lanes at once, as columns. Price: about 0.2 µs a document (some 20 µs where parts take turns document by
+document); one small gather per (lanes x documents of a block) documents.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.peers import Peers
-from evenload.data.reading.block import Block, BlockCursor, BlockHead, block_span
+from evenload.data.reading.block import Block, BlockCursor, BlockHead
 from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey
-from evenload.data.token_table import Span
 from evenload.errors import DataError, EvenloadError
 from evenload.types.base import Frozen
 
@@ -75,7 +75,7 @@ class OpenBlock:
 
     Args:
         owner: rank that reads the lane.
-        lengths, num_labels: of its documents.
+        lengths, num_labels: int32[num_documents].
         block: with tokens, on the owner; None elsewhere.
     """
 
@@ -83,45 +83,55 @@ class OpenBlock:
     epoch: int
     owner: int
     head: BlockHead
-    lengths: list[int]
-    num_labels: list[int]
+    lengths: NDArray[np.int32]
+    num_labels: NDArray[np.int32]
     block: Block | None
 
+    def place(self, row: int) -> DocumentPlace:
+        """Where its `row`-th document can be read again."""
+        return DocumentPlace(
+            part=self.key.part,
+            lane=self.key.lane,
+            epoch=self.epoch,
+            cursor=self.head.cursor,
+            index=row,
+            checksum=self.head.checksum,
+        )
 
-class Drawn(NamedTuple):
-    """A document that was drawn: the `row`-th of a block."""
 
-    source: OpenBlock
-    row: int
+@dataclass(frozen=True, eq=False, slots=True)
+class Drawn:
+    """Documents drawn one after the other.
+
+    Args:
+        blocks: that they come from; of each, consecutive rows.
+        block_of, rows: int64[n], the block and the document in it; lengths, num_labels: int32[n].
+    """
+
+    blocks: tuple[OpenBlock, ...]
+    block_of: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    num_labels: NDArray[np.int32]
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens."""
-        return self.source.lengths[self.row]
+        """Of all of them."""
+        return int(self.lengths.sum())
 
-    @property
-    def num_labels(self) -> int:
-        """Its tokens that carry a loss."""
-        return self.source.num_labels[self.row]
 
-    @property
-    def place(self) -> DocumentPlace:
-        """Where it can be read again."""
-        key, head = self.source.key, self.source.head
-        return DocumentPlace(
-            part=key.part,
-            lane=key.lane,
-            epoch=self.source.epoch,
-            cursor=head.cursor,
-            index=self.row,
-            checksum=head.checksum,
-        )
-
-    @property
-    def span(self) -> Span:
-        """Its tokens; only on the rank that owns the lane."""
-        assert self.source.block is not None
-        return block_span(self.source.block, self.row)
+def join_drawn(runs: Sequence[Drawn]) -> Drawn:
+    """Several runs as one; a block that comes several times stays one."""
+    index = {id(block): at for at, block in enumerate({id(b): b for run in runs for b in run.blocks}.values())}
+    blocks = tuple({id(block): block for run in runs for block in run.blocks}.values())
+    block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
+    return Drawn(
+        blocks,
+        np.concatenate([np.zeros(0, np.int64), *block_of]),
+        np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
+        np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),
+        np.concatenate([np.zeros(0, np.int32), *(run.num_labels for run in runs)]),
+    )
 
 
 @dataclass(slots=True)
@@ -185,48 +195,43 @@ class LaneDraw:
             _Part(weight / total, [_Lane(LaneKey(part, lane), (part + lane) % peers.size) for lane in range(num_lanes)])
             for part, weight in enumerate(weights)
         ]
-        self._next: tuple[_Part, _Lane] | None = None
 
     @property
     def num_drawn(self) -> int:
         """Documents drawn in this epoch."""
         return sum(part.documents for part in self._parts)
 
-    def peek(self) -> Drawn | None:
-        """The next document, which stays where it is; None at the end of the epoch. Collective.
+    def draw(self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool) -> Drawn | None:
+        """The next documents: at most so many, of at most so many tokens. Collective.
+
+        As many as the open blocks give: asked again, it gives more. None of them where the next one alone has more
+        than `num_tokens`, unless there must be one.
+
+        Returns:
+            None at the end of the epoch.
 
         Raises:
             DataError: what reading raised, on every rank; asked again, the same again.
         """
-        while self._next is None:
-            part = self._next_part()
-            if part is None:
-                return None
-            lane = self._next_lane(part)
-            self._next = (part, lane) if lane is not None else None
-        lane = self._next[1]
-        assert lane.opened is not None
-        return Drawn(lane.opened, lane.taken)
-
-    def take(self) -> Drawn:
-        """The document that `peek` showed."""
-        drawn = self.peek()
-        assert drawn is not None
-        assert self._next is not None
-        part, lane = self._next
-        opened, num_tokens = drawn.source, drawn.num_tokens
-        if not drawn.row:
-            self._account(lane, opened.head)
-        lane.taken += 1
-        lane.checksum = opened.head.checksum
-        lane.left = lane.left.plus(-1, -num_tokens)
-        part.documents += 1
-        part.tokens += num_tokens
-        part.turn = (lane.key.lane + 1) % len(part.lanes)
-        if lane.taken == len(opened.lengths):
-            self._move(lane, lane.epoch, opened.head.next_cursor)
-        self._next = None
-        return drawn
+        while (found := self._next_part()) is not None:
+            part, is_only = found
+            lanes = self._ready_lanes(part)
+            if not lanes:
+                continue
+            # Parts take turns by document; a part that is alone gives whole rounds of its lanes.
+            rounds = min(len(lane.opened.lengths) - lane.taken for lane in lanes if lane.opened) if is_only else 1
+            most = rounds * len(lanes) if is_only else 1
+            if num_documents is not None:
+                most = min(most, num_documents)
+            drawn = _rounds(lanes, rounds, most)
+            count = len(drawn.lengths)
+            if num_tokens is not None:
+                count = int(np.searchsorted(np.cumsum(drawn.lengths), num_tokens, side="right"))
+                count = max(count, 1) if at_least_one else count
+                drawn = _first(drawn, count)
+            self._commit(part, lanes, count, drawn.num_tokens)
+            return drawn
+        return None
 
     def owner(self, part: int, lane: int) -> int:
         """Rank that reads a lane."""
@@ -275,8 +280,8 @@ class LaneDraw:
             documents=sum(lane.left.documents for lane in lanes), tokens=sum(lane.left.tokens for lane in lanes)
         )
 
-    def _next_part(self) -> _Part | None:
-        """The part that is furthest behind its share of the tokens, among those with documents left."""
+    def _next_part(self) -> tuple[_Part, bool] | None:
+        """The part that is furthest behind its share of the tokens, and whether it is the only one left."""
         if self._repeats:
             for part, name in zip(self._parts, self._names, strict=True):
                 if part.has_ended:
@@ -288,24 +293,44 @@ class LaneDraw:
                     self._restart_part(part, part.epoch + 1)
         left = [part for part in self._parts if not part.has_ended]
         if len(left) < 2:
-            return left[0] if left else None
+            return (left[0], True) if left else None
         total = sum(part.tokens for part in self._parts)
-        # The first of equals, so at the beginning the first part; a share of one token breaks the tie by weight.
-        return max(left, key=lambda part: part.weight * (total + 1) - part.tokens)
+        # The share of one more token breaks the tie at the beginning by weight.
+        return max(left, key=lambda part: part.weight * (total + 1) - part.tokens), False
 
-    def _next_lane(self, part: _Part) -> _Lane | None:
-        """The lane whose turn it is, with a document in its block; None if the part has none left."""
-        for step in range(len(part.lanes)):
-            lane = part.lanes[(part.turn + step) % len(part.lanes)]
+    def _ready_lanes(self, part: _Part) -> list[_Lane]:
+        """The lanes that have not ended, from the one whose turn it is, each with documents left in its block."""
+        ready: list[_Lane] = []
+        for lane in part.lanes[part.turn :] + part.lanes[: part.turn]:
             while lane.cursor is not None:
                 if lane.opened is None:
                     self._open_blocks()
                 assert lane.opened is not None
-                if lane.opened.lengths:
-                    return lane
+                if len(lane.opened.lengths):
+                    ready.append(lane)
+                    break
                 self._account(lane, lane.opened.head)
                 self._move(lane, lane.epoch, lane.opened.head.next_cursor)
-        return None
+        return ready
+
+    def _commit(self, part: _Part, lanes: Sequence[_Lane], count: int, num_tokens: int) -> None:
+        """So many documents of the lanes, in turns, are taken."""
+        part.documents += count
+        part.tokens += num_tokens
+        if count:
+            part.turn = (lanes[(count - 1) % len(lanes)].key.lane + 1) % len(part.lanes)
+        for at, lane in enumerate(lanes):
+            own = count // len(lanes) + (at < count % len(lanes))
+            opened = lane.opened
+            if not own or opened is None:
+                continue
+            if not lane.taken:
+                self._account(lane, opened.head)
+            stop = lane.taken + own
+            lane.left = lane.left.plus(-own, -int(opened.lengths[lane.taken : stop].sum()))
+            lane.taken, lane.checksum = stop, opened.head.checksum
+            if stop == len(opened.lengths):
+                self._move(lane, lane.epoch, opened.head.next_cursor)
 
     def _account(self, lane: _Lane, head: BlockHead) -> None:
         """A block is begun: it counts as read, and what it dropped as dropped."""
@@ -364,8 +389,8 @@ class LaneDraw:
             self._service.request(lane.asked)
 
     def _open(self, lane: _Lane, head: BlockHead, block: Block | None) -> None:
-        lengths = np.frombuffer(head.lengths, np.int32).tolist()
-        num_labels = np.frombuffer(head.num_labels, np.int32).tolist()
+        lengths = np.frombuffer(head.lengths, np.int32)
+        num_labels = np.frombuffer(head.num_labels, np.int32)
         if lane.taken and lane.checksum != head.checksum:
             raise DataError(
                 f"block {head.cursor.block} of lane {lane.key.lane} of data.{self._names[lane.key.part]} holds other "
@@ -376,3 +401,29 @@ class LaneDraw:
         if block is not None:
             # The next one is read while documents of this one are taken.
             self._ask(lane, head.next_cursor)
+
+
+def _rounds(lanes: Sequence[_Lane], rounds: int, most: int) -> Drawn:
+    """The first `most` documents when the lanes take turns so many times."""
+    blocks = [lane.opened for lane in lanes if lane.opened is not None]
+    starts = np.array([lane.taken for lane in lanes])
+
+    def columns(values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+        spans = [column[start : start + rounds] for column, start in zip(values, starts.tolist(), strict=True)]
+        return np.stack(spans, axis=1).ravel()[:most]
+
+    order = np.arange(most)
+    block_of = order % len(blocks)
+    return Drawn(
+        tuple(blocks),
+        block_of,
+        starts[block_of] + order // len(blocks),
+        columns([block.lengths for block in blocks]),
+        columns([block.num_labels for block in blocks]),
+    )
+
+
+def _first(drawn: Drawn, count: int) -> Drawn:
+    return Drawn(
+        drawn.blocks, drawn.block_of[:count], drawn.rows[:count], drawn.lengths[:count], drawn.num_labels[:count]
+    )

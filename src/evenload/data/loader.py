@@ -16,26 +16,38 @@ are the open block of every lane that this rank reads, and the next one.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.lanes import DocumentPlace, Drawn, LaneDraw
+from evenload.data.lanes import DocumentPlace, Drawn, LaneDraw, join_drawn
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.peers import Alone, Peers
 from evenload.data.reading.block import Block, block_span
 from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey, ReadingJob
 from evenload.data.reading.part_files import open_part
 from evenload.data.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
-from evenload.data.token_table import Span, TokenTable, join_spans
+from evenload.data.token_table import Span, TokenTable, join_spans, join_tables
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Deferral:
+    """A document that a plan put off; its tokens on the rank that owns its lane."""
+
+    document: Document
+    place: DocumentPlace
+    owner: int
+    has_labels: bool
+    span: Span | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,10 +59,10 @@ class GlobalBatch:
         epoch: of the new documents.
         documents: new in this batch, in stream order.
         tokens: of those of `documents` and `carried` that this rank has read.
-        places: where each document was read, by doc_id.
-        owners: rank that has read it, by doc_id.
+        drawn: where the new documents come from, in their order.
         has_labels: some document's labels differ from its tokens.
         carried: documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones.
+        deferrals: where these come from.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
 
@@ -58,11 +70,28 @@ class GlobalBatch:
     epoch: int
     documents: tuple[Document, ...]
     tokens: TokenTable
-    places: dict[int, DocumentPlace] = field(default_factory=dict)
-    owners: dict[int, int] = field(default_factory=dict)
+    drawn: Drawn
     has_labels: bool = False
     carried: tuple[Document, ...] = ()
+    deferrals: Mapping[int, Deferral] = field(default_factory=dict)
     is_last: bool = False
+
+    def place(self, doc_id: int) -> DocumentPlace:
+        """Where a document was read."""
+        if doc_id in self.deferrals:
+            return self.deferrals[doc_id].place
+        at = doc_id - self.documents[0].doc_id
+        return self.drawn.blocks[self.drawn.block_of[at]].place(int(self.drawn.rows[at]))
+
+    def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
+        """int64[n]: the ranks that have read the documents."""
+        first = self.documents[0].doc_id if self.documents else 0
+        by_block = np.array([block.owner for block in self.drawn.blocks], np.int64)
+        own = by_block[self.drawn.block_of] if len(by_block) else by_block
+        carried = self.deferrals
+        return np.fromiter(
+            (carried[d].owner if d in carried else own[d - first] for d in doc_ids), np.int64, len(doc_ids)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -73,17 +102,6 @@ class GlobalBatch:
     def num_label_tokens(self) -> int:
         """Label tokens of the new documents."""
         return sum(document.num_label_tokens for document in self.documents)
-
-
-@dataclass(frozen=True, eq=False)
-class _Deferred:
-    """A document that a plan put off; its tokens on the rank that owns its lane."""
-
-    document: Document
-    place: DocumentPlace
-    owner: int
-    has_labels: bool
-    span: Span | None
 
 
 class GlobalBatchLoader:
@@ -124,7 +142,7 @@ class GlobalBatchLoader:
         weakref.finalize(self, self.background.close)
         self._lanes = self._make_lanes()
         self._members: list[Drawn] = []
-        self._deferred: dict[int, _Deferred] = {}
+        self._deferred: dict[int, Deferral] = {}
         self._lost: tuple[DeferredDocument, ...] = ()
         self._before: LoaderState | None = None
         self._step = 0
@@ -188,14 +206,14 @@ class GlobalBatchLoader:
                 # Copies: a view would keep the whole batch in memory for as long as the document waits.
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
                 span = (batch.tokens[doc_id].copy(), labels, 0, known[doc_id].num_tokens)
-            self._deferred[doc_id] = _Deferred(
-                known[doc_id], batch.places[doc_id], batch.owners[doc_id], batch.has_labels, span
+            self._deferred[doc_id] = Deferral(
+                known[doc_id], batch.place(doc_id), int(batch.owners([doc_id])[0]), batch.has_labels, span
             )
 
     def held(self) -> Tally:
         """Documents and tokens that were read and are in no batch yet."""
-        total = self._lanes.held()
-        return total.plus(len(self._members), sum(member.num_tokens for member in self._members))
+        num_documents = sum(len(run.lengths) for run in self._members)
+        return self._lanes.held().plus(num_documents, sum(run.num_tokens for run in self._members))
 
     def check_ledger(self) -> None:
         """Every token that was read is trained, dropped, deferred or waiting.
@@ -270,15 +288,17 @@ class GlobalBatchLoader:
         if self._is_finished():
             return
         config, members = self.config, self._members
-        num_tokens = sum(member.num_tokens for member in members)
-        while config.batch_documents is None or len(members) < config.batch_documents:
-            drawn = self._lanes.peek()
-            if drawn is None:
+        documents_left, tokens_left = config.batch_documents, config.batch_tokens
+        for run in members:
+            documents_left = None if documents_left is None else documents_left - len(run.lengths)
+            tokens_left = None if tokens_left is None else tokens_left - run.num_tokens
+        while documents_left != 0:
+            run = self._lanes.draw(documents_left, tokens_left, at_least_one=not members)
+            if run is None or not len(run.lengths):
                 break
-            num_tokens += drawn.num_tokens
-            if config.batch_tokens is not None and members and num_tokens > config.batch_tokens:
-                break
-            members.append(self._lanes.take())
+            members.append(run)
+            documents_left = None if documents_left is None else documents_left - len(run.lengths)
+            tokens_left = None if tokens_left is None else tokens_left - run.num_tokens
 
     def _end_epoch(self) -> None:
         if not self._lanes.num_drawn:
@@ -296,36 +316,28 @@ class GlobalBatchLoader:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
 
     def _hand_out(self, members: Sequence[Drawn]) -> GlobalBatch:
-        first = self._next_doc_id
+        first, drawn = self._next_doc_id, join_drawn(members)
+        columns = zip(drawn.lengths.tolist(), drawn.num_labels.tolist(), strict=True)
         documents = tuple(
-            Document(doc_id=first + index, num_tokens=member.num_tokens, num_label_tokens=member.num_labels)
-            for index, member in enumerate(members)
+            Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
+            for doc_id, (num_tokens, num_labels) in enumerate(columns, start=first)
         )
-        carried = [self._deferred[doc_id] for doc_id in sorted(self._deferred)]
-        places = {first + index: member.place for index, member in enumerate(members)}
-        owners = {first + index: member.source.owner for index, member in enumerate(members)}
-        rank = self.peers.rank
-        spans = [(first + index, member.span) for index, member in enumerate(members) if member.source.owner == rank]
-        for entry in carried:
-            doc_id = entry.document.doc_id
-            places[doc_id], owners[doc_id] = entry.place, entry.owner
-            if entry.span is not None:
-                spans.append((doc_id, entry.span))
+        carried = {doc_id: self._deferred[doc_id] for doc_id in sorted(self._deferred)}
         batch = GlobalBatch(
             step=self._step,
             epoch=self._epoch,
             documents=documents,
-            tokens=join_spans(np.array([doc_id for doc_id, _ in spans], np.int64), [span for _, span in spans]),
-            places=places,
-            owners=owners,
-            has_labels=any(member.source.head.has_labels for member in members)
-            or any(entry.has_labels for entry in carried),
-            carried=tuple(entry.document for entry in carried),
-            is_last=not members,
+            tokens=_own_tokens(drawn, first, carried),
+            drawn=drawn,
+            has_labels=any(block.head.has_labels for block in drawn.blocks)
+            or any(entry.has_labels for entry in carried.values()),
+            carried=tuple(entry.document for entry in carried.values()),
+            deferrals=carried,
+            is_last=not documents,
         )
         carried_tokens = sum(document.num_tokens for document in batch.carried)
         self.ledger.note_handed_out(
-            Tally(documents=len(documents), tokens=batch.num_tokens),
+            Tally(documents=len(documents), tokens=drawn.num_tokens),
             Tally(documents=len(batch.carried), tokens=carried_tokens),
         )
         self._deferred = {}
@@ -335,7 +347,7 @@ class GlobalBatchLoader:
 
     def _reload_deferred(self) -> None:
         """Read the documents of a state's deferred ones again, each on the rank that owns its lane. Collective."""
-        entries: dict[int, _Deferred] = {}
+        entries: dict[int, Deferral] = {}
         problem = b""
         blocks: dict[BlockRequest, Block] = {}
         try:
@@ -355,13 +367,33 @@ class GlobalBatchLoader:
                             "the loader's state was saved; the sources must not change between save and resume"
                         )
                     span = block_span(blocks[request], place.index)
-                entries[lost.document.doc_id] = _Deferred(lost.document, place, owner, lost.has_labels, span)
+                entries[lost.document.doc_id] = Deferral(lost.document, place, owner, lost.has_labels, span)
         except EvenloadError as error:
             problem = str(error).encode()
         problems = [answer for answer in self.peers.gather(problem) if answer]
         if problems:
             raise DataError(problems[0].decode())
         self._deferred, self._lost = entries, ()
+
+
+def _own_tokens(drawn: Drawn, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
+    """Tokens of the documents that this rank has read. The rows that a batch takes of a block lie side by side."""
+    by_block = np.argsort(drawn.block_of, kind="stable")
+    edges = np.searchsorted(drawn.block_of[by_block], np.arange(len(drawn.blocks) + 1))
+    tables: list[TokenTable] = []
+    for index, opened in enumerate(drawn.blocks):
+        block, members = opened.block, by_block[edges[index] : edges[index + 1]]
+        if block is None or not len(members):
+            continue
+        start, stop = int(drawn.rows[members[0]]), int(drawn.rows[members[-1]]) + 1
+        low, high = block.edges[start], block.edges[stop]
+        labels = None if block.labels is None else block.labels[low:high]
+        tables.append(TokenTable(first + members, block.edges[start : stop + 1] - low, block.tokens[low:high], labels))
+    waiting = [(doc_id, entry.span) for doc_id, entry in carried.items() if entry.span is not None]
+    if waiting:
+        ids = np.array([doc_id for doc_id, _ in waiting], np.int64)
+        tables.append(join_spans(ids, [span for _, span in waiting]))
+    return join_tables(tables)
 
 
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:

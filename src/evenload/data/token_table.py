@@ -48,11 +48,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         """int32[num_tokens]: a document's labels, -100 at its first token."""
         row = self._rows[doc_id]
         start, stop = self.edges[row], self.edges[row + 1]
-        if self.labels is not None:
-            return self.labels[start:stop]
-        labels = self.tokens[start:stop].copy()
-        labels[:1] = IGNORE_INDEX
-        return labels
+        return _written(self.tokens, self.labels, int(start), int(stop))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """int64[n]: where the documents stand; -1 for one that is not here."""
@@ -87,6 +83,23 @@ def join_spans(doc_ids: NDArray[np.int64], spans: Sequence[Span]) -> TokenTable:
     return TokenTable(doc_ids, edges, tokens, labels)
 
 
+def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
+    """All documents of the tables, which have none in common, copied once."""
+    if len(tables) == 1:
+        return tables[0]
+    starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
+    edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
+    labels = None
+    if any(table.labels is not None for table in tables):
+        labels = _join([_all_labels(table) for table in tables])
+    return TokenTable(
+        np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
+        np.concatenate([np.zeros(1, np.int64), *edges]),
+        _join([table.tokens for table in tables]),
+        labels,
+    )
+
+
 def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
     """A table of documents given one by one, every token but the first a label."""
     if isinstance(documents, TokenTable):
@@ -101,6 +114,14 @@ def _written(tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start:
     written = tokens[start:stop].copy()
     written[:1] = IGNORE_INDEX
     return written
+
+
+def _all_labels(table: TokenTable) -> NDArray[np.int32]:
+    if table.labels is not None:
+        return table.labels
+    labels = table.tokens.copy()
+    labels[table.edges[:-1][np.diff(table.edges) > 0]] = IGNORE_INDEX
+    return labels
 
 
 def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
