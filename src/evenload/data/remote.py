@@ -70,6 +70,7 @@ class RemoteStream(io.RawIOBase):
     def __init__(self, filesystem: AbstractFileSystem, path: str, name: str, size_bytes: int | None) -> None:
         self._filesystem, self._path, self._name, self._size_bytes = filesystem, path, name, size_bytes
         self._stream: Any = None
+        self._front_to_back = False
         self._position = 0
 
     def readable(self) -> bool:
@@ -113,11 +114,17 @@ class RemoteStream(io.RawIOBase):
         size_bytes = self._size_bytes
         if size_bytes is not None and self._position >= size_bytes:
             return 0
-        if self._stream is None:
-            self._stream = self._filesystem.open(self._path, "rb")
-        self._align()
         wanted = len(view) if size_bytes is None else min(len(view), size_bytes - self._position)
-        data = self._stream.read(wanted)
+        try:
+            self._align()
+            data = self._stream.read(wanted)
+        except ValueError:
+            # What fsspec raises where a web server cannot begin inside a file.
+            if self._front_to_back or not self._position or "http" not in self._filesystem.protocol:
+                raise
+            self._close_stream()
+            self._front_to_back = True
+            return self._read_some(view)
         if not data and size_bytes is not None:
             raise EOFError(f"it ends there, {size_bytes - self._position} bytes too early")
         view[: len(data)] = data
@@ -126,6 +133,8 @@ class RemoteStream(io.RawIOBase):
 
     def _align(self) -> None:
         """Bring the file below to our position; where it cannot seek, by reading."""
+        if self._stream is None:
+            self._open_stream()
         at = self._stream.tell()
         if at == self._position:
             return
@@ -135,10 +144,15 @@ class RemoteStream(io.RawIOBase):
         except (ValueError, NotImplementedError, io.UnsupportedOperation):
             if at > self._position:
                 self._close_stream()
-                self._stream = self._filesystem.open(self._path, "rb")
+                self._open_stream()
         while (missing := self._position - self._stream.tell()) > 0:
             if not self._stream.read(min(missing, _SKIP_BYTES)):
                 raise EOFError(f"it ends {missing} bytes before")
+
+    def _open_stream(self) -> None:
+        # A block of no bytes is how fsspec calls a plain stream.
+        settings = {"block_size": 0} if self._front_to_back else {}
+        self._stream = self._filesystem.open(self._path, "rb", **settings)
 
     def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
