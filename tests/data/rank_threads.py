@@ -10,7 +10,8 @@ class ThreadPeers:
     def __init__(self, rank, size, barrier, board):
         self.rank, self.size, self._barrier, self._board = rank, size, barrier, board
 
-    def _share(self, item):
+    def share(self, item):
+        """Everyone's item, by rank."""
         self._board[self.rank] = item
         self._barrier.wait()
         everything = list(self._board)
@@ -19,11 +20,15 @@ class ThreadPeers:
 
     def gather(self, data):
         assert isinstance(data, bytes)
-        return self._share(data)
+        return self.share(data)
+
+    def broadcast(self, data):
+        assert isinstance(data, bytes)
+        return self.share(data)[0]
 
     def exchange(self, outgoing, incoming):
         assert len(outgoing) == len(incoming) == self.size
-        received = [sent[self.rank].copy() for sent in self._share(outgoing)]
+        received = [sent[self.rank].copy() for sent in self.share(outgoing)]
         assert [len(part) for part in received] == list(incoming)
         return received
 
