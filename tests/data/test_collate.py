@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.data.collate import IGNORE_INDEX, collate_pack, collate_packs
+from evenload.data.collate import IGNORE_INDEX, collate_pack, collate_packs, collate_ranges
+from evenload.data.token_table import TokenTable
 from evenload.errors import InvalidPlanError
 from evenload.types.document import Slice
 from evenload.types.micropack import MicroPack, PackPlan
@@ -116,3 +117,20 @@ def test_cut_documents_have_the_targets_of_whole_ones(data):
 def test_slices_that_do_not_fit_the_batch_are_refused(pack, why):
     with pytest.raises(InvalidPlanError, match=why):
         collate_pack(pack, {1: np.arange(3, dtype=np.int32)})
+
+
+def test_labels_that_differ_from_tokens_become_targets_in_any_ranges():
+    """A prompt's tokens must carry no loss, wherever the document is cut, also in the rows of a shared pack."""
+    tokens = np.array([5, 6, 7, 8, 9, 1, 2, 3], np.int32)
+    labels = np.array([-100, -100, -100, 8, 9, -100, -100, 77], np.int32)
+    table = TokenTable(np.array([4, 2]), np.array([0, 5, 8]), tokens, labels)
+    whole = collate_pack(pack_of((4, 0, 5), (2, 0, 3)), table)
+    assert whole.token_ids.tolist() == tokens.tolist()
+    assert whole.targets.tolist() == [-100, -100, 8, 9, -100, -100, 77, -100]
+    assert whole.num_label_tokens == 3
+    ids, targets, positions = collate_ranges([4, 2, 4], np.array([1, 1, 3]), np.array([3, 4, 5]), table)
+    assert ids.tolist() == [6, 7, 2, 3, 0, 8, 9]
+    assert targets.tolist() == [-100, 8, 77, -100, -100, 9, -100]
+    assert positions.tolist() == [1, 2, 1, 2, 3, 3, 4]
+    with pytest.raises(InvalidPlanError, match="document 9 has no tokens"):
+        collate_ranges([9], np.array([0]), np.array([1]), table)

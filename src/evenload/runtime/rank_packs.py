@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenload.data.collate import IGNORE_INDEX, PADDING_TOKEN, collate_pack
+from evenload.data.collate import collate_pack, collate_ranges
 from evenload.errors import InvalidPlanError
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.plan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
@@ -67,6 +67,10 @@ class RankPacks:
                     f"{block[0]}; dp={plan.layout.dp} has groups of {sorted({size for _, size in groups})} replicas"
                 )
 
+    def shares_documents(self) -> bool:
+        """Some document lies on several ranks."""
+        return self._rows is not None and any(document.home is None for document in self._rows.documents.values())
+
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """The token ranges this rank computes, padding included, in row order."""
         shared = self._shared(pack)
@@ -107,7 +111,12 @@ class RankPacks:
             )
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
-        ids, targets, positions = collate_ranges(ranges, tokens)
+        ids, targets, positions = collate_ranges(
+            [doc_id for doc_id, _, _ in ranges],
+            np.array([start for _, start, _ in ranges], dtype=np.int64),
+            np.array([stop for _, _, stop in ranges], dtype=np.int64),
+            tokens,
+        )
         return PackTokens(
             ranges,
             self._on_device(ids),
@@ -147,27 +156,3 @@ def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
 def num_pack_rows(pack: MicroPack) -> int:
     """Rows a pack computes on all its ranks together, padding included."""
     return pack.num_tokens + pack.num_padding_tokens
-
-
-def collate_ranges(
-    ranges: tuple[Range, ...], tokens: Mapping[int, NDArray[np.int32]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(token ids, targets, positions) of any token ranges, int64[rows] each; tokens beyond a document are padding.
-
-    Raises:
-        InvalidPlanError: a document without tokens.
-    """
-    total = num_rows(ranges)
-    ids, targets = np.full(total, PADDING_TOKEN, np.int64), np.full(total, IGNORE_INDEX, np.int64)
-    positions = np.empty(total, np.int64)
-    row = 0
-    for doc_id, start, stop in ranges:
-        content = tokens.get(doc_id)
-        if content is None:
-            raise InvalidPlanError(f"document {doc_id} has no tokens here; the plan was made for another batch")
-        real, labels = content[start:stop], content[start + 1 : stop + 1]
-        ids[row : row + len(real)] = real
-        targets[row : row + len(labels)] = labels
-        positions[row : row + stop - start] = np.arange(start, stop)
-        row += stop - start
-    return ids, targets, positions
