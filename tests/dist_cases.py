@@ -1,5 +1,6 @@
 """Functions that run on every rank of a `GlooPool`."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import msgspec
@@ -7,16 +8,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.range_attention import select_backend
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models
+from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.types.plan import decode_plan
-from reference_training import tiny_config
+from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
 
 
 class StoredBytes(NamedTuple):
@@ -38,15 +40,30 @@ def gradients_of_plans(
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `sharing`: the executor's arguments about shared documents."""
+    with exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext():
+        return _gradients_of_plans(kind, changes, plans, tokens, dtype, sharing)
+
+
+def _gradients_of_plans(
+    kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype, sharing: dict
+) -> list:
     config = tiny_config(kind, **changes)
     decoded = [decode_plan(data) for data in plans]
     layout = decoded[0].layout
     mesh = create_mesh(layout, torch.device("cpu"), timeout_s=60)
     models = build_rank_models(
-        config, layout=layout, pp_rank=mesh.pp_rank, dtype=dtype, device=mesh.device, weights=None, seed=3
+        config,
+        layout=layout,
+        pp_rank=mesh.pp_rank,
+        dtype=dtype,
+        device=mesh.device,
+        weights=None,
+        seed=3,
+        router_aux_loss_coef=balance_factor(config),
     )
     buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
-    stages = {s: PipelineStage(model, CpuFlashAttention()) for s, model in models.items()}
+    backend = select_backend("auto", "cpu", attention_soft_cap(config))
+    stages = {s: PipelineStage(model, backend) for s, model in models.items()}
     executor = Executor(stages, mesh, **sharing)
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -65,7 +82,9 @@ def gradients_of_plans(
             start = 0
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
-                weights[name] = parameter.detach().numpy().copy()
+                value = parameter.detach()
+                # numpy knows no bfloat16.
+                weights[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
                 start += parameter.numel()
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()

@@ -3,11 +3,17 @@ I and W, several stages on a rank; alone and together, through the real executor
 
 import itertools
 
+import msgspec
 import pytest
+import torch
 
+from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
+from evenload.runtime.send_releases import LAG
 from evenload.types.model import model_from_hf_config
-from reference_training import tiny_config
+from evenload.types.plan import encode_plan, seal
+from plan_building import word_schedule
+from reference_training import KINDS, make_tokens, plain_loss_and_gradients, tiny_config
 from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
 
 LAYERS = 4
@@ -53,3 +59,62 @@ def test_policies_and_splits_equal_plain_training(gloo_pool, pp, dp, virtual, po
     assert any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
     for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans), strict=True):
         assert_bytes_match_the_memory_model(plan, "llama", measured)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_holds_and_trains_the_same_under_all_of_them(gloo_pool, kind):
+    """Bias, norms on queries and keys, norms behind blocks, experts: what is made again, offloaded or put off to W is
+    theirs, to the byte."""
+    plans = [*plans_of(2, 1, 1, "mixed", 1), *plans_of(2, 1, 2, "mixed", 1)]
+    assert any("I" in plan.schedules[0].grid() for plan in plans)
+    for same in (plans[:4], plans[4:]):
+        for plan, measured in zip(same, assert_plans_equal_plain(gloo_pool, same, kind=kind), strict=True):
+            assert_bytes_match_the_memory_model(plan, kind, measured)
+
+
+@pytest.mark.parametrize(("pp", "virtual"), [(1, 2), (2, 2), (2, 1), (4, 1)])
+def test_tied_embeddings_between_and_within_ranks(gloo_pool, pp, virtual):
+    """First and last stage on one rank share one parameter; on two ranks there are two copies, summed."""
+    assert_plans_equal_plain(gloo_pool, plans_of(pp, 1, virtual, "mixed", 1), changes={"tied": True})
+
+
+def test_fp32_equals_plain_training_to_its_precision(gloo_pool):
+    plans = plans_of(2, 1, 2, "mixed", 2)
+    assert_plans_equal_plain(gloo_pool, plans, dtype=torch.float32, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("policies", ["recompute", "offload", "mixed"])
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16_training(gloo_pool, policies):
+    """Products made again, copies and late weight gradients must not cost more precision than bf16 does anyway."""
+    plans = [
+        varied_plan(seed, num_layers=LAYERS, pp=2, virtual=2, policies=policies, schedule="list split")
+        for seed in range(3)
+    ]
+    config = tiny_config("llama")
+    tokens = [
+        make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
+    ]
+    encoded = [encode_plan(plan) for plan in plans]
+    ranks = gloo_pool.run(2, gradients_of_plans, "llama", {}, encoded, tokens, torch.bfloat16, {})
+    for index, batch in enumerate(tokens):
+        weights = {n: torch.from_numpy(w).bfloat16() for rank in ranks for n, w in rank[index][3].items()}
+        ours = {name: torch.from_numpy(g) for rank in ranks for name, g in rank[index][1].items()}
+        _, exact = plain_loss_and_gradients(config, {n: w.double() for n, w in weights.items()}, batch, torch.float64)
+        _, plain = plain_loss_and_gradients(config, weights, batch, torch.bfloat16)
+
+        def error(gradients, exact=exact):
+            return sum((gradients[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+        assert error(plain) > 0
+        assert error(ours) <= 2 * error(plain)
+
+
+def test_sent_tensors_are_let_go_while_the_step_runs(gloo_pool):
+    """Forwards of a whole step before its backwards: without releases a rank would keep every pack's hidden states."""
+    plan = varied_plan(5, num_layers=LAYERS, pp=2, schedule="word", whole=True, max_tokens=3, num_documents=200)
+    packs = plan.pack_plans[0]
+    assert len(packs.forward) > 40
+    gpipe = word_schedule(packs, 2, [len(packs.forward)] * len(packs.backward), [0, 0])
+    plan = seal(msgspec.structs.replace(plan, schedules=(gpipe,)))
+    (measured,) = assert_plans_equal_plain(gloo_pool, [plan])
+    assert 0 < max(rank.most_sends_kept for rank in measured) <= LAG + 12

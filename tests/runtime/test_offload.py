@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.range_attention import select_backend
 from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.host_copies import ThreadHostCopies, host_copies
 from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.store import ActivationStore
-from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
@@ -51,14 +52,20 @@ class LateHostCopies:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole packs", "cut packs"])
 @pytest.mark.parametrize("policies", ["all", "some"])
-def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(whole, policies):
-    config = tiny_config("llama")
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(kind, whole, policies):
+    with exact_casts(kind):
+        assert_late_copies_change_nothing(tiny_config(kind), whole, policies)
+
+
+def assert_late_copies_change_nothing(config, whole, policies):
     tokens = make_tokens(LENGTHS, config.vocab_size)
     model = build_stage_model(
         config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
     )
     buffers = flatten_units(model, dp=1)
-    stage = PipelineStage(model, CpuFlashAttention())
+    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    stage.begin_step(dict(enumerate(LENGTHS)))
     forward = packs_of(LENGTHS, [] if whole else [0.3, 0.75], 40, last_first=False)
     backward = forward if whole else packs_of(LENGTHS, [0.5], 33, last_first=True)
     offloaded = [doc for doc in range(len(LENGTHS)) if policies == "all" or doc % 2 == 0]

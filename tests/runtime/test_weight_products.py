@@ -1,5 +1,7 @@
 """I and W: W adds exactly what I left out, from nothing but what I kept, whenever it runs."""
 
+import functools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.store import ActivationStore
-from evenload.runtime.weight_products import WeightProducts
+from evenload.runtime.weight_products import WeightProducts, add_weight_gradient
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 
@@ -67,10 +69,11 @@ def test_what_is_counted_is_what_is_held():
     part, grads = large[10:13], [torch.randn(3, 5) for _ in range(2)]
     expected = [grad.t() @ part for grad in grads]
     own = part.clone()
-    products.put_off(weights[0], None, own, grads[0])
-    products.put_off(weights[1], None, own, grads[1])
+    adds = [functools.partial(add_weight_gradient, weight, None) for weight in weights]
+    products.put_off(adds[0], own, grads[0])
+    products.put_off(adds[1], own, grads[1])
     assert held.held_bytes == own.nbytes + 2 * grads[0].nbytes
-    products.put_off(weights[1], None, part, grads[1])
+    products.put_off(adds[1], part, grads[1])
     assert held.held_bytes == 2 * own.nbytes + 2 * grads[0].nbytes
     large.zero_()
     products.add_all()

@@ -80,12 +80,16 @@ def divide_backward(
 
 
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs."""
-    hidden = -(-model.hidden_size // tp)
+    """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs.
+
+    Of experts every chosen one has its own rows, but the inputs, which the router shares with them.
+    """
+    hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
-    ffn = model.ffn_hidden_size * max(1, model.experts_per_token)
+    ffn = model.ffn_hidden_size * chosen
     into_down, into_ffn = -(-ffn // tp), -(-(2 if model.gated_ffn else 1) * ffn // tp)
-    return (2 * hidden + query + into_down) + (2 * hidden + query + 2 * key_value + into_ffn)
+    inputs = 2 * hidden + query + into_down
+    return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
 
 
 def _layers(layout: ParallelLayout) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ Balance. Switch Transformer's loss (Fedus et al. 2021, eq. 4-6), per layer and p
 Price: that of the block's products; two index operations per pack beyond transformers' own grouped implementation.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from evenload.runtime.store import Range
-from evenload.runtime.weight_products import is_frozen
+from evenload.runtime.weight_products import WeightProducts, is_frozen
 
 if TYPE_CHECKING:
     from evenload.runtime.replay import ReplayState
@@ -155,7 +156,8 @@ def _router_logits(router: ReplayRouter, rows: Tensor) -> Tensor:
         logits = nn.functional.linear(rows, router.weight)
         store.record(router.site, logits)
         return logits
-    logits = linear_with_known_output(rows, router.weight, None, store.read(router.site, state.ranges))
+    recorded = store.read(router.site, state.ranges)
+    logits = linear_with_known_output(rows, router.weight, None, recorded, state.products)
     return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
 
 
@@ -187,9 +189,10 @@ class ReplayExperts(nn.Module):
         recorded = state.read_or_remake(self.site, make, every_row)
         recorded = recorded.reshape(top_k_index.numel(), -1)[order.entry]
         # In tuples, autograd does not see the weights, so it makes no gradients of its own for them.
-        gate_up = _KnownGateUp.apply(hidden_states, (self.gate_up_proj, order), recorded)
+        gate_up = _KnownGateUp.apply(hidden_states, (self.gate_up_proj, order, state.products), recorded)
         weights = top_k_weights.flatten()[order.entry]
-        return _UnusedDown.apply(self._gated(gate_up), weights, (self.down_proj, order))  # type: ignore[return-value]
+        expert = self.down_proj, order, state.products
+        return _UnusedDown.apply(self._gated(gate_up), weights, expert)  # type: ignore[return-value]
 
     def _gated(self, gate_up: Any) -> Tensor:
         return self._apply_gate(gate_up)  # type: ignore[operator]
@@ -225,9 +228,13 @@ class _Order:
         return out
 
     def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor) -> None:
-        """Add to `main_grad` [E, out, in]; sorted rows [T·k, in] and [T·k, out]."""
-        if is_frozen(weights):
-            return
+        """Add to `main_grad` [E, out, in].
+
+        Args:
+            input_rows: sorted [T·k, in], or by token [T, in]; grad_rows: sorted [T·k, out].
+        """
+        if input_rows.shape[0] != grad_rows.shape[0]:
+            input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]
         for expert, part in self.parts:
             grad, input = grad_rows[part], input_rows[part]
@@ -249,20 +256,29 @@ class _Order:
         return out.index_add_(0, self.token, rows.to(work))
 
 
+def _add_or_put_off(ctx: Any, input_rows: Tensor, grad_rows: Tensor) -> None:
+    """The weight gradient of an expert product now, or in W."""
+    if is_frozen(ctx.weights):
+        return
+    add = functools.partial(ctx.order.add_weight_gradients, ctx.weights)
+    later = add if ctx.products is None else functools.partial(ctx.products.put_off, add)
+    later(input_rows, grad_rows)
+
+
 class _KnownGateUp(torch.autograd.Function):
     """Sorted gate and up projections [T·k, 2·ffn] as if they were computed from the hidden states [T, hidden]."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, expert: tuple[Tensor, _Order], output: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, expert: tuple[Tensor, _Order, WeightProducts | None], output: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.weights, ctx.order = expert
+        ctx.weights, ctx.order, ctx.products = expert
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (hidden,) = ctx.saved_tensors
         order: _Order = ctx.order
-        order.add_weight_gradients(ctx.weights, hidden[order.token], grad)
+        _add_or_put_off(ctx, hidden, grad)
         return order.sum_by_token(order.products_back(grad, ctx.weights)).to(hidden.dtype), None, None
 
 
@@ -270,9 +286,9 @@ class _UnusedDown(torch.autograd.Function):
     """The block's output [1 or more, hidden] from gated rows and routing weights; nobody reads its value."""
 
     @staticmethod
-    def forward(ctx, gated: Tensor, routing: Tensor, expert: tuple[Tensor, _Order]) -> Tensor:
+    def forward(ctx, gated: Tensor, routing: Tensor, expert: tuple[Tensor, _Order, WeightProducts | None]) -> Tensor:
         ctx.save_for_backward(gated, routing)
-        ctx.weights, ctx.order = expert
+        ctx.weights, ctx.order, ctx.products = expert
         return gated.new_zeros(()).expand(ctx.order.num_tokens, ctx.weights.shape[1])
 
     @staticmethod
@@ -281,6 +297,6 @@ class _UnusedDown(torch.autograd.Function):
         order: _Order = ctx.order
         grad_rows = grad[order.token]
         weighted = (grad_rows * routing[:, None]).to(gated.dtype)
-        order.add_weight_gradients(ctx.weights, gated, weighted)
+        _add_or_put_off(ctx, gated, weighted)
         back = order.products_back(grad_rows, ctx.weights)
         return (back * routing[:, None]).to(gated.dtype), (back * gated).sum(-1, dtype=routing.dtype), None

@@ -14,6 +14,7 @@ Source: our own; the closest published relative is SlimPack's regrouping of slic
 which does not say how activations are shared between the two cuts.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -142,11 +143,10 @@ class _KnownLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (input,) = ctx.saved_tensors
-        operands = ctx.weight, ctx.bias, input.flatten(0, -2), grad.flatten(0, -2)
-        if ctx.products is None or is_frozen(ctx.weight):
-            add_weight_gradient(*operands)
-        else:
-            ctx.products.put_off(*operands)
+        if not is_frozen(ctx.weight):
+            add = functools.partial(add_weight_gradient, ctx.weight, ctx.bias)
+            later = add if ctx.products is None else functools.partial(ctx.products.put_off, add)
+            later(input.flatten(0, -2), grad.flatten(0, -2))
         return grad @ ctx.weight, None, None
 
 

@@ -11,6 +11,7 @@ counted is what is held.
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,7 @@ from evenload.runtime.held_bytes import HeldBytes
 
 
 class _Product(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
+    add: Callable[[Tensor, Tensor], None]
     input_rows: Tensor
     grad_rows: Tensor
 
@@ -61,18 +61,19 @@ class WeightProducts:
         self._num_bytes = 0
         self._kept: dict[tuple, Tensor] = {}
 
-    def put_off(self, weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
-        """Keep the operands of `add_weight_gradient`. The caller must not change them afterwards."""
-        if is_frozen(weight):
-            return
-        operands = (self._keep(rows) for rows in (input_rows, grad_rows))
-        self._products.append(_Product(weight, bias, *operands))
+    def put_off(self, add: Callable[[Tensor, Tensor], None], input_rows: Tensor, grad_rows: Tensor) -> None:
+        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards.
+
+        Args:
+            add: holds no activations itself; they would not be counted.
+        """
+        self._products.append(_Product(add, self._keep(input_rows), self._keep(grad_rows)))
 
     @torch.no_grad()
     def add_all(self) -> None:
         """Add every product and free the operands."""
-        for product in self._products:
-            add_weight_gradient(*product)
+        for add, input_rows, grad_rows in self._products:
+            add(input_rows, grad_rows)
         self._products.clear()
         self._kept.clear()
         self._held.count("weight_gradient_inputs", -self._num_bytes)
