@@ -8,6 +8,8 @@ from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.types.cluster import LinkSpec
+from evenload.types.plan import StepPlan
 
 COSTS = CostCoefficients(
     source="analytic",
@@ -20,7 +22,18 @@ COSTS = CostCoefficients(
     p2p_latency_s=1e-5,
     reduce_bandwidth_bytes_per_s=1e9,
     reduce_latency_s=1e-5,
+    intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
+    devices_per_node=64,
 )
+
+
+def shared_steps(config_file: str, overrides: list[str], stop_after: int) -> list[tuple[float, int]]:
+    """As `train_steps`; per step the loss and the most ranks that shared a slice."""
+    return _train(config_file, overrides, stop_after, lambda report: (report.row["loss"], _most_ranks(report.plan)))
+
+
+def _most_ranks(plan: StepPlan) -> int:
+    return max(piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
 
 
 def train_steps(config_file: str, overrides: list[str], stop_after: int, export: bool = False) -> list[float]:
@@ -28,15 +41,19 @@ def train_steps(config_file: str, overrides: list[str], stop_after: int, export:
 
     The learning rate follows the configured number of steps, so a run may stop early and go on.
     """
+    return _train(config_file, overrides, stop_after, lambda report: report.row["loss"], export)
+
+
+def _train(config_file: str, overrides: list[str], stop_after: int, of_report, export: bool = False) -> list:
     config = load_train_config(Path(config_file), overrides)
     mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), 60)
     trainer = Trainer(config, mesh)
     trainer.resume()
-    losses = []
+    found = []
     for report in trainer.train(COSTS, 2**34, stop_after):
         if report is not None:
-            losses.append(report.row["loss"])
+            found.append(of_report(report))
     trainer.save()
     if export:
         trainer.export()
-    return losses
+    return found

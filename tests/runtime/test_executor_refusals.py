@@ -1,40 +1,38 @@
-"""Plans that can be simulated but not run yet are refused by name before anything is computed."""
+"""Plans that this run cannot run are refused by name before anything is computed."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from cost_samples import sample_coefficients, sample_model
+from context_plans import context_plan
 from evenload.errors import InvalidPlanError
-from evenload.plan.options import PlanOptions
-from evenload.plan.planner import StepPlanner
 from evenload.runtime.executor import Executor
-from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
-from evenload.types.layout import even_layout
+from evenload.types.layout import ParallelLayout
+from evenload.types.plan import StepPlan
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dp_merge": True}, "2 ranks share document 0 .* plan with dp_merge = false"),
-        ({"policy": "recompute"}, r"activation policies \['recompute'\]"),
-    ],
-)
-def test_shared_documents_and_policies_are_refused(options: dict[str, Any], message: str) -> None:
-    layout = even_layout(3, dp=2)
-    link = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0)
-    coefficients = sample_coefficients(intra_node=link, devices_per_node=8)
-    planner = StepPlanner(sample_model(), coefficients, layout, None, PlanOptions(**options))
-    lengths = [600, *[20] * 10]
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-    plan = planner.plan(0, step, "slimpack")
-    executor = Executor(cast("Any", None), cast("Any", SimpleNamespace(layout=layout, dp_rank=0)))
-    with pytest.raises(InvalidPlanError, match=message):
+def refusal(plan: StepPlan, layout: ParallelLayout, **stage) -> str:
+    group = SimpleNamespace(rank=0, moved_bytes=0)
+    mesh = SimpleNamespace(layout=layout, dp_rank=0, pp_rank=0, device=torch.device("cpu"), context={})
+    executor = Executor(cast("Any", {0: SimpleNamespace(**stage)}), cast("Any", mesh))
+    executor._groups = cast("Any", {(0, 1): group})
+    with pytest.raises(InvalidPlanError) as refused:
         executor.run(plan, {})
+    return str(refused.value)
 
 
-def test_default_options_plan_what_the_runtime_runs() -> None:
-    assert PlanOptions().policy == "replay"
-    assert not PlanOptions().dp_merge
+def test_a_plan_of_another_layout_is_refused() -> None:
+    plan = context_plan(1, cp=2, rule="per_document")
+    assert "planned for cp=2, this run is cp=3" in refusal(plan, context_plan(1, cp=3, rule="per_document").layout)
+
+
+def test_shared_documents_and_the_loss_of_routers_are_refused_together() -> None:
+    plan = context_plan(1, cp=2, rule="per_document", lengths={0: 30})
+    assert "set model.router_aux_loss_coef = 0, or" in refusal(plan, plan.layout, balances_experts=True)
+
+
+def test_a_sharding_that_predicted_seconds_decide_needs_them() -> None:
+    plan = context_plan(1, cp=2, rule="mixed", lengths={0: 30})
+    assert "give the executor a ShardingCost" in refusal(plan, plan.layout, balances_experts=False)

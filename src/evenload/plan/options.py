@@ -25,10 +25,11 @@ class PlanOptions(Frozen):
         policy: what documents keep between forward and backward: everything ("replay"), little and compute it again
             ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
             fastest mixture that does ("choose"). `evenload train` of this version runs "replay" only.
-        dp_merge: `slimpack` lets aligned groups of replicas share documents too long for one of them, where that is
-            faster. `evenload plan` turns it on; `evenload train` of this version cannot run such plans.
+        dp_merge: `slimpack` and `auto` let aligned groups of replicas share documents too long for one of them, where
+            that is faster. `evenload plan` turns it on.
         dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
             the mean replica's work; less where that leaves replicas uneven.
+        cp_sharding: how context-parallel ranks share a pack (`plan.cp_sharding`); `skrull` decides for itself.
         window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
         max_delay_steps: strategies that move documents between steps train each within so many steps.
         release: which of the documents that wait `wlb` trains: as many as leave the step balanced ("balance"), or
@@ -36,8 +37,9 @@ class PlanOptions(Frozen):
         outlier_queues: most queues of `wlb` with release "queues".
         outlier_lengths: `wlb`'s thresholds, ascending; documents below the first never wait. None = tuned on the
             lengths of the first batches for "queues", no threshold for "balance".
-        micro_batches: of a replica and step under `wlb`; None = the least multiple of pp that holds a batch, or more
-            where that is faster.
+        micro_batches: of a replica and step under `wlb` and `balanced`; None = the least multiple of pp that holds a
+            batch, or more where that is faster. Fewer come where there are fewer documents, more where the token
+            limit asks for more.
         solver_time_limit_s: of `fixed_exact`, for one step.
         executable: `auto` plans only what `evenload train` of this version runs: no split backward.
         max_candidates: schedules `auto` simulates beyond `slimpack`'s in a step, over all replicas, for every set of
@@ -58,6 +60,7 @@ class PlanOptions(Frozen):
     policy: PolicyOption = "replay"
     dp_merge: bool = False
     dp_merge_threshold: float = 0.4
+    cp_sharding: Literal["per_sequence", "per_document", "adaptive", "mixed"] = "mixed"
     window: int = 1
     max_delay_steps: int = 8
     release: Literal["balance", "queues"] = "balance"

@@ -242,7 +242,7 @@ class StepPlanner:
                         doc_ids,
                         _slowest_stage(found.tasks.forward_s),
                         layout_cp=layout_cp,
-                        sharding=found.sharding or "mixed",
+                        sharding=found.sharding or self.options.cp_sharding,
                         slices=slices,
                     ),
                     backward=found.backward.packs(
@@ -250,7 +250,7 @@ class StepPlanner:
                         doc_ids,
                         _slowest_stage(found.tasks.backward_s),
                         layout_cp=layout_cp,
-                        sharding=found.sharding or "mixed",
+                        sharding=found.sharding or self.options.cp_sharding,
                         slices=slices if is_same else None,
                     ),
                     policies=_policies(doc_ids, found.policy),

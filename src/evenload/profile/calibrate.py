@@ -21,9 +21,11 @@ from scipy.optimize import nnls
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.flops import slice_pairs
+from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore, Range
+from evenload.types.cluster import LinkSpec
 from evenload.types.model import ModelSpec
 
 _TIME_BUDGET_S = 4.0
@@ -80,6 +82,7 @@ def calibrate(
         "peak": _matmul_flops_per_s(),
         "optimizer": _optimizer_s_per_parameter(),
         "link": _time_link(mesh),
+        "context": _time_context(mesh),
     }
     everyone: list[dict] = [{} for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -104,6 +107,11 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoeffi
     links = [rank["link"] for rank in everyone if rank["link"] is not None]
     # Without a neighbour nothing is sent; any positive bandwidth will do.
     latency_s, bandwidth = np.median(links, axis=0).tolist() if links else (0.0, 1e12)
+    contexts = [rank["context"] for rank in everyone if rank["context"] is not None]
+    context = None
+    if contexts:
+        context_bandwidth, context_latency_s = np.median(contexts, axis=0).tolist()
+        context = LinkSpec(bandwidth_bytes_per_s=context_bandwidth, latency_s=context_latency_s)
     return CostCoefficients(
         source="calibrated",
         device=device_name,
@@ -118,6 +126,10 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoeffi
         p2p_latency_s=latency_s,
         reduce_bandwidth_bytes_per_s=bandwidth,
         reduce_latency_s=latency_s,
+        # Measured over the largest group that shares documents, wherever its ranks lie.
+        intra_node=context,
+        inter_node=context,
+        devices_per_node=len(everyone),
         model=model.name,
     )
 
@@ -224,6 +236,25 @@ def _time_link(mesh: Mesh) -> tuple[float, float] | None:
             return None
     small, large = (_ping(torch.zeros(n), group, me) for n in (16, 1 << 20))
     return small, max(4 * (1 << 20) / max(large - small, 1e-9), 1.0)
+
+
+def _time_context(mesh: Mesh) -> tuple[float, float] | None:
+    """(bytes per second, latency_s) of one hop round the largest group that may share documents, from an all-gather
+    and a reduce-scatter by all groups at once; None where documents are never shared."""
+    if not mesh.context:
+        return None
+    block = max(mesh.context, key=lambda block: block[1])
+    group = ContextGroup(mesh.context[block], mesh.watch)
+
+    def both(num_elements: int) -> float:
+        rows = torch.zeros(num_elements, device=mesh.device)
+        gathered = torch.zeros(group.size * num_elements, device=mesh.device)
+        gather_s = _fastest(lambda: group.all_gather(rows, "calibration").wait())
+        return (gather_s + _fastest(lambda: group.reduce_scatter(gathered, "calibration").wait())) / 2
+
+    small, large = both(16), both(1 << 20)
+    hops = group.size - 1
+    return hops * 4 * (1 << 20) / max(large - small, 1e-9), small / hops
 
 
 def _ping(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> float:

@@ -40,7 +40,11 @@ class ParallelConfig(Frozen):
     Args:
         dp: replicas that train different documents of the same step (data parallel).
         pp: pipeline stages.
-        cp, tp: context and tensor parallel; anything but 1 is refused in this version.
+        cp: ranks that share the documents of a replica (context parallel); how, the strategy decides.
+        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and every rank keeps
+            all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
+            that are cut travel again with every slice; refused for models with a sliding window.
+        tp: tensor parallel; anything but 1 is refused in this version.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
@@ -49,6 +53,7 @@ class ParallelConfig(Frozen):
     dp: int = 1
     pp: int = 1
     cp: int = 1
+    cp_exchange: Literal["all_gather", "ring"] = "all_gather"
     tp: int = 1
     virtual: int = 1
     stage_layers: tuple[int, ...] | None = None

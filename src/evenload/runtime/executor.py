@@ -113,6 +113,12 @@ class Executor:
             )
         packs = plan.pack_plans[self._mesh.dp_rank]
         mine = RankPacks(plan, self._mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, self._mesh.device)
+        if mine.shares_documents() and any(stage.balances_experts for stage in self._stages.values()):
+            raise InvalidPlanError(
+                f"step {plan.step}: ranks share documents (cp or DP-Merge) and the routers' load-balancing loss needs "
+                "the experts of whole documents on one rank; set model.router_aux_loss_coef = 0, or parallel.cp = 1 "
+                "and plan.options.dp_merge = false"
+            )
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():

@@ -73,6 +73,11 @@ class PipelineStage:
         """Where the stage computes."""
         return next(next(iter(self.model.layers.values())).parameters()).device
 
+    @property
+    def balances_experts(self) -> bool:
+        """The load-balancing loss of routers is trained."""
+        return self._state.balance is not None
+
     def begin_step(self, num_tokens: dict[int, int]) -> None:
         """Before a step's first pack.
 

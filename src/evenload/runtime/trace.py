@@ -3,7 +3,12 @@
 Ranks agree on time zero by a barrier at the step's start; each rank's times count from its own exit of
 that barrier, so clocks need not be synchronised (the error is the barrier's skew, microseconds on one
 machine, about one network latency across nodes).
+
+Context ranks run the same packs together; the timeline shows the one with the most seconds in packs and, after each
+action, the memory of the fullest.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
@@ -11,6 +16,9 @@ import torch.distributed as dist
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.mesh import Mesh
 from evenload.types.timeline import Timeline
+
+_Row = tuple[int, int, float, int, RankTrace]
+"""(dp_rank, pp_rank, zero_s, static_bytes, trace) of one rank."""
 
 
 def gather_timeline(
@@ -23,11 +31,11 @@ def gather_timeline(
         static_bytes: weights, gradients and optimizer state of this rank.
     """
     mine = (mesh.dp_rank, mesh.pp_rank, zero_s, static_bytes, trace)
-    everyone: list[tuple[int, int, float, int, RankTrace] | None] = [None] * mesh.layout.world_size
+    everyone: list[_Row | None] = [None] * mesh.layout.world_size
     dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
-    rows = [row for row in everyone if row is not None]
+    rows = _one_of_each_place([row for row in everyone if row is not None])
     sizes = [len(row[4].start_s) for row in rows]
 
     def per_task(values: list[int], dtype) -> np.ndarray:
@@ -51,3 +59,16 @@ def gather_timeline(
         memory_time_s=joined(ends, np.float64),
         memory_bytes=joined([row[4].memory_bytes + row[3] for row in rows], np.int64),
     )
+
+
+def _one_of_each_place(rows: list[_Row]) -> list[_Row]:
+    """One row for every replica and pipeline rank."""
+    places: dict[tuple[int, int], list[_Row]] = {}
+    for row in rows:
+        places.setdefault((row[0], row[1]), []).append(row)
+    found = []
+    for members in places.values():
+        busiest = max(members, key=lambda row: float((row[4].end_s - row[4].start_s).sum()))
+        most = np.maximum.reduce([row[4].memory_bytes + row[3] for row in members]) - busiest[3]
+        found.append((*busiest[:4], replace(busiest[4], memory_bytes=most)))
+    return found

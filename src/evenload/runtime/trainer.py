@@ -20,9 +20,11 @@ from evenload.data.state import decode_state
 from evenload.errors import CheckpointError, ConfigError
 from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
+from evenload.plan.sharding_cost import sharding_cost
 from evenload.runtime.checkpoint import Progress, RunPosition, checkpoint_path, latest_checkpoint, load_checkpoint
 from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
+from evenload.runtime.context_ring import require_ring
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.hf_export import export_adapter, export_hf
@@ -124,6 +126,8 @@ class Trainer:
         backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
         self.stages = {stage: PipelineStage(model, backend) for stage, model in models.items()}
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
+        if config.parallel.cp_exchange == "ring":
+            require_ring(backend, max(self.model.windows))
         self._executor = Executor(self.stages, mesh)
         self._loader = GlobalBatchLoader(config.data, peers=TorchPeers(mesh.planning))
         if self._loader.tokenizer.vocab_size > self.model.vocab_size:
@@ -181,6 +185,12 @@ class Trainer:
         self.coefficients = coefficients
         options = msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens)
         planner = StepPlanner(self.model, coefficients, self.mesh.layout, memory_cap_bytes, options)
+        self._executor = Executor(
+            self.stages,
+            self.mesh,
+            exchange=self.config.parallel.cp_exchange,
+            sharding_cost=sharding_cost(planner.costs, dp_merge=options.dp_merge),
+        )
         source = StepSource(
             self._loader,
             planner,
@@ -262,23 +272,30 @@ class Trainer:
     def _step(self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float) -> StepReport | None:
         plan, mesh = prepared.plan, self.mesh
         learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
-        dist.barrier(group=mesh.control)
+        watch, replicas = mesh.watch, f"the ranks that hold stage {mesh.pp_rank}"
+        watch.step = plan.step
+        with watch.waiting("the barrier at the start"):
+            dist.barrier(group=mesh.control)
         zero_s = time.perf_counter()
         self._optimizer.zero_gradients()
         run = self._executor.run(plan, prepared.tokens)
-        shards = reduce_gradients(self._buffers, mesh)
-        grad_norm = global_gradient_norm(self._buffers, shards, mesh)
-        self._optimizer.step(shards, grad_norm, learning_rate)
+        with watch.waiting("the sum of gradients", replicas):
+            shards = reduce_gradients(self._buffers, mesh)
+        with watch.waiting("the gradient norm"):
+            grad_norm = global_gradient_norm(self._buffers, shards, mesh)
+        with watch.waiting("the updated weights", replicas):
+            self._optimizer.step(shards, grad_norm, learning_rate)
         step_time_s = time.perf_counter() - zero_s
 
         static = self._optimizer.static_bytes() + self._frozen_bytes
         sums = torch.tensor([run.loss], dtype=torch.float64)
-        dist.all_reduce(sums, group=mesh.control)
         peaks = torch.tensor([step_time_s, float(static + run.peak_bytes), data_wait_s], dtype=torch.float64)
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
-        measured = gather_timeline(
-            run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
-        )
+        with watch.waiting("the loss and the timeline"):
+            dist.all_reduce(sums, group=mesh.control)
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
+            measured = gather_timeline(
+                run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
+            )
         if measured is None:
             return None
         row = step_row(

@@ -1,0 +1,44 @@
+"""What `plan.cp_sharding` must know to choose by predicted seconds, from the cost model of a layout.
+
+A rank keeps its rows from forward to backward, so one choice serves both: seconds are those of forward and backward
+together, on each direction's slowest stage. Transfers are those of the largest group that the layout allows.
+"""
+
+from evenload.cost.group_comm import context_token_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.plan.cp_sharding import ShardingCost
+from evenload.types.micropack import Direction
+from evenload.types.work import WorkCurve
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+def sharding_cost(costs: PackCosts, *, dp_merge: bool) -> ShardingCost | None:
+    """None where no group can share a pack.
+
+    Args:
+        dp_merge: replicas may form groups.
+
+    Raises:
+        ConfigError: the coefficients know no link for the group.
+    """
+    layout, coefficients = costs.layout, costs.coefficients
+    ranks = layout.cp * (layout.dp if dp_merge else 1)
+    if ranks == 1:
+        return None
+    # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
+    curves = (costs.forward_work(), costs.backward_work())
+    link = coefficients.group_link(ranks * layout.tp)
+    token_bytes = sum(context_token_bytes(costs.model, layout.tp, direction) for direction in _DIRECTIONS)
+    return ShardingCost(
+        work=WorkCurve(
+            linear_s=sum(curve.linear_s for curve in curves) * layout.cp,
+            attention_s=tuple(
+                (coefficient * layout.cp, window) for curve in curves for coefficient, window in curve.attention_s
+            ),
+            slice_s=sum(curve.slice_s for curve in curves),
+        ),
+        tile=coefficients.attention_tile,
+        gather_s_per_token=int(costs.layers().max()) * token_bytes * (ranks - 1) / ranks / link.bandwidth_bytes_per_s,
+        hidden_share=coefficients.context_hidden_share,
+    )

@@ -1,0 +1,87 @@
+"""Training runs whose ranks share documents: equal to runs without, resumable under other layouts."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_training import shared_steps
+from reference_training import tiny_config
+
+STEPS = 3
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A tiny Llama in float64 on documents of which a few are twenty times the others."""
+    model = tmp_path / "model"
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text("word " * (60 if i % 9 == 4 else 1 + (i * 7) % 4))
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        random_init = true
+        dtype = "float64"
+        [data]
+        sources = ["{corpus}"]
+        max_document_tokens = 320
+        batch_documents = 9
+        shuffle_window = 16
+        [plan]
+        options = {{ max_pack_tokens = 320 }}
+        [train]
+        output_dir = "{tmp_path / "run"}"
+        steps = {STEPS}
+        """
+    )
+    return file
+
+
+def losses(pool, config_file: Path, name: str, *, sharing: int = 1, **settings) -> list[float]:
+    """Of a run in which some slice is really shared by so many ranks."""
+    parallel = {key: settings.pop(key) for key in ("dp", "cp", "pp") if key in settings}
+    world = 1
+    for size in parallel.values():
+        world *= size
+    overrides = [f"parallel.{key}={size}" for key, size in parallel.items()]
+    overrides += [f"{key}={value}" for key, value in settings.pop("more", {}).items()]
+    overrides.append(f"train.output_dir={config_file.parent / name}")
+    steps = pool.run(world, shared_steps, str(config_file), overrides, settings.pop("stop_after", STEPS))[0]
+    assert max(ranks for _, ranks in steps) == sharing
+    return [loss for loss, _ in steps]
+
+
+def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file):
+    """Skrull, WLB's sharding and others with context ranks, SlimPack and auto with DP-Merge, in a pipeline and by both
+    exchanges: the same batches, losses and updates as one process, to 1e-9."""
+    alone = losses(gloo_pool, config_file, "alone", more={"plan.strategy": "balanced"})
+    assert len(set(alone)) == STEPS
+    merge = {"plan.options.dp_merge": "true"}
+    runs = {
+        "skrull": {"sharing": 2, "cp": 2, "more": {"plan.strategy": "skrull"}},
+        "adaptive": {
+            "sharing": 2,
+            "cp": 2,
+            "pp": 2,
+            "more": {"plan.strategy": "balanced", "plan.options.cp_sharding": "adaptive"},
+        },
+        "ring": {"sharing": 3, "cp": 3, "more": {"plan.strategy": "slimpack", "parallel.cp_exchange": "ring"}},
+        "per_document": {"sharing": 2, "cp": 2, "dp": 2, "more": {"plan.options.cp_sharding": "per_document"}},
+        "slimpack": {"sharing": 2, "dp": 2, "pp": 2, "more": {"plan.strategy": "slimpack", **merge}},
+        "auto": {"sharing": 4, "dp": 4, "more": {"plan.strategy": "auto", **merge}},
+    }
+    for name, settings in runs.items():
+        assert losses(gloo_pool, config_file, name, **settings) == pytest.approx(alone, rel=1e-9), name
+
+
+def test_a_checkpoint_of_context_ranks_goes_on_under_other_layouts(gloo_pool, config_file):
+    """Optimizer state is sharded over dp x cp ranks; it loads under any."""
+    whole = losses(gloo_pool, config_file, "whole", sharing=2, cp=2)
+    first = losses(gloo_pool, config_file, "parts", sharing=2, cp=2, dp=2, stop_after=1)
+    second = losses(gloo_pool, config_file, "parts", sharing=3, cp=3, stop_after=2)
+    rest = losses(gloo_pool, config_file, "parts", pp=2)
+    assert [*first, *second, *rest] == pytest.approx(whole, rel=1e-9)
