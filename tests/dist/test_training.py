@@ -13,86 +13,19 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint import Progress
-from evenload.runtime.config import TrainConfig, load_train_config
+from evenload.runtime.config import load_train_config
 from evenload.runtime.trainer import layout_of
-from reference_training import tiny_config
-
-STEPS = 6
+from training_cases import STEPS, plain_losses, write_training_config
 
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """A tiny Llama on documents of very different lengths, in float64."""
-    model = tmp_path / "model"
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for i in range(40):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        random_init = true
-        dtype = "float64"
-        [data]
-        sources = ["{corpus}"]
-        max_document_tokens = 256
-        overlong = "split"
-        batch_documents = 7
-        shuffle_window = 16
-        [plan]
-        options = {{ max_pack_tokens = 256 }}
-        [optimizer]
-        learning_rate = 1e-2
-        clip_norm = 0.5
-        warmup_steps = 2
-        decay = "cosine"
-        [train]
-        output_dir = "{tmp_path / "run"}"
-        steps = {STEPS}
-        """
-    )
-    return file
-
-
-def plain_losses(config: TrainConfig) -> list[float]:
-    """The same batches by transformers and torch.optim.AdamW, nothing of ours but the reader."""
-    from evenload.runtime.hf_model import build_stage_model, load_config
-
-    hf = load_config(config.model.path)
-    ours = build_stage_model(
-        hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
-    )
-    weights = {n: p.detach() for _, named in ours.unit_parameters() for n, p in named}
-    hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
-    model.load_state_dict(weights, strict=False)
-    o = config.optimizer
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
-    )  # fmt: skip
-    loader, losses = GlobalBatchLoader(config.data), []
-    for step in range(STEPS):
-        batch = loader.next_batch()
-        assert batch is not None
-        total = torch.zeros((), dtype=torch.float64)
-        for tokens in batch.tokens.values():
-            row = torch.from_numpy(tokens).long()
-            logits = model(row[None]).logits[0, :-1]
-            total = total + nn.functional.cross_entropy(logits, row[1:], reduction="sum") / batch.num_label_tokens
-        adamw.zero_grad()
-        total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
-        for group in adamw.param_groups:
-            group["lr"] = o.rate(step, STEPS)
-        adamw.step()
-        losses.append(total.item())
-    return losses
+    return write_training_config(tmp_path, corpus)
 
 
 @pytest.mark.parametrize(
