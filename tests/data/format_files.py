@@ -71,28 +71,31 @@ def write_tokens(root: Path, format: str, documents: list[list[int]]) -> str:
 def write_megatron(
     prefix: Path, documents: list[list[int]], dtype: str = "uint16", sentences: dict[int, list[int]] | None = None
 ) -> str:
-    """A `.bin` and `.idx`, after the description of the format.
+    """A `.bin` and its `.idx`; returns the path of the first.
 
     Args:
         sentences: lengths of the sequences of a document, by document; by default every document is one.
     """
-    codes = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
     lengths, edges = [], [0]
     for index, document in enumerate(documents):
         lengths += (sentences or {}).get(index, [len(document)])
         edges.append(len(lengths))
-    item_bytes = np.dtype(dtype).itemsize
-    starts = [sum(lengths[:index]) * item_bytes for index in range(len(lengths))]
-    flat = np.array([token for document in documents for token in document], dtype=dtype)
-    Path(f"{prefix}.bin").write_bytes(flat.tobytes())
+    np.array([token for document in documents for token in document], dtype=dtype).tofile(f"{prefix}.bin")
+    write_megatron_index(prefix, lengths, edges, dtype)
+    return f"{prefix}.bin"
+
+
+def write_megatron_index(prefix: Path, lengths: list[int], edges: list[int], dtype: str) -> None:
+    """An `.idx`, after the description of the format: lengths of sequences, and documents in sequences."""
+    codes = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+    starts = np.cumsum([0, *lengths], dtype="<i8")[:-1] * np.dtype(dtype).itemsize
     Path(f"{prefix}.idx").write_bytes(
         b"MMIDIDX\x00\x00"
         + struct.pack("<QBQQ", 1, codes[dtype], len(lengths), len(edges))
         + np.array(lengths, "<i4").tobytes()
-        + np.array(starts, "<i8").tobytes()
+        + starts.tobytes()
         + np.array(edges, "<i8").tobytes()
     )
-    return f"{prefix}.bin"
 
 
 def format_config(source: str, **changes: object) -> DataConfig:
@@ -113,9 +116,7 @@ def tokens_source(source: str) -> tuple[SourceFile, RecordReader]:
 
 def read_all(file: SourceFile, reader: RecordReader, columns: tuple[str, ...], count: int = 1) -> list[Record]:
     """All records, part after part."""
-    return [
-        record for index in range(count) for record in reader.records(file, FilePart(index, count), columns)
-    ]
+    return [record for index in range(count) for record in reader.records(file, FilePart(index, count), columns)]
 
 
 def plain(record: Record) -> tuple:

@@ -14,7 +14,8 @@ class FlakyServer:
 
     Args:
         failure: how the next `num_failures` GET requests with a body of more than `good_bytes` go wrong: "cut" closes
-            the connection after that many bytes, "short" sends no more as if the range ended there, "error" answers 503.
+            the connection after that many bytes, "short" sends no more as if the range ended there, "error" answers
+            503.
     """
 
     def __init__(self, root: Path) -> None:

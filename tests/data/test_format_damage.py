@@ -26,16 +26,16 @@ WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
 
 
 def read_tolerantly(source, count=1):
-    """Records and problems of a damaged file; any exception but a DataError fails the test."""
+    """Records and problems of a damaged file; any exception but a DataError that names it fails the test."""
     file, reader = tokens_source(source)
     try:
         records = read_all(file, reader, ("input_ids",), count)
     except DataError as err:
-        assert os.path.basename(file.path) in str(err)
+        if os.path.basename(file.path) not in str(err):
+            raise
         return [], [str(err)]
-    return [record for record in records if record.values is not None], [
-        record.problem for record in records if record.values is None
-    ]
+    good = [record for record in records if record.values is not None]
+    return good, [record.problem for record in records if record.values is None]
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
@@ -71,25 +71,26 @@ import random, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1].split(":")
 from test_format_damage import read_tolerantly
-source, seed, rounds = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-whole = source.read_bytes()
-random.seed(seed)
-for _ in range(rounds):
-    content = bytearray(whole)
-    for _ in range(random.choice([1, 1, 4])):
-        content[random.randrange(len(content))] = random.choice([0, 1, 127, 128, 255, random.randrange(256)])
-    source.write_bytes(content)
-    read_tolerantly(str(source), random.choice([1, 2]))
+random.seed(3)
+for source in map(Path, sys.argv[3:]):
+    whole = source.read_bytes()
+    for _ in range(int(sys.argv[2])):
+        content = bytearray(whole)
+        for _ in range(random.choice([1, 1, 4])):
+            content[random.randrange(len(content))] = random.choice([0, 1, 127, 128, 255, random.randrange(256)])
+        source.write_bytes(content)
+        read_tolerantly(str(source), random.choice([1, 2]))
 """
 
 
-@pytest.mark.parametrize("format", ["stream.arrow", "file.arrow", "feather", "parquet", "jsonl.gz", "bin", "ends.npy"])
-def test_flipped_bytes_never_crash_the_process(tmp_path, format):
+def test_flipped_bytes_never_crash_the_process(tmp_path):
     """Mapped Arrow buffers with damaged offsets would be read outside the file: in a process of its own."""
-    source = write_tokens(tmp_path, format, DOCUMENTS)
-    done = subprocess.run(
-        [sys.executable, "-c", FUZZ, ":".join(sys.path), source, "3", "120"], capture_output=True, text=True, timeout=120
-    )
+    sources = []
+    for format in ("stream.arrow", "file.arrow", "feather", "parquet", "jsonl.gz", "bin", "ends.npy"):
+        (tmp_path / format).mkdir()
+        sources.append(write_tokens(tmp_path / format, format, DOCUMENTS))
+    command = [sys.executable, "-c", FUZZ, ":".join(sys.path), "100", *sources]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from evenload.data.files import SourceFile
-from evenload.data.formats.arrow_messages import BATCH, SCHEMA, DamagedError, read_messages
-from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, check_values
+from evenload.data.formats.arrow_messages import BATCH, SCHEMA, DamagedError, Message, read_messages
+from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, check_values, is_nested
 from evenload.data.formats.columns import Column, wanted_columns
 from evenload.data.formats.mapped import ByteRanges, open_ranges
 from evenload.data.formats.record import FILE_END, FilePart, Record
@@ -60,14 +60,10 @@ class ArrowReader:
                 stop = size_bytes * (part.index + 1) // part.count
             row = offset or 0
             try:
-                for first_row, batch in _batches(ranges, start, stop, row, wanted, file.name):
-                    row = max(row, first_row)
-                    arrays = [batch.column(column.name) for column in wanted]
-                    size = batch_rows(len(batch), sum(array.nbytes for array in arrays))
-                    for begin in range(row - first_row, len(batch), size):
-                        cut = [array.slice(begin, size) for array in arrays]
-                        yield from arrow_records(cut, wanted, first_row + begin)
-                    row = first_row + len(batch)
+                for first_row, arrays in _slices(ranges, start, stop, row, wanted, file.name):
+                    yield from arrow_records(arrays, wanted, first_row)
+                    row = first_row + len(arrays[0])
+                    ranges.release(sum(array.nbytes for array in arrays))
             except DamagedError as err:
                 if start <= err.position and (stop is None or err.position < stop):
                     yield Record(row, FILE_END, None, f"the Arrow file is damaged from byte {err.position} on: {err}")
@@ -77,14 +73,36 @@ class ArrowReader:
         return f"{file.name}:row {offset + 1}"
 
 
+def _slices(
+    ranges: ByteRanges, start: int, stop: int | None, row: int, wanted: tuple[Column, ...], name: str
+) -> Iterator[tuple[int, list[pa.Array]]]:
+    """First row and wanted columns of slices of the batches that begin in `[start, stop)`, from that row on."""
+    for message, first_row, batch in _batches(ranges, start, stop, row, wanted, name):
+        arrays = [batch.column(column.name) for column in wanted]
+        size = batch_rows(len(batch), sum(array.nbytes for array in arrays))
+        try:
+            # A slice of a nested array cannot be checked without checking all of its items.
+            for array in arrays:
+                if is_nested(array.type):
+                    check_values(array)
+            for begin in range(max(0, row - first_row), len(batch), size):
+                sliced = [array.slice(begin, size) for array in arrays]
+                for array in sliced:
+                    if not is_nested(array.type):
+                        check_values(array)
+                yield first_row + begin, sliced
+        except pa.ArrowException as err:
+            raise DamagedError(message.start, str(err)) from err
+
+
 def _batches(
     ranges: ByteRanges, start: int, stop: int | None, row: int, wanted: tuple[Column, ...], name: str
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """First row and wanted columns of the batches that begin in `[start, stop)` and do not end before the row."""
+) -> Iterator[tuple[Message, int, pa.RecordBatch]]:
+    """Message, first row and wanted columns of the batches that begin in `[start, stop)` and end behind the row."""
     feed, decoder, options = _Feed(), None, None
     next_row = 0
     for message in read_messages(ranges):
-        ranges.release()
+        ranges.release(0)
         if stop is not None and message.start >= stop:
             return
         try:
@@ -104,13 +122,11 @@ def _batches(
             if decoder is None:
                 decoder = pa.ipc.open_stream(feed, options=options)
             batch = decoder.read_next_batch()
-            if len(batch) != message.num_rows:
-                raise DamagedError(message.start, f"a batch of {message.num_rows} rows holds {len(batch)}")
-            for column in wanted:
-                check_values(batch.column(column.name))
         except (pa.ArrowException, OSError, StopIteration, UnicodeDecodeError) as err:
             raise DamagedError(message.start, str(err)) from err
-        yield first_row, batch
+        if len(batch) != message.num_rows:
+            raise DamagedError(message.start, f"a batch of {message.num_rows} rows holds {len(batch)}")
+        yield message, first_row, batch
 
 
 class _Feed:

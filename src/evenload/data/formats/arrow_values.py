@@ -52,6 +52,11 @@ def check_schema(schema: pa.Schema, wanted: Sequence[Column], name: str) -> None
             )
 
 
+def is_nested(kind: pa.DataType) -> bool:
+    """Whether it is the type of a column of messages."""
+    return _held_by(kind) == "messages"
+
+
 def check_values(array: pa.Array) -> None:
     """Whether all offsets of an array that was not decoded but mapped lie inside its buffers.
 

@@ -34,8 +34,8 @@ class ByteRanges(Protocol):
         """Bytes `[start, start + count)`; fewer at the end of the file."""
         ...
 
-    def release(self) -> None:
-        """What was read is not needed for now."""
+    def release(self, num_bytes: int) -> None:
+        """About so many bytes of what was read were used and are not needed for now."""
         ...
 
 
@@ -79,16 +79,16 @@ class _MappedRanges:
         # An empty file cannot be mapped. The map is closed by its last array.
         self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.size_bytes else None
         self._view = memoryview(self._map or b"")
-        self._mapped_bytes = 0
+        self._used_bytes = 0
 
     def read(self, start: int, count: int) -> memoryview:
-        self._mapped_bytes += max(count, _MAPPED_AT_ONCE_BYTES)
         return self._view[start : start + count]
 
-    def release(self) -> None:
-        if self._map is not None and self._mapped_bytes > _RELEASE_BYTES:
+    def release(self, num_bytes: int) -> None:
+        self._used_bytes += max(num_bytes, _MAPPED_AT_ONCE_BYTES)
+        if self._map is not None and self._used_bytes > _RELEASE_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
-            self._mapped_bytes = 0
+            self._used_bytes = 0
 
 
 class _StreamRanges:
@@ -100,5 +100,5 @@ class _StreamRanges:
         self._stream.seek(start)
         return memoryview(self._stream.read(count))
 
-    def release(self) -> None:
+    def release(self, num_bytes: int) -> None:
         pass

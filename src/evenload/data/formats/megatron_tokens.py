@@ -68,8 +68,8 @@ def read_megatron(file: SourceFile, part: FilePart, offset: int | None) -> Itera
                 relative = (edges[: count + 1] - edges[0]).tolist()
                 yield from token_records(ids, relative, range(document, document + count + 1))
                 document += count
-                ranges.release()
-                index_ranges.release()
+                ranges.release(ids.nbytes)
+                index_ranges.release(edges.nbytes)
         except (_MisfitError, ShortFileError) as err:
             if opened or part.index == 0:
                 yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")

@@ -90,7 +90,7 @@ def npy_origin(file: SourceFile, end_id: int | None, offset: int) -> str:
             for start in range(0, offset, _SCAN_TOKENS):
                 ids = read_numbers(ranges, place.dtype, place.at_bytes, start, min(offset, start + _SCAN_TOKENS))
                 number += int(np.count_nonzero(ids == end_id))
-                ranges.release()
+                ranges.release(ids.nbytes)
     except (_DamagedError, ShortFileError):
         return f"{file.name}, token {offset}"
     return f"{file.name}:document {number}"
@@ -146,8 +146,8 @@ def _read_by_edges(
         relative = (edges[: count + 1] - edges[0]).tolist()
         yield from token_records(ids, relative, range(document, document + count + 1))
         document += count
-        ranges.release()
-        edge_ranges.release()
+        ranges.release(ids.nbytes)
+        edge_ranges.release(edges.nbytes)
 
 
 def _read_by_end(
@@ -179,7 +179,7 @@ def _read_by_end(
         yield from token_records(ids[: edges[-1]], edges, [at + edge for edge in edges])
         at += edges[-1]
         window = _SCAN_TOKENS
-        ranges.release()
+        ranges.release(ids.nbytes)
 
 
 def _next_begin(ranges: ByteRanges, place: _ArrayPlace, end_id: int, at: int) -> int:
@@ -189,7 +189,7 @@ def _next_begin(ranges: ByteRanges, place: _ArrayPlace, end_id: int, at: int) ->
         ends = np.flatnonzero(ids == end_id)
         if len(ends):
             return start + int(ends[0]) + 1
-        ranges.release()
+        ranges.release(ids.nbytes)
     return place.size
 
 

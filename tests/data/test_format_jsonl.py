@@ -1,0 +1,110 @@
+"""JSON lines beyond what all formats have in common."""
+
+import gzip
+
+import pytest
+from format_files import open_source, read_all, tokens_source, values_of
+
+from evenload.data.formats import jsonl
+from evenload.data.formats.record import FilePart
+
+
+def write(tmp_path, content, name="docs.jsonl"):
+    (tmp_path / name).write_bytes(content)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "cut of', "not JSON"),
+        (b"just words", "not JSON"),
+        (b'{"text": "a"} trailing', "not JSON"),
+        (b'{"text": "a", "n": NaN}', "not JSON"),
+        (b'{"n": ' + b"[" * 100_000, "not JSON"),
+        (b'{"body": "a", "n": 1}', "no text under key 'text'.*its keys are body, n"),
+        (b"{}", "no text under key 'text'.*it has no keys"),
+        (b'{"text": null}', "no text under key 'text'.*got `null`"),
+        (b'{"text": 3}', "no text under key 'text'.*got `int`"),
+        (b'["text"]', "no text under key 'text'.*got `array`"),
+        (b'{"text": "\xff\xfe"}', "not UTF-8"),
+    ],
+)
+def test_a_broken_line_names_file_and_line_and_the_others_are_read(tmp_path, line, why):
+    file, reader = open_source(write(tmp_path, b'{"text": "ok"}\n\n' + line + b'\n{"text": "after"}\n'))
+    first, broken, last = read_all(file, reader, ("text",))
+    assert (first.values, broken.values, last.values) == (("ok",), None, ("after",))
+    assert reader.origin(file, broken.offset) == f"{file.name}:3"
+    with pytest.raises(AssertionError, match=why):
+        values_of([broken])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"input_ids": [1, 2.5]}', "got `float`"),
+        (b'{"input_ids": [1, true]}', "got `bool`"),
+        (b'{"input_ids": "12"}', "no list of token ids under key 'input_ids'"),
+        (b'{"input_ids": [2147483648]}', "beyond 32 bits"),
+        (b'{"input_ids": [123456789012345678901234567890]}', "beyond 32 bits"),
+    ],
+)
+def test_ids_that_are_none_are_problems_and_never_rounded(tmp_path, line, why):
+    (record,) = read_all(*tokens_source(write(tmp_path, line)), ("input_ids",))
+    assert record.values is None
+    assert why in record.problem
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"messages": "hello"}', "Expected `array`, got `str`"),
+        (b'{"messages": ["hello"]}', "Expected `object`, got `str`"),
+    ],
+)
+def test_chats_that_are_none_are_problems(tmp_path, line, why):
+    (record,) = read_all(*open_source(write(tmp_path, line), record="messages"), ("messages",))
+    assert record.values is None
+    assert why in record.problem
+
+
+def test_prompts_may_be_text_or_messages_and_messages_hold_any_json(tmp_path):
+    content = b'{"prompt": [{"role": "user", "content": ["a", {"n": 1.5}]}], "completion": "c"}\n{"prompt":"p"}\n'
+    first, second = read_all(
+        *open_source(write(tmp_path, content), record="prompt_completion"), ("prompt", "completion")
+    )
+    assert first.values == ([{"role": "user", "content": ["a", {"n": 1.5}]}], "c")
+    assert "missing required field `completion`" in second.problem
+
+
+def test_keys_with_any_name_are_found(tmp_path):
+    source = write(tmp_path, '{"my text-é.$": "a", "x": 1}'.encode())
+    assert values_of(read_all(*open_source(source, text_column="my text-é.$"), ("my text-é.$",))) == ["a"]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
+    source = write(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}')
+    assert values_of(read_all(*open_source(source), ("text",), 2)) == ["a", "b"]
+
+
+def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    source = write(tmp_path, b'{"text": "a"}\n' + b"x" * 1000 + b'\n{"text": "b"}\n{"text": "' + b"y" * 100 + b'"}')
+    for count in (1, 2, 7):
+        records = read_all(*open_source(source), ("text",), count)
+        assert [record.values for record in records] == [("a",), None, ("b",), None]
+        assert "longer than 64 bytes" in records[1].problem
+    file, reader = open_source(source)
+    left = list(reader.records(file, FilePart(), ("text",), records[1].next_offset))
+    assert [record.values for record in left] == [("b",), None]
+
+
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "a.jsonl.gz")])
+def test_lines_before_damaged_compression_are_read_and_lines_are_named(tmp_path, pack, name):
+    content = pack(b"".join(b'{"text": "line %d"}\n' % line for line in range(3000)))
+    file, reader = open_source(write(tmp_path, content[: len(content) // 2], name))
+    *good, last = read_all(file, reader, ("text",))
+    assert len(good) > 100
+    assert values_of(good) == [f"line {line}" for line in range(len(good))]
+    assert "gzip compression is damaged" in last.problem
+    assert reader.origin(file, good[99].offset) == f"{file.name}:100"

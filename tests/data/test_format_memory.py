@@ -1,0 +1,71 @@
+"""Files much larger than what a reader may hold, read by a process whose memory is measured."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from format_files import write_megatron_index, write_table
+
+FILE_BYTES = 128 << 20
+MOST_BYTES = 64 << 20
+
+READ = """
+import sys
+sys.path[:0] = sys.argv[1].split(":")
+from format_files import open_source
+from evenload.data.formats.record import FilePart
+
+def resident_bytes(field):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field))
+
+column = sys.argv[3]
+kind = {"text": "text", "input_ids": "tokens"}[column]
+file, reader = open_source(sys.argv[2], record=kind, document_end_id=0)
+first = next(iter(reader.records(file, FilePart(), (column,))))  # imports and pools
+before, total = resident_bytes("VmRSS"), 0
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
+for record in reader.records(file, FilePart(), (column,)):
+    assert record.values is not None, record.problem
+    total += len(record.values[0])
+print(resident_bytes("VmHWM") - before, total)
+"""
+
+
+def write_big(root, format):
+    """A file of `FILE_BYTES`; its column, and the length of all its values together."""
+    if format in ("bin", "ends.npy"):
+        num_rows, row_tokens = FILE_BYTES // 4 // 4096, 4096
+        ids = np.arange(1, num_rows * row_tokens + 1, dtype=np.int32).reshape(num_rows, row_tokens)
+        if format == "bin":
+            write_megatron_index(root / "big", [row_tokens] * num_rows, list(range(num_rows + 1)), "int32")
+            ids.tofile(root / "big.bin")
+            return str(root / "big.bin"), "input_ids", ids.size
+        ids[:, -1] = 0
+        np.save(root / "big.npy", ids.reshape(-1))
+        return str(root / "big.npy"), "input_ids", ids.size
+    num_rows, row_bytes = FILE_BYTES >> 14, 1 << 14
+    texts = np.random.default_rng(0).integers(97, 123, num_rows * row_bytes, dtype=np.uint8)
+    if format == "jsonl":
+        with open(root / "big.jsonl", "wb") as sink:
+            for row in texts.reshape(num_rows, row_bytes):
+                sink.write(b'{"text": "' + row.tobytes() + b'"}\n')
+    else:
+        edges = pa.py_buffer(np.arange(num_rows + 1, dtype=np.int32) * row_bytes)
+        column = pa.StringArray.from_buffers(num_rows, edges, pa.py_buffer(texts))
+        # One row group, and one record batch: nothing but pages bounds what is read.
+        write_table(root / f"big.{format}", format, pa.table({"text": column}), num_rows)
+    return str(root / f"big.{format}"), "text", num_rows * row_bytes
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "stream.arrow", "bin", "ends.npy"])
+def test_memory_does_not_grow_with_the_file(tmp_path, format):
+    source, column, total = write_big(tmp_path, format)
+    command = [sys.executable, "-c", READ, ":".join(sys.path), source, column]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    grown, read = map(int, done.stdout.split())
+    assert read == total
+    assert grown < MOST_BYTES, f"{grown >> 20} MiB more for a file of {FILE_BYTES >> 20} MiB"
