@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenload.cli.run_files import RunWriter
+from evenload.cli.start_lines import data_line, first_plan_line, strategy_line
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.profile.calibrate import calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
@@ -89,12 +90,14 @@ def _run_steps(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
         for report in trainer.train(costs, memory_cap_bytes):
-            last = report or True
             progress.update(task, completed=trainer.steps_done)
             if report is not None and files is not None:
                 files.add_step(report)
+                if last is False:
+                    console.print(first_plan_line(report.plan, trainer.config.max_pack_tokens), soft_wrap=True)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_save(report, console)
+            last = report or True
     return last
 
 
@@ -147,12 +150,13 @@ def _show_start(
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
         f"layout {trainer.mesh.layout.describe()}",
-        f"strategy {config.plan.strategy}",
         f"attention {next(iter(trainer.stages.values())).backend_name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {memory_cap_bytes / 2**30:.1f} GiB a process",
     )
     console.print(" | ".join(facts), soft_wrap=True)
+    console.print(strategy_line(config.plan.strategy, trainer.mesh.layout.cp), soft_wrap=True)
+    console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")
 

@@ -256,6 +256,11 @@ class Trainer:
         self._writer.start(position, from_s)
         self._saved_steps = self.steps_done
 
+    def source_size(self) -> tuple[int, int]:
+        """Files of the data set, and their bytes as far as they are known."""
+        files = [file for part in self._loader.parts for file in part.files]
+        return len(files), sum(file.size_bytes or 0 for file in files)
+
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
         output, model = Path(self.config.train.output_dir), self.config.model

@@ -1,0 +1,74 @@
+"""What a run prints before its first step: what is on, and why; and what the first plan made of it.
+
+Silent no-op options are what users of packing trainers suffer from (is it on? why is it slower?), so everything that
+decides speed or data order stands here, with its value.
+"""
+
+from evenload.data.config import DataConfig
+from evenload.types.plan import StepPlan
+
+_STRATEGY_WORKS = {
+    "padded": "pads documents to the longest of a batch: a baseline, wastes compute",
+    "sequential": "cuts the stream of documents at the window: a baseline",
+    "best_fit": "fills packs by tokens, whole documents: a baseline, packs of unequal work",
+    "fixed_greedy": "packs of fixed length with the least attention work, greedily",
+    "fixed_exact": "packs of fixed length with the least attention work, by an exact solver",
+    "balanced": "whole documents, packs of equal predicted seconds",
+    "wlb": "packs of equal work; puts outliers off to later steps, so the order of the data changes (ledger: deferred)",
+    "skrull": "short documents whole on one rank, long ones shared by the context-parallel group",
+    "slimpack": "cuts documents into slices; forward and backward packs of equal work, chosen by simulation",
+    "auto": "plans with every strategy and takes the fastest in simulation, within memory",
+}
+
+
+def strategy_line(name: str, context_ranks: int) -> str:
+    """The strategy, and what it does."""
+    shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
+    return f"strategy {name}: {_STRATEGY_WORKS[name]}{shared}"
+
+
+def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
+    """What is read, in which order, by whom."""
+    batch = f"{config.batch_documents} documents" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
+    order = (
+        "in the order of the files"
+        if config.shuffle_window == 1
+        else f"shuffled over {config.shuffle_window:,} documents in {config.num_lanes} lanes, seed {config.seed}"
+    )
+    readers = f"{config.workers} worker process{'es' if config.workers > 1 else ''}" if config.workers else "a thread"
+    ahead = (
+        f"{config.prefetch_steps} steps ahead"
+        if config.prefetch_steps
+        else "when the step asks, so steps wait for data (data.prefetch_steps = 0)"
+    )
+    longer = {
+        "error": "longer ones stop the run",
+        "split": "longer ones are split",
+        "truncate": "longer ones lose their end (ledger: truncated)",
+        "drop": "longer ones are left out (ledger: overlong)",
+    }[config.overlong]
+    mixed = f"{len(config.mixture)} parts by weight, " if config.mixture else ""
+    return (
+        f"data {mixed}{num_files:,} files of {num_bytes / 1e6:,.1f} MB, {order} | a step trains {batch}, whatever the "
+        f"strategy | documents of at most {config.max_document_tokens:,} tokens, {longer} | read by {readers} a rank, "
+        f"{ahead}"
+    )
+
+
+def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
+    """How the first step was packed."""
+    packs = [pack for replica in plan.pack_plans for pack in replica.forward]
+    tokens = sum(document.num_tokens for document in plan.documents)
+    padding = sum(pack.num_padding_tokens for pack in packs)
+    largest = max((pack.num_tokens + pack.num_padding_tokens for pack in packs), default=0)
+    shared = {piece.doc_id for pack in packs for piece in pack.slices if piece.cp > 1}
+    cut = {piece.doc_id for pack in packs for piece in pack.slices if piece.start} - shared
+    policies = sorted({policy for replica in plan.pack_plans for policy in replica.policies.values()})
+    computed = tokens + padding
+    return (
+        f"first step {len(plan.documents):,} documents of {tokens:,} tokens in {len(packs)} forward and "
+        f"{sum(len(replica.backward) for replica in plan.pack_plans)} backward packs of at most {largest:,} tokens "
+        f"(limit {max_pack_tokens:,}) | {tokens / computed if computed else 1.0:.1%} of computed tokens are real | "
+        f"{len(cut)} documents cut, {len(shared)} shared by ranks, {len(plan.left_out)} left for later | activations "
+        f"{', '.join(policies) or 'replay'}"
+    )

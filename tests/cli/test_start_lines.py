@@ -1,0 +1,37 @@
+from evenload.cli.start_lines import _STRATEGY_WORKS, data_line, first_plan_line, strategy_line
+from evenload.data.config import DataConfig
+from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
+from plan_building import random_plan
+
+
+def test_every_trainable_strategy_says_what_it_does():
+    assert set(_STRATEGY_WORKS) == set(STRATEGIES) - set(LAYOUT_STRATEGIES)
+    assert "2 ranks share" in strategy_line("skrull", 2)
+
+
+def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():
+    config = DataConfig(sources=("a",), batch_documents=64, max_document_tokens=4096, overlong="drop", seed=7)
+    line = data_line(config, 1200, 3_500_000)
+    for words in (
+        "1,200 files of 3.5 MB", "1,024 documents in 16 lanes, seed 7", "trains 64 documents", "4,096 tokens",
+        "left out (ledger: overlong)", "1 worker process a rank", "2 steps ahead",
+    ):  # fmt: skip
+        assert words in line
+    plain = DataConfig(
+        sources=("a",), batch_tokens=10_000, max_document_tokens=8, shuffle_window=1, workers=0, prefetch_steps=0
+    )
+    line = data_line(plain, 1, 0)
+    for words in ("in the order of the files", "10,000 tokens", "read by a thread", "data.prefetch_steps = 0"):
+        assert words in line
+
+
+def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
+    plan = random_plan(3, num_layers=4, pp=2, dp=2)
+    line = first_plan_line(plan, 64)
+    tokens = sum(document.num_tokens for document in plan.documents)
+    forward = sum(len(replica.forward) for replica in plan.pack_plans)
+    cut = {piece.doc_id for r in plan.pack_plans for pack in r.forward for piece in pack.slices if piece.start}
+    assert f"{len(plan.documents)} documents of {tokens} tokens in {forward} forward" in line
+    assert f"{len(cut)} documents cut, 0 shared" in line
+    assert "100.0% of computed tokens are real" in line
+    assert "(limit 64)" in line
