@@ -80,6 +80,10 @@ KINDS = (
 of layer, qk-norm; post-norm only; experts; experts and qk-norm."""
 
 
+ROUNDS_TO_FLOAT32 = ("gemma", "gemma2", "gemma3", "mixtral", "olmo2", "qwen3_moe")
+"""Kinds that tests compare under `exact_casts`; the others seldom show their rounding."""
+
+
 def balance_factor(config: PretrainedConfig) -> float:
     """Of the load-balancing loss, as transformers would train the model."""
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0

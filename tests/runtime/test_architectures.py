@@ -58,6 +58,17 @@ def test_load_balancing_loss_equals_its_definition(kind, cuts):
     assert run_loss(config, tokens, cuts) - run_loss(without, tokens, cuts) > 0.3, "the loss is really added"
 
 
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize("chosen", [1, 6])
+def test_one_expert_a_token_and_all_experts(chosen, norm_topk_prob):
+    """The ends of the range: as many rows of experts as tokens, in another order; and no choice at all."""
+    config = tiny_config("qwen3_moe", num_experts_per_tok=chosen, norm_topk_prob=norm_topk_prob)
+    with exact_casts("qwen3_moe"):
+        assert_equals_plain(
+            config, torch.float64, make_tokens(LENGTHS, config.vocab_size), *packs("many"), tolerance=1e-11
+        )
+
+
 def run_loss(config, tokens, cuts):
     return run_single_stage(config, torch.float64, tokens, *packs(cuts))[0]
 

@@ -42,12 +42,13 @@ def split_backward(
         policy: int8[num_documents] with which they were priced; None = all replay.
     """
     layout, per_layer = costs.layout, costs.coefficients.backward
-    weight_s = WEIGHT_SHARE * np.outer(
+    share = 0.0 if costs.model.adapter_parameters_per_layer else WEIGHT_SHARE
+    weight_s = share * np.outer(
         _pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
         _layers(layout).astype(np.float64),
     )
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
-    weight_s = np.minimum(weight_s, WEIGHT_SHARE * tasks.backward_s)
+    weight_s = np.minimum(weight_s, share * tasks.backward_s)
     if policy is not None:
         # I needs all that comes back from the host; while it waits, a part of W's work is done.
         weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
@@ -82,8 +83,11 @@ def divide_backward(
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs.
 
-    Of experts every chosen one has its own rows, but the inputs, which the router shares with them.
+    Of experts every chosen one has its own rows, but the inputs, which the router shares with them. Frozen matrices
+    (LoRA) leave nothing, and the weight gradients of adapters are added in I.
     """
+    if model.adapter_parameters_per_layer:
+        return 0
     hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
     ffn = model.ffn_hidden_size * chosen

@@ -227,13 +227,13 @@ class _Order:
             out[part] = rows[part] @ weights[expert]
         return out
 
-    def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor) -> None:
+    def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
         """Add to `main_grad` [E, out, in].
 
         Args:
             input_rows: sorted [T·k, in], or by token [T, in]; grad_rows: sorted [T·k, out].
         """
-        if input_rows.shape[0] != grad_rows.shape[0]:
+        if by_token:
             input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]
         for expert, part in self.parts:
@@ -256,11 +256,15 @@ class _Order:
         return out.index_add_(0, self.token, rows.to(work))
 
 
-def _add_or_put_off(ctx: Any, input_rows: Tensor, grad_rows: Tensor) -> None:
-    """The weight gradient of an expert product now, or in W."""
+def _add_or_put_off(ctx: Any, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
+    """The weight gradient of an expert product now, or in W.
+
+    Args:
+        by_token: input rows are [T, in] (gate and up: their k copies are made where they are used), else sorted.
+    """
     if is_frozen(ctx.weights):
         return
-    add = functools.partial(ctx.order.add_weight_gradients, ctx.weights)
+    add = functools.partial(ctx.order.add_weight_gradients, ctx.weights, by_token=by_token)
     later = add if ctx.products is None else functools.partial(ctx.products.put_off, add)
     later(input_rows, grad_rows)
 
@@ -278,7 +282,7 @@ class _KnownGateUp(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (hidden,) = ctx.saved_tensors
         order: _Order = ctx.order
-        _add_or_put_off(ctx, hidden, grad)
+        _add_or_put_off(ctx, hidden, grad, by_token=True)
         return order.sum_by_token(order.products_back(grad, ctx.weights)).to(hidden.dtype), None, None
 
 
@@ -297,6 +301,6 @@ class _UnusedDown(torch.autograd.Function):
         order: _Order = ctx.order
         grad_rows = grad[order.token]
         weighted = (grad_rows * routing[:, None]).to(gated.dtype)
-        _add_or_put_off(ctx, gated, weighted)
+        _add_or_put_off(ctx, gated, weighted, by_token=False)
         back = order.products_back(grad_rows, ctx.weights)
         return (back * routing[:, None]).to(gated.dtype), (back * gated).sum(-1, dtype=routing.dtype), None

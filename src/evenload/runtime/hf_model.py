@@ -185,5 +185,4 @@ def build_stage_model(
     fill_constants(modules)
     if lora is not None:
         add_adapters(whole, kept, lora, seed)
-    config._attn_implementation = "sdpa"
     return stage

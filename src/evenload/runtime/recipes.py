@@ -36,6 +36,7 @@ class ReplayRecipe:
 
     Args:
         unused_outputs: linears inside a layer whose output value no backward reads.
+        norm_first: a norm stands between the layer's input and its first linears.
         layer_modules: classes of modules a layer may hold; anything else is refused by name.
         router: class of the module that chooses experts; None for a dense model.
         experts: class of the module that holds a layer's experts.
@@ -44,6 +45,7 @@ class ReplayRecipe:
 
     unused_outputs: tuple[str, ...]
     layer_modules: frozenset[str]
+    norm_first: bool = True
     router: str | None = None
     experts: str | None = None
     expert_names: ExpertNames | None = None
@@ -53,7 +55,7 @@ class ReplayRecipe:
 _ACTIVATIONS = {"SiLUActivation", "SiLU", "GELUTanh", "GELUActivation", "NewGELUActivation"}
 
 
-def _dense(prefix: str, *, post_norm: bool = False) -> ReplayRecipe:
+def _dense(prefix: str, *, post_norm: bool = False, norm_first: bool = True) -> ReplayRecipe:
     """Attention and a gated feed-forward block.
 
     The down projection of a pre-norm layer only feeds the residual sum, so nothing reads its value in backward. With
@@ -61,7 +63,7 @@ def _dense(prefix: str, *, post_norm: bool = False) -> ReplayRecipe:
     """
     classes = {f"{prefix}{part}" for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm")}
     unused = () if post_norm else ("mlp.down_proj",)
-    return ReplayRecipe(unused, frozenset(classes | {"Linear"} | _ACTIVATIONS))
+    return ReplayRecipe(unused, frozenset(classes | {"Linear"} | _ACTIVATIONS), norm_first)
 
 
 def _experts(prefix: str, names: ExpertNames) -> ReplayRecipe:
@@ -84,7 +86,7 @@ RECIPES: Mapping[str, ReplayRecipe] = {
     "LlamaForCausalLM": _dense("Llama"),
     "MistralForCausalLM": _dense("Mistral"),
     "MixtralForCausalLM": _experts("Mixtral", ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")),
-    "Olmo2ForCausalLM": _dense("Olmo2", post_norm=True),
+    "Olmo2ForCausalLM": _dense("Olmo2", post_norm=True, norm_first=False),
     "Qwen2ForCausalLM": _dense("Qwen2"),
     "Qwen3ForCausalLM": _dense("Qwen3"),
     "Qwen3MoeForCausalLM": _experts("Qwen3Moe", ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),

@@ -173,7 +173,11 @@ class PipelineStage:
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
                 store.enter_layer(index)
-                hidden = store.read((index, "input"), pack.ranges)[None].detach().requires_grad_()
+                hidden = store.read((index, "input"), pack.ranges)[None].detach()
+                if products is not None and not self.model.recipe.norm_first:
+                    # The input of several linears; in memory of its own it is kept once for all of them.
+                    hidden = hidden.clone()
+                hidden.requires_grad_()
                 with torch.enable_grad():
                     output = self.model.layers[index](hidden, **arguments[index])
                 output.backward(grad[None])
