@@ -149,8 +149,8 @@ SHARING = {
     "policy offload": Change(options={"policy": "offload"}),
     "memory unlimited": Change(capped=False),
     "slimpack": Change(strategy="slimpack"),
-    "auto, executable": Change(strategy="auto"),
-    "auto": Change(strategy="auto", options={"executable": False}),
+    "auto, executable": Change(strategy="auto", options={"split_backward": False}),
+    "auto": Change(strategy="auto", options={"split_backward": True}),
 }
 PIPELINE = {
     "symmetric, word catching up": Change(order="word"),
@@ -166,7 +166,7 @@ PIPELINE = {
     "W split": Change(split=True),
     "2 virtual stages": Change(virtual=2),
     "2 virtual stages, W split": Change(split=True, virtual=2),
-    "auto, 2 virtual stages": Change(strategy="auto", virtual=2, options={"executable": False}),
+    "auto, 2 virtual stages": Change(strategy="auto", virtual=2, options={"split_backward": True}),
     **{
         f"by hand: asymmetric, {order}, {first} first": Change("asymmetric", order, first=first)
         for order, first in product(ORDERS[:1] + ORDERS[2:], ("longest", "shortest"))

@@ -83,7 +83,7 @@ def run_cell(table: str, model_name: str, devices: int, context: int, documents:
     (batch,) = sample_global_batches(
         lengths_of(table), steps=1, seed=0, num_documents=documents, context=context, overlong="truncate"
     )
-    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, executable=False)
+    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, split_backward=True)
     best: dict[str, Found | None] = {}
     for strategy in STRATEGIES:
         results = search_layouts(

@@ -73,14 +73,14 @@ def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model, cont
         analytic_coefficients(spec, cluster, layout),
         layout,
         usable_bytes(cluster),
-        PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, executable=False),
+        PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, split_backward=True),
     )
     beats_all(planner, lengths, flat=pp == 1)
 
 
 @pytest.mark.parametrize("table", ["books", "github_dirs", "lmsys_like"])
-def test_what_the_runtime_executes_is_never_worse_either(table) -> None:
-    """No split backward, no shared documents, all activations stored: what `evenload train` plans."""
+def test_without_split_backwards_it_is_never_worse_either(table) -> None:
+    """No shared documents and no other policies either."""
     lengths = np.minimum(LENGTH_TABLES[table].astype(np.int64), 16_384)[:128]
     spec, cluster = model_from("llama-7b"), cluster_from("h100x8")
     layout = even_layout(spec.num_layers, dp=2, pp=4)
@@ -89,11 +89,11 @@ def test_what_the_runtime_executes_is_never_worse_either(table) -> None:
         analytic_coefficients(spec, cluster, layout),
         layout,
         usable_bytes(cluster),
-        PlanOptions(max_pack_tokens=16_384),
+        PlanOptions(max_pack_tokens=16_384, split_backward=False, policy="replay"),
     )
     found = beats_all(planner, lengths)
     kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}
-    assert kinds <= {"F", "B"}, "the runtime could not run it"
+    assert kinds <= {"F", "B"}
 
 
 LENGTHS = st.one_of(
@@ -105,7 +105,7 @@ LENGTHS = st.one_of(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([(1, 1), (3, 1), (3, 2)]), st.booleans(), st.sampled_from([None, 0]))
-def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages, executable, spare) -> None:
+def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages, split, spare) -> None:
     """Also virtual stages, and a memory limit that nothing meets (`spare` 0 above the static bytes)."""
     pp, virtual = stages
     cap = None
@@ -113,7 +113,7 @@ def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages
         cap = (
             int(tiny_planner(dp, pp, virtual=virtual).propose(0, (), "padded").plan.predicted.peak_memory_bytes) + spare
         )
-    planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, executable=executable)
+    planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, split_backward=split)
     found = beats_all(planner, lengths)
     (again,) = decode_plan_file(encode_plan_file([found.plan]))
     assert msgspec.structs.replace(again) == found.plan
@@ -128,8 +128,8 @@ def long_tailed(count: int) -> np.ndarray:
 
 def test_split_backwards_are_used_and_pay() -> None:
     lengths = long_tailed(80)
-    whole = beats_all(tiny_planner(2, 3), lengths)
-    split = beats_all(tiny_planner(2, 3, executable=False), lengths)
+    whole = beats_all(tiny_planner(2, 3, split_backward=False), lengths)
+    split = beats_all(tiny_planner(2, 3, split_backward=True), lengths)
     kinds = {action.kind for schedule in split.plan.schedules for row in schedule.ranks for action in row}
     assert {"I", "W"} <= kinds
     assert split.plan.predicted.step_time_s < whole.plan.predicted.step_time_s

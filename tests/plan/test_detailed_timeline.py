@@ -26,7 +26,7 @@ LAYOUTS = [
 
 def propose(layout: ParallelLayout, strategy: str, *, host=LINK, lengths=LENGTHS, **options) -> Proposal:
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=host, devices_per_node=64)
-    settings = {"max_pack_tokens": 400, "executable": False, "dp_merge": True, "solver_time_limit_s": 1.0} | options
+    settings = {"max_pack_tokens": 400, "split_backward": True, "dp_merge": True, "solver_time_limit_s": 1.0} | options
     planner = StepPlanner(
         sample_model(num_layers=layout.num_layers), coefficients, layout, None, PlanOptions(**settings)
     )

@@ -13,7 +13,7 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.model_catalog import model_from
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
-OPTIONS = PlanOptions(max_pack_tokens=8192, executable=False, candidates=3, max_candidates=16)
+OPTIONS = PlanOptions(max_pack_tokens=8192, split_backward=True, candidates=3, max_candidates=16)
 
 
 def batches(steps: int = 2):

@@ -71,7 +71,7 @@ def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> N
         sample_coefficients(intra_node=link, inter_node=link, host_link=link, devices_per_node=8),
         layout,
         160_000,
-        PlanOptions(max_pack_tokens=300, executable=not split, dp_merge=True, policy="choose"),
+        PlanOptions(max_pack_tokens=300, split_backward=split, dp_merge=True, policy="choose"),
     )
     step = tuple(Document(doc_id=7 * i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 3))
     names = [name for name in STRATEGIES if layout.pp == 1 or name not in FLAT_STRATEGIES]
@@ -93,7 +93,7 @@ def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> N
 
 
 def test_split_backwards_are_in_the_file_and_add_up() -> None:
-    options = PlanOptions(max_pack_tokens=300, executable=False)
+    options = PlanOptions(max_pack_tokens=300, split_backward=True)
     planner = StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=2, pp=3), None, options)
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 4))
     (plan,) = json.loads(encode_plan_file([planner.plan(0, step, "auto")]))["plans"]

@@ -186,7 +186,7 @@ def test_simulated_steps_take_less_time_where_the_head_is_heavy(name, cluster_na
     memory_bytes = usable_bytes(cluster)
     tokens = [document.num_tokens for document in batch.documents]
     balanced = balanced_layout(model, coefficients, tokens, **sizes, memory_bytes=memory_bytes)
-    options = PlanOptions(max_pack_tokens=16384, executable=False, max_candidates=64)
+    options = PlanOptions(max_pack_tokens=16384, split_backward=True, max_candidates=64)
     even_s, balanced_s = (
         StepPlanner(model, coefficients, layout, memory_bytes, options)
         .propose(0, batch.documents, strategy)

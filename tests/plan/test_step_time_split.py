@@ -26,7 +26,7 @@ def propose(layout: ParallelLayout, strategy: str, lengths: list[int], **options
         intra_node=LINK, inter_node=LINK, host_link=HOST, devices_per_node=64, attention_tile=4
     )
     model = sample_model(num_layers=layout.num_layers)
-    settings = {"max_pack_tokens": 400, "executable": False, "dp_merge": True, "solver_time_limit_s": 1.0} | options
+    settings = {"max_pack_tokens": 400, "split_backward": True, "dp_merge": True, "solver_time_limit_s": 1.0} | options
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(**settings))
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
     return planner, planner.propose(0, documents, strategy)

@@ -144,7 +144,6 @@ def plan_command(
         dp_merge=dp_merge,
         window=window,
         max_delay_steps=max_delay_steps,
-        executable=False,
     )
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     layouts: tuple[LayoutResult, ...] = ()

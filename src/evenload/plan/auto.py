@@ -129,7 +129,7 @@ def rules_of(problem: StepProblem) -> SearchRules:
 def refine_rules(problem: StepProblem) -> RefineRules:
     """How far `auto` goes on."""
     options = problem.options
-    may_split = not options.executable and problem.layout.num_stages > 1
+    may_split = options.split_backward and problem.layout.num_stages > 1
     return RefineRules(
         variants=lambda trial: [trial._replace(order="list", split=True)] if may_split else [],
         may_split=may_split,

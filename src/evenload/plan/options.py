@@ -24,7 +24,7 @@ class PlanOptions(Frozen):
             cuts beyond it are used only where no other fits memory.
         policy: what documents keep between forward and backward: everything ("replay"), little and compute it again
             ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
-            fastest mixture that does ("choose"). `evenload train` of this version runs "replay" only.
+            fastest mixture that does ("choose").
         dp_merge: `slimpack` and `auto` let aligned groups of replicas share documents too long for one of them, where
             that is faster. `evenload plan` turns it on.
         dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
@@ -41,7 +41,7 @@ class PlanOptions(Frozen):
             batch, or more where that is faster. Fewer come where there are fewer documents, more where the token
             limit asks for more.
         solver_time_limit_s: of `fixed_exact`, for one step.
-        executable: `auto` plans only what `evenload train` of this version runs: no split backward.
+        split_backward: `auto` may run backwards as two actions, weight gradients later (zero bubble).
         max_candidates: schedules `auto` simulates beyond `slimpack`'s in a step, over all replicas, for every set of
             activation policies that comes close.
         time_budget_s: `auto` ends its search by the clock too; None = never, because plans then depend on the machine.
@@ -57,7 +57,7 @@ class PlanOptions(Frozen):
     cuts: Literal["asymmetric", "symmetric", "choose"] = "choose"
     schedule: Literal["word", "list", "choose"] = "choose"
     max_imbalance: float = 1.05
-    policy: PolicyOption = "replay"
+    policy: PolicyOption = "choose"
     dp_merge: bool = False
     dp_merge_threshold: float = 0.4
     cp_sharding: Literal["per_sequence", "per_document", "adaptive", "mixed"] = "mixed"
@@ -68,7 +68,7 @@ class PlanOptions(Frozen):
     outlier_lengths: tuple[int, ...] | None = None
     micro_batches: int | None = None
     solver_time_limit_s: float = 10.0
-    executable: bool = True
+    split_backward: bool = True
     max_candidates: int = 64
     time_budget_s: float | None = None
     backend: Backend = "native"
