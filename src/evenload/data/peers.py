@@ -28,6 +28,10 @@ class Peers(Protocol):
         """Every rank's bytes, by rank, on every rank."""
         ...
 
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's bytes on every rank; what the others give is not looked at."""
+        ...
+
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
         """Send `outgoing[r]` to rank r and receive `incoming[r]` numbers from it.
 
@@ -46,6 +50,10 @@ class Alone:
     def gather(self, data: bytes) -> list[bytes]:
         """The rank's own bytes."""
         return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        """The rank's own bytes."""
+        return data
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
         """What the rank sends to itself."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evenload.data.config import DataConfig
-from evenload.data.lanes import DocumentPlace, PartState
+from evenload.data.lanes import DocumentPlace, LaneState, PartState
 from evenload.data.ledger import LedgerState
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
@@ -98,6 +98,19 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
             + "; ".join(differences)
             + ". Restore these settings, or start the data anew without the state"
         )
+
+
+def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
+    """The beginning of another epoch: all lanes at their beginning, steps and account going on.
+
+    Args:
+        state: between two epochs; inside one, the account would miss what was read and not drawn.
+    """
+    parts = tuple(
+        PartState(epoch=epoch, turn=0, documents=0, tokens=0, lanes=(LaneState(),) * len(part.lanes))
+        for part in state.parts
+    )
+    return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
 
 def encode_state(state: LoaderState) -> bytes:

@@ -5,12 +5,16 @@ forward + backward time, then to micro-batches of their replica the same way. Th
 multiple of pp; of a few multiples (powers of two from the least that the token limit allows) the fastest by
 simulation within memory is kept. O(candidates · n log n). A document longer than a fair share stays whole and
 makes its micro-batch late: what slicing cures.
+
+`options.micro_batches` fixes their number instead. Then the token limit binds first: replicas get no more tokens than
+their micro-batches hold, and where LPT by time opens more of them, best fit by tokens packs them as tightly as can be.
+More than asked for come back where that is not enough; who asked decides.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.bin_packing import longest_first
+from evenload.plan.bin_packing import best_fit_decreasing, longest_first
 from evenload.plan.candidate import Candidate, one_f_one_b_candidate
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.pack_counts import pack_counts
@@ -31,7 +35,21 @@ def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     """
     problem.require_whole_documents_fit("balanced")
     replicas = assign_replicas(problem.document_s, problem.layout.dp, backend=problem.options.backend)
+    replicas = _replicas_with_room(problem) or replicas
     return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+
+
+def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
+    """As `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None where that
+    number is free, or nothing fits so."""
+    options, dp = problem.options, problem.layout.dp
+    if options.micro_batches is None or options.max_pack_tokens is None:
+        return None
+    capacity = options.micro_batches * options.max_pack_tokens
+    groups = longest_first(
+        problem.document_s, dp, num_tokens=problem.num_tokens, capacity=capacity, backend=options.backend
+    )
+    return [np.sort(np.array(group, dtype=np.int64)) for group in groups] if len(groups) <= dp else None
 
 
 def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
@@ -40,10 +58,16 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
     found: list[Candidate] = []
     worse = 0
-    for count in pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens):
+    counts = pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
+    if options.micro_batches is not None:
+        counts = [options.micro_batches]
+    for count in counts:
         if found and count > len(documents):
             break  # more micro-batches than documents change nothing
         groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens, options.backend)
+        if options.micro_batches is not None and options.max_pack_tokens is not None and len(groups) > count:
+            tight = best_fit_decreasing(num_tokens, options.max_pack_tokens, backend=options.backend)
+            groups = min(groups, tight, key=len)
         columns = whole_document_columns(groups, num_tokens)
         label = f"{len(groups)} packs, 1F1B"
         tried = one_f_one_b_candidate(label, columns, num_tokens, problem.costs, problem.cap_bytes, options, policy)

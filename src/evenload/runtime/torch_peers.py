@@ -38,6 +38,16 @@ class TorchPeers:
         rows = everyone.view(self.size, longest).numpy()
         return [rows[rank, : int(size)].tobytes() for rank, size in enumerate(sizes)]
 
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's bytes: their number, then they."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, group=self._group, group_src=0)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(content, group=self._group, group_src=0)
+        return content.numpy().tobytes()
+
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
         """One all-to-all of the sizes that both sides know."""
         sent = torch.from_numpy(np.concatenate(outgoing).astype(np.int32, copy=False))

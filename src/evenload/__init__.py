@@ -1,0 +1,19 @@
+"""Evenload: train large language models fast on documents of very different lengths.
+
+`PackedLoader` is imported when it is asked for: it needs torch, and planning does not.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenload.integrations.packed_loader import PackedLoader
+
+__all__ = ["PackedLoader"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackedLoader":
+        from evenload.integrations.packed_loader import PackedLoader
+
+        return PackedLoader
+    raise AttributeError(f"module 'evenload' has no attribute '{name}'")

@@ -1,0 +1,183 @@
+"""A pack in the names of each ecosystem: same arrays, other keys, other label convention.
+
+| format | made for | labels |
+|---|---|---|
+| `hf` | transformers models, Trainer, TRL, Accelerate, DeepSpeed | not shifted, -100 at the first token of a document |
+| `varlen` | `torch.nn.attention.varlen.varlen_attn`, flash-attn | `targets`: shifted, -100 at the last token |
+| `torchtitan` | `(inputs, labels)` with `VarlenMetadata` as `attention_masks` | shifted, -100 at the last token |
+| `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
+| `pack` | everything else | the `PackBatch` itself |
+
+Every format says where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
+kernel asks the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all on
+the CPU. Price: a copy of the labels; everything else shares the pack's memory.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from evenload.data.collate import PackBatch
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.errors import ConfigError
+
+BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
+BATCH_FORMATS: tuple[BatchFormat, ...] = ("hf", "varlen", "torchtitan", "megatron", "pack")
+PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
+"""Those whose keys can say that the keys of attention are more than the queries."""
+
+METADATA = {
+    "hf": "position_ids that restart, cu_seq_lens_q/k and max_length_q/k; no attention_mask, use_cache off",
+    "varlen": "cu_seq_q, cu_seq_k, max_q, max_k",
+    "torchtitan": "VarlenMetadata as attention_masks, positions that restart",
+    "megatron": 'PackedSeqParams with qkv_format "thd"; no attention_mask',
+    "pack": "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, positions",
+}
+"""How attention learns the boundaries, by format; for people."""
+
+
+class VarlenMetadata(NamedTuple):
+    """Fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers."""
+
+    cu_seq_q: torch.Tensor
+    cu_seq_k: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
+    """The pack as the format has it.
+
+    Args:
+        num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    if format == "hf":
+        return hf_batch(pack, num_label_tokens)
+    if format == "varlen":
+        return varlen_batch(pack, num_label_tokens)
+    if format == "torchtitan":
+        return torchtitan_batch(pack)
+    if format == "megatron":
+        return megatron_batch(pack, num_label_tokens)
+    if format == "pack":
+        return pack
+    raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
+
+
+def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
+    """Keyword arguments of a transformers causal model: `model(**batch).loss`.
+
+    Returns:
+        `input_ids`, `labels`, `position_ids`: int64[1, T]; `cu_seq_lens_q`, `cu_seq_lens_k`: int32[documents + 1];
+        `max_length_q`, `max_length_k`: int; `num_items_in_batch`: int64[]; `use_cache`: False, because with a cache
+        the models do not look for restarting positions, and the documents of a pack would attend to each other.
+    """
+    labels = np.full_like(pack.targets, IGNORE_INDEX)
+    # The target of a document's last token is -100, so that of the token before a document's first one is.
+    labels[1:] = pack.targets[:-1]
+    return {
+        "input_ids": torch.from_numpy(pack.token_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "position_ids": torch.from_numpy(pack.positions)[None],
+        "cu_seq_lens_q": torch.from_numpy(pack.cu_seqlens_q),
+        "cu_seq_lens_k": torch.from_numpy(pack.cu_seqlens_k),
+        "max_length_q": pack.max_seqlen_q,
+        "max_length_k": pack.max_seqlen_k,
+        "num_items_in_batch": torch.tensor(max(1, num_label_tokens)),
+        "use_cache": False,
+    }
+
+
+def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
+    """Flat arrays for kernels of variable length.
+
+    Returns:
+        `input_ids`, `targets`, `positions`: int64[T]; `cu_seq_q`, `cu_seq_k`: int32[slices + 1]; `max_q`, `max_k`: int;
+        `num_label_tokens`: int, at least 1.
+    """
+    return {
+        "input_ids": torch.from_numpy(pack.token_ids),
+        "targets": torch.from_numpy(pack.targets),
+        "positions": torch.from_numpy(pack.positions),
+        **_varlen_metadata(pack)._asdict(),
+        "num_label_tokens": max(1, num_label_tokens),
+    }
+
+
+def torchtitan_batch(pack: PackBatch) -> tuple[dict[str, Any], torch.Tensor]:
+    """Inputs and labels, as torchtitan's data loaders yield them.
+
+    Returns:
+        `{"input": int64[1, T], "positions": int64[1, T], "attention_masks": VarlenMetadata}` and int64[1, T].
+    """
+    inputs = {
+        "input": torch.from_numpy(pack.token_ids)[None],
+        "positions": torch.from_numpy(pack.positions)[None],
+        "attention_masks": _varlen_metadata(pack),
+    }
+    return inputs, torch.from_numpy(pack.targets)[None]
+
+
+def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
+    """What a Megatron-Core `forward_step` hands to `GPTModel`.
+
+    Returns:
+        `tokens`, `labels`, `position_ids`: int64[1, T]; `loss_mask`: float32[1, T]; `attention_mask`: None;
+        `packed_seq_params`: the fields of `PackedSeqParams` as a dictionary (`megatron_packed_seq_params` makes the
+        object); `num_label_tokens`: int, at least 1.
+    """
+    has_loss = pack.targets != IGNORE_INDEX
+    return {
+        "tokens": torch.from_numpy(pack.token_ids)[None],
+        "labels": torch.from_numpy(np.where(has_loss, pack.targets, 0))[None],
+        "loss_mask": torch.from_numpy(has_loss.astype(np.float32))[None],
+        "position_ids": torch.from_numpy(pack.positions)[None],
+        "attention_mask": None,
+        "packed_seq_params": {
+            "qkv_format": "thd",
+            "cu_seqlens_q": torch.from_numpy(pack.cu_seqlens_q),
+            "cu_seqlens_kv": torch.from_numpy(pack.cu_seqlens_k),
+            "max_seqlen_q": pack.max_seqlen_q,
+            "max_seqlen_kv": pack.max_seqlen_k,
+        },
+        "num_label_tokens": max(1, num_label_tokens),
+    }
+
+
+def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
+    """Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
+
+    Raises:
+        ConfigError: megatron-core is not installed.
+    """
+    try:
+        from megatron.core.packed_seq_params import PackedSeqParams  # pyright: ignore[reportMissingImports]
+    except ImportError as err:
+        raise ConfigError(
+            "PackedSeqParams needs megatron-core, which is not installed; install it, or read the fields in "
+            'batch["packed_seq_params"]'
+        ) from err
+    return PackedSeqParams(**batch["packed_seq_params"])
+
+
+def move_batch(batch: Any, device: torch.device | str) -> Any:
+    """The batch with its tensors on a device; cumulative lengths too, host integers stay."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, VarlenMetadata):
+        return VarlenMetadata(*(move_batch(part, device) for part in batch))
+    if isinstance(batch, dict):
+        return {key: move_batch(part, device) for key, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(move_batch(part, device) for part in batch)
+    return batch
+
+
+def _varlen_metadata(pack: PackBatch) -> VarlenMetadata:
+    return VarlenMetadata(
+        torch.from_numpy(pack.cu_seqlens_q), torch.from_numpy(pack.cu_seqlens_k), pack.max_seqlen_q, pack.max_seqlen_k
+    )

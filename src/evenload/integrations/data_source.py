@@ -1,0 +1,153 @@
+"""`DataConfig` from what people have in their hands: a path, a configuration, a Hugging Face data set.
+
+What is refused here would otherwise be a surprise later: options of other loaders that have no meaning here, a document
+limit above a pack's, an evaluation that would leave something out.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+
+DATASET_NAME = "dataset"
+"""Source name of a data set object."""
+
+_KNOWN_ELSEWHERE = {
+    "packing": "packing is what this loader does; leave it out",
+    "packing_strategy": "it is called strategy here",
+    "padding_free": "packs are always free of padding, but for strategy padded; leave it out",
+    "sample_packing": "packing is what this loader does; leave it out",
+    "neat_packing": "documents never attend to each other; leave it out",
+    "max_length": "it is called max_tokens here",
+    "max_seq_length": "it is called max_tokens here",
+    "sequence_len": "it is called max_tokens here",
+    "cutoff_len": "it is called max_tokens here; what happens to longer documents is overlong",
+    "batch_size": "a step is batch_documents or batch_tokens, over all ranks",
+    "num_workers": "it is called workers here",
+    "prefetch_factor": "it is called prefetch_steps here",
+    "drop_last": "nothing is dropped: the last batch is short",
+    "shuffle": "set shuffle_window; 1 keeps the order",
+    "collate_fn": "set format",
+    "completion_only_loss": 'set loss_on = "completion"',
+    "assistant_only_loss": 'set record = "messages" and loss_on = "completion"',
+    "dataset_text_field": "it is called text_column here",
+}
+_EVALUATION_REFUSES = {
+    "shuffle_window": (1,),
+    "epochs": (None,),
+    "overlong": ("error", "split"),
+    "on_corrupt": ("error",),
+    "mixture_end": ("once",),
+}
+
+
+def data_config(
+    data: Any, settings: Mapping[str, Any], *, max_tokens: int, default_batch_tokens: int, evaluation: bool
+) -> tuple[DataConfig, dict[str, Any]]:
+    """Data settings, and the data set objects they name.
+
+    Args:
+        data: see `PackedLoader`.
+        settings: fields of `DataConfig`; those of a configuration are replaced.
+        default_batch_tokens: size of a batch in evaluation, where none is set.
+        evaluation: everything once, in order.
+
+    Raises:
+        ConfigError: unknown or contradicting settings; a data set without a column that says what a record is.
+    """
+    settings = dict(settings)
+    _check_names(settings)
+    base: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
+    if isinstance(data, DataConfig):
+        base = {field: getattr(data, field) for field in data.__struct_fields__}
+        for one, other in (("batch_documents", "batch_tokens"), ("batch_tokens", "batch_documents")):
+            if settings.get(one) is not None:
+                base[other] = None
+    elif is_dataset(data):
+        base, datasets = {"sources": (DATASET_NAME,)} | _record_kind(data, settings), {DATASET_NAME: data}
+    elif isinstance(data, str | Path):
+        base = {"sources": (str(data),)}
+    elif isinstance(data, Sequence) and all(isinstance(source, str | Path) for source in data):
+        base = {"sources": tuple(str(source) for source in data)}
+    else:
+        raise ConfigError(
+            f"data is a {type(data).__name__}; give a path or URL, a list of them, a DataConfig, or a Hugging Face "
+            "Dataset or IterableDataset"
+        )
+    if not isinstance(data, DataConfig):
+        base["max_document_tokens"] = max_tokens
+    if evaluation:
+        base |= _evaluation(data, base, settings, default_batch_tokens)
+    return DataConfig(**(base | settings)), datasets
+
+
+def is_dataset(data: Any) -> bool:
+    """A `Dataset` or `IterableDataset` of the `datasets` package.
+
+    Raises:
+        ConfigError: a dictionary of splits.
+    """
+    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):
+        raise ConfigError(f'data has the splits {list(data)}; give one of them, such as data["train"]')
+    return any(
+        base.__module__.split(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
+        for base in type(data).__mro__
+    )
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        if name in DataConfig.__struct_fields__:
+            continue
+        if name in _KNOWN_ELSEWHERE:
+            raise ConfigError(f"PackedLoader has no '{name}': {_KNOWN_ELSEWHERE[name]}")
+        near = difflib.get_close_matches(name, DataConfig.__struct_fields__, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"PackedLoader has no '{name}'{hint} It takes its own arguments and the fields of DataConfig")
+
+
+def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a data set's records hold, by its columns, where the caller does not say."""
+    if "record" in settings or data.column_names is None:
+        return {}
+    columns = set(data.column_names)
+    found: list[dict[str, Any]] = []
+    if "input_ids" in columns:
+        labels = {"labels_column": "labels"} if "labels" in columns else {}
+        found.append({"record": "tokens"} | labels)
+    if "messages" in columns:
+        found.append({"record": "messages"})
+    if {"prompt", "completion"} <= columns:
+        found.append({"record": "prompt_completion"})
+    if "text" in columns:
+        found.append({"record": "text"})
+    if len(found) == 1:
+        return found[0]
+    kinds = ", ".join(kind["record"] for kind in found) or "none of the kinds"
+    raise ConfigError(
+        f"the data set's columns {sorted(columns)} could be records of {kinds}; set record to one of text, messages, "
+        "prompt_completion, tokens, and the names of its columns where they are others"
+    )
+
+
+def _evaluation(
+    data: Any, base: Mapping[str, Any], settings: Mapping[str, Any], default_batch_tokens: int
+) -> dict[str, Any]:
+    given: dict[str, Any] = (dict(base) if isinstance(data, DataConfig) else {}) | dict(settings)
+    for name, allowed in _EVALUATION_REFUSES.items():
+        # The order and the epochs of a configuration are those of training; what it would leave out is meant.
+        meant = isinstance(data, DataConfig) and name in ("overlong", "on_corrupt", "mixture_end")
+        asked = name in settings or meant
+        if asked and given[name] not in allowed:
+            raise ConfigError(
+                f"evaluation=True with {name} = {given[name]!r}; evaluation leaves nothing out and keeps the order, so "
+                f"it must be {' or '.join(map(repr, allowed))}"
+            )
+    fixed: dict[str, Any] = {"shuffle_window": 1, "lanes": None, "epochs": None}
+    if given.get("batch_documents") is None and given.get("batch_tokens") is None:
+        fixed["batch_tokens"] = default_batch_tokens
+    return fixed

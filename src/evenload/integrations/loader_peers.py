@@ -1,0 +1,69 @@
+"""Which rank a loader serves, and how it talks to the others.
+
+| the caller gives | ranks that share a global batch | reading |
+|---|---|---|
+| nothing, no `torch.distributed` | this one | all of it |
+| nothing, `torch.distributed` initialised | all | each its share, tokens exchanged |
+| `group` | the group's | each its share, tokens exchanged |
+| `rank`, `world_size` | those | each all of it; needs no communication at all |
+
+Ranks that read together get a group of their own with a CPU backend, because a thread uses it while training
+communicates. Making it is collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from evenload.data.peers import Alone, Peers
+from evenload.errors import ConfigError
+from evenload.runtime.torch_peers import TorchPeers
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoaderPlace:
+    """A rank's place.
+
+    Args:
+        peers: those that read together.
+        replicas: of every one of `peers`, the rank whose packs it wants.
+        reads_alone: the others are not spoken to.
+    """
+
+    rank: int
+    world_size: int
+    peers: Peers
+    replicas: Sequence[int]
+    reads_alone: bool
+
+
+def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: float) -> LoaderPlace:
+    """The place of this process. Collective where ranks read together.
+
+    Raises:
+        ConfigError: half of a place, or two of them.
+    """
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank is {rank} and world_size {world_size}; give both or none")
+    if rank is not None and world_size is not None:
+        if group is not None:
+            raise ConfigError("rank and world_size stand beside group, which says both; leave them out")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank is {rank}, must be in 0 .. {world_size - 1}")
+        return LoaderPlace(rank=rank, world_size=world_size, peers=Alone(), replicas=(rank,), reads_alone=True)
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("group is given, but torch.distributed is not initialised")
+        return LoaderPlace(rank=0, world_size=1, peers=Alone(), replicas=(0,), reads_alone=True)
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    own = dist.new_group(
+        ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
+    )
+    assert isinstance(own, dist.ProcessGroup)
+    peers = TorchPeers(own)
+    return LoaderPlace(
+        rank=peers.rank, world_size=peers.size, peers=peers, replicas=range(peers.size), reads_alone=False
+    )

@@ -1,0 +1,84 @@
+"""What a `PackedLoader` is about to do, and what it does not do, in lines for a log."""
+
+from evenload.cost.pack_cost import PackCosts
+from evenload.data.config import DataConfig
+from evenload.integrations.batch_formats import METADATA, BatchFormat
+from evenload.integrations.loader_peers import LoaderPlace
+from evenload.integrations.packed_step import PackedStep, StepShape
+from evenload.plan.options import PlanOptions
+
+_WHY = {
+    "padded": "documents in order, padded to the longest of their pack; for comparison, not for speed",
+    "best_fit": "fewest packs: best fit by tokens; work differs between packs",
+    "fixed_greedy": "as few packs as tokens need, attention work spread over them",
+    "fixed_exact": "as few packs as tokens need, attention work spread by a solver",
+    "balanced": "equal predicted time of ranks and packs, within max_tokens",
+    "wlb": "equal predicted time; long documents wait for steps that they fit",
+}
+
+
+def start_lines(
+    config: DataConfig,
+    options: PlanOptions,
+    place: LoaderPlace,
+    costs: PackCosts,
+    shape: StepShape,
+    strategy: str,
+    format: BatchFormat,
+    *,
+    delays: bool,
+    evaluation: bool,
+) -> list[str]:
+    """One line a subject.
+
+    Args:
+        delays: documents may come in a later step than their batch's.
+    """
+    if config.batch_documents is not None:
+        batch = f"{config.batch_documents} documents"
+    else:
+        batch = f"up to {config.batch_tokens} tokens"
+    if shape.micro_batches is not None:
+        packs = f"exactly {shape.micro_batches} packs a rank"
+    else:
+        packs = "as many packs as needed" + (", equally many on all ranks" if shape.equal else "")
+    reading = "alone" if place.reads_alone else f"together with {place.world_size - 1} others"
+    workers = f"{config.workers} processes" if config.workers else "a thread"
+    order = f"shuffled within {config.shuffle_window} documents, seed {config.seed}"
+    not_done = [
+        "no document attends to another, and none is cut" if strategy in _WHY else "no document attends to another",
+        "no attention mask is made",
+        "no special tokens but the end of a document",
+        "tensors stay on the CPU",
+    ]
+    if delays and config.epochs is None:
+        not_done.append("documents that wait when you stop are not trained (set epochs)")
+    lines = [
+        f"strategy      {strategy}: {_WHY.get(strategy, 'cuts documents; the loop must follow step.plan')}",
+        f"balance       times of {costs.model.name}, {costs.coefficients.source} ({costs.coefficients.device})",
+        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of at most {shape.max_tokens} tokens",
+        f"boundaries    {METADATA[format]}",
+        f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
+        + (f", packed over {options.window} batches" if options.window > 1 else ""),
+        f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",
+        f"not done      {'; '.join(not_done)}",
+    ]
+    if evaluation:
+        lines.append("evaluation    every document once an iteration, none dropped, the last batch short")
+    return lines
+
+
+def first_step_line(step: PackedStep, shape: StepShape) -> str:
+    """How well the first step's packs are filled and balanced."""
+    plan = step.plan
+    packs = [pack for packs in plan.pack_plans for pack in packs.forward]
+    tokens = sum(pack.num_tokens for pack in packs)
+    padding = sum(pack.num_padding_tokens for pack in packs)
+    times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
+    mean_s = sum(times) / len(times)
+    uneven = max(times) / mean_s if mean_s else 1.0
+    return (
+        f"first step    {len(plan.documents)} documents, {tokens} tokens in {len(packs)} packs "
+        f"({tokens / (len(packs) * shape.max_tokens):.0%} of max_tokens), {tokens / (tokens + padding):.1%} not "
+        f"padding, slowest rank {uneven:.3f} of the mean by prediction"
+    )

@@ -1,0 +1,258 @@
+"""`PackedTrainerMixin`: transformers' `Trainer`, and TRL's `SFTTrainer`, trained from a `PackedLoader`.
+
+    class PackedTrainer(PackedTrainerMixin, Trainer): ...
+    trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
+
+What it replaces, and why:
+
+- `get_train_dataloader`: the loader itself, which has dealt the data already; Accelerate would deal it again.
+- `get_batch_samples`: the loss is divided by the label tokens of the *global* batch, which the loader knows, so it does
+  not depend on ranks or micro-batches; nothing is counted or gathered.
+- Resuming: the loader goes on where it was (`LOADER_STATE` in the checkpoint). The Trainer would read and throw away
+  every batch up to there (`ignore_data_skip` is switched on, so it does not).
+- `evaluation_loop`: the mean over all label tokens. The Trainer's mean of batch means weighs a short batch as much as
+  a full one.
+
+What the Trainer would do differently with a loader of one's own is refused at start, with the reason.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.packed_loader import PackedLoader
+
+LOADER_STATE = "evenload_loader.json"
+"""File in a checkpoint's directory."""
+
+_COUNT = "num_items_in_batch"
+
+
+class PackedTrainerMixin:
+    """Put before `Trainer` or `SFTTrainer` among the bases.
+
+    Args:
+        train_loader: with `format="hf"` and `micro_batches = args.gradient_accumulation_steps`.
+        eval_loader: with `evaluation=True`; makes `evaluate()` the mean loss over its label tokens.
+        arguments, settings: those of the Trainer; data sets, collator and batch sizes have no meaning.
+
+    Raises:
+        ConfigError: a combination that would train something else, named with the fix.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        train_loader: PackedLoader,
+        eval_loader: PackedLoader | None = None,
+        **settings: Any,
+    ) -> None:
+        self._train_loader, self._eval_loader = train_loader, eval_loader
+        args: Any = settings.get("args") or (arguments[1] if len(arguments) > 1 else None)
+        _refuse_settings(args, train_loader, eval_loader, settings)
+        if hasattr(args, "dataset_kwargs"):
+            # TRL would tokenise the placeholder.
+            args.dataset_kwargs = (args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
+        args.ignore_data_skip = True
+        settings["train_dataset"] = _placeholder()
+        if eval_loader is not None:
+            settings["eval_dataset"] = _placeholder()
+        super().__init__(*arguments, **settings)
+        _refuse_trainer(self, train_loader)
+        self.add_callback(_SaveLoader(train_loader))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def get_train_dataloader(self) -> Any:
+        """The loader's micro-batches, epoch after epoch."""
+        return _TrainBatches(self._train_loader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The evaluation loader's batches.
+
+        Raises:
+            ConfigError: there is no evaluation loader, or another data set is asked for.
+        """
+        if self._eval_loader is None or isinstance(eval_dataset, str):
+            raise ConfigError(
+                f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
+                "eval_loader=PackedLoader(..., evaluation=True)"
+            )
+        return self._eval_loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list, Any]:
+        """The micro-batches of one step, and the label tokens of the global batch."""
+        samples = [dict(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
+        if not samples:
+            return samples, None
+        counts = [sample.pop(_COUNT) for sample in samples]
+        if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
+            raise ConfigError(
+                f"the Trainer asked for {num_batches} micro-batches and got {len(samples)}, of steps with "
+                f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
+                "from a checkpoint that was saved after a step"
+            )
+        device = rest[0] if rest else self.args.device  # pyright: ignore[reportAttributeAccessIssue]
+        return samples, counts[0].to(device)
+
+    def _inner_training_loop(
+        self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, *rest: Any, **settings: Any
+    ) -> Any:
+        if resume_from_checkpoint is not None:
+            self._train_loader.load_state_dict(_read_state(Path(resume_from_checkpoint) / LOADER_STATE))
+        return super()._inner_training_loop(  # pyright: ignore[reportAttributeAccessIssue]
+            batch_size, args, resume_from_checkpoint, *rest, **settings
+        )
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *_: Any, metric_key_prefix: str = "eval", **__: Any
+    ) -> EvalLoopOutput:
+        """Mean loss over the label tokens of everything the loader has."""
+        trainer: Any = self
+        model = trainer._wrap_model(trainer.model, training=False)
+        if model is trainer.model and not trainer.is_in_train:
+            model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
+        was_training = model.training
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+        for batch in dataloader:
+            inputs = trainer._prepare_inputs({key: value for key, value in batch.items() if key != _COUNT})
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                # The sum over the batch's tokens: divided by 1.
+                total[0] += model(**inputs, num_items_in_batch=1).loss.double()
+            total[1] += (batch["labels"] != -100).sum().item()
+            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+        model.train(was_training)
+        loss_sum, tokens = trainer.accelerator.reduce(total, "sum").tolist()
+        return EvalLoopOutput(
+            predictions=None,  # pyright: ignore[reportArgumentType]
+            label_ids=None,
+            metrics={
+                f"{metric_key_prefix}_loss": loss_sum / tokens if tokens else 0.0,
+                f"{metric_key_prefix}_label_tokens": int(tokens),
+            },
+            num_samples=int(tokens),
+        )
+
+
+class _TrainBatches:
+    """What the Trainer iterates over: an epoch each time.
+
+    It has no `set_epoch`: after a resume the Trainer counts epochs from 0, and the loader knows better.
+    """
+
+    def __init__(self, loader: PackedLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        is_empty = True
+        for batch in self._loader:
+            is_empty = False
+            yield batch
+        if is_empty and not self._loader.has_ended:
+            # Resumed at the very end of an epoch; the Trainer takes an empty epoch for the end of the data.
+            yield from self._loader
+
+
+class _SaveLoader(TrainerCallback):
+    """Writes the loader's state beside every checkpoint."""
+
+    def __init__(self, loader: PackedLoader) -> None:
+        self._loader = loader
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer has just written `checkpoint-<step>`."""
+        if not args.should_save:
+            return
+        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOADER_STATE
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(self._loader.state_dict()))
+        os.replace(part, file)
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as err:
+        raise CheckpointError(
+            f"checkpoint has no readable loader state '{file}': {err}; resume from another one, or train from its "
+            "weights without resume_from_checkpoint"
+        ) from err
+
+
+def _refuse_settings(
+    args: Any, train_loader: PackedLoader, eval_loader: PackedLoader | None, settings: dict[str, Any]
+) -> None:
+    if args is None:
+        raise ConfigError("PackedTrainer needs args=TrainingArguments(...), with max_steps and the accumulation steps")
+    for loader, name in ((train_loader, "train_loader"), (eval_loader, "eval_loader")):
+        if loader is not None and loader.format != "hf":
+            raise ConfigError(f'{name} has format "{loader.format}", the Trainer needs "hf"')
+    if train_loader.is_evaluation or (eval_loader is not None and not eval_loader.is_evaluation):
+        raise ConfigError("train_loader must not, and eval_loader must be made with evaluation=True")
+    for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics"):
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"{name} has no meaning beside a loader: data come from train_loader and eval_loader, and evaluation "
+                "gives the mean loss; leave it out"
+            )
+    steps = args.gradient_accumulation_steps
+    if train_loader.micro_batches != steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {steps}, the loader makes {train_loader.micro_batches or 'any number of'} "
+            f"micro-batches a step; make it with micro_batches={steps}"
+        )
+    if args.max_steps <= 0:
+        raise ConfigError(
+            "the number of steps in an epoch is not known before it was read; set max_steps instead of num_train_epochs"
+        )
+    for name, fix in (
+        ("packing", "the loader packs; set packing=False"),
+        ("padding_free", "the loader's packs are free of padding; set padding_free=False"),
+        ("label_smoothing_factor", "not tested with packs; set it to 0"),
+        ("auto_find_batch_size", "the loader decides what a batch is; lower its max_tokens instead"),
+    ):
+        if getattr(args, name, None):
+            raise ConfigError(f"{name} is {getattr(args, name)}: {fix}")
+
+
+def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
+    args, accelerator = trainer.args, trainer.accelerator
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process with {args.n_gpu} GPUs would cut packs across them (DataParallel); start one process a GPU "
+            "with torchrun"
+        )
+    if loader.world_size != accelerator.num_processes or loader.rank != accelerator.process_index:
+        raise ConfigError(
+            f"the loader is rank {loader.rank} of {loader.world_size}, the Trainer {accelerator.process_index} of "
+            f"{accelerator.num_processes}; make the loader after torch.distributed is initialised (after "
+            "TrainingArguments), or give it rank and world_size. Tensor, context and sequence parallel ranks are not "
+            "supported here"
+        )
+    for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
+        if hasattr(trainer, size) and getattr(trainer, size)() > 1:
+            raise ConfigError(f"{size[4:6]} = {getattr(trainer, size)()} is not tested with packs; leave it at 1")
+    if not trainer.model_accepts_loss_kwargs:
+        raise ConfigError(
+            f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means over "
+            "micro-batches of different size; use a model whose forward takes loss keyword arguments"
+        )
+    if accelerator.num_processes > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices is off, and gradients are averaged over ranks: they would be too small by "
+            f"a factor of {accelerator.num_processes}; switch it on"
+        )
+
+
+def _placeholder() -> Any:
+    """A data set that is never read: the Trainer wants one, TRL one of its own kind."""
+    from datasets import Dataset
+
+    return Dataset.from_list([{"input_ids": [0, 0], "labels": [-100, -100]}])
