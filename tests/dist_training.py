@@ -1,13 +1,14 @@
 """A training run as one rank of a `GlooPool`."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import create_mesh
-from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
 
@@ -23,6 +24,7 @@ COSTS = CostCoefficients(
     reduce_bandwidth_bytes_per_s=1e9,
     reduce_latency_s=1e-5,
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
+    host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
 )
 
@@ -34,6 +36,29 @@ def shared_steps(config_file: str, overrides: list[str], stop_after: int) -> lis
 
 def _most_ranks(plan: StepPlan) -> int:
     return max(piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
+
+
+class StepMemory(NamedTuple):
+    """Of one step: measured and predicted peak, policies of its documents, kinds of its actions."""
+
+    loss: float
+    peak_bytes: int
+    predicted_bytes: int
+    policies: frozenset[str]
+    kinds: frozenset[str]
+
+
+def memory_steps(config_file: str, overrides: list[str], stop_after: int) -> list[StepMemory]:
+    """As `train_steps`; under `plan.memory_bytes` where it is set."""
+    return _train(config_file, overrides, stop_after, _memory)
+
+
+def _memory(report: StepReport) -> StepMemory:
+    plan, row = report.plan, report.row
+    policies = {p.policies.get(d.doc_id, "replay") for p in plan.pack_plans for pack in p.forward for d in pack.slices}
+    kinds = {action.kind for schedule in plan.schedules for rank in schedule.ranks for action in rank}
+    numbers = row["peak_memory_bytes"], row["predicted_peak_memory_bytes"]
+    return StepMemory(row["loss"], *numbers, frozenset(policies), frozenset(kinds))  # type: ignore[arg-type]
 
 
 def train_steps(config_file: str, overrides: list[str], stop_after: int, export: bool = False) -> list[float]:
@@ -50,7 +75,7 @@ def _train(config_file: str, overrides: list[str], stop_after: int, of_report, e
     trainer = Trainer(config, mesh)
     trainer.resume()
     found = []
-    for report in trainer.train(COSTS, 2**34, stop_after):
+    for report in trainer.train(COSTS, config.plan.memory_bytes or 2**34, stop_after):
         if report is not None:
             found.append(of_report(report))
     trainer.save()
