@@ -4,11 +4,50 @@ import pytest
 
 from context_plans import RULES, context_plan, merged_plan
 from dist_equality import assert_plans_equal_plain
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.options import PlanOptions
+from evenload.plan.planner import StepPlanner
+from evenload.plan.sharding_cost import sharding_cost
 from evenload.plan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from evenload.types.work import WorkCurve
+from reference_training import tiny_config
 
 COST = ShardingCost(WorkCurve(1.0, ((0.05, 0),), 0.5), tile=4, gather_s_per_token=0.1)
+# Attention dear enough that balanced cuts differ between forward and backward, transfers cheap enough to share.
+COSTS = CostCoefficients(
+    source="analytic",
+    device="test",
+    peak_flops_per_s=1e9,
+    forward=PassCoefficients(linear_s_per_token=1e-3, attention_s_per_pair=1e-4, slice_s=1e-5, pack_s=1e-4),
+    backward=PassCoefficients(linear_s_per_token=2e-3, attention_s_per_pair=2.5e-4, slice_s=2e-5, pack_s=2e-4),
+    head_s_per_token=5e-4,
+    p2p_bandwidth_bytes_per_s=1e9,
+    p2p_latency_s=1e-5,
+    reduce_bandwidth_bytes_per_s=1e9,
+    reduce_latency_s=1e-5,
+    intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-6),
+    devices_per_node=64,
+)
+LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
+
+
+def planned(strategy, layout, options=None, kind="llama", lengths=LENGTHS):
+    """The strategy's own plan of these documents, and what its sharding is decided by."""
+    model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
+    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=64))
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    plan = planner.plan(0, documents, strategy)
+    validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
+    return plan, sharding_cost(planner.costs, dp_merge=planner.options.dp_merge)
+
+
+def shared_slices(plans):
+    return [s for plan in plans for p in plan.pack_plans for pack in p.forward for s in pack.slices if s.cp > 1]
 
 
 def assert_equal(pool, plans, exchange="all_gather", **options):
@@ -34,3 +73,31 @@ def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     rules = ["per_document", "mixed", "dacp"]
     plans = [merged_plan(100 * dp + 10 * pp + i, dp=dp, pp=pp, cp=cp, rule=rules[i % len(rules)]) for i in range(6)]
     assert_equal(gloo_pool, plans, exchange)
+
+
+@pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
+def test_every_strategy_with_context_ranks_equals_plain_training(gloo_pool, cp, pp, dp):
+    """As planned, padded packs too; the sharding that the run's own costs choose."""
+    layout = even_layout(4, cp=cp, pp=pp, dp=dp)
+    names = ["padded", "balanced", "slimpack", "auto", "sequential", "wlb", *(["skrull"] if pp == 1 else [])]
+    found = [planned(name, layout) for name in names]
+    found += [
+        planned("slimpack", layout, PlanOptions(max_pack_tokens=16, cp_sharding=rule))
+        for rule in ("per_document", "per_sequence", "adaptive")
+    ]
+    plans = [plan for plan, _ in found]
+    assert shared_slices(plans)
+    assert_plans_equal_plain(gloo_pool, plans, sharding_cost=found[0][1])
+    assert_plans_equal_plain(gloo_pool, plans[::3], exchange="ring", sharding_cost=found[0][1])
+
+
+@pytest.mark.parametrize(("dp", "pp", "cp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_planned_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp):
+    """One document twenty times the mean: SlimPack and auto give it to several replicas."""
+    layout = even_layout(4, cp=cp, pp=pp, dp=dp)
+    options = [PlanOptions(dp_merge=True), PlanOptions(dp_merge=True, max_pack_tokens=60)]
+    lengths = [200, *[10] * 10, 3, 30, 1]
+    found = [planned(name, layout, one, lengths=lengths) for name in ("slimpack", "auto") for one in options]
+    for plan, _ in found:
+        assert max(piece.cp for piece in shared_slices([plan])) > cp, plan.strategy
+    assert_plans_equal_plain(gloo_pool, [plan for plan, _ in found], sharding_cost=found[0][1])
