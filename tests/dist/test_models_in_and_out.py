@@ -1,0 +1,240 @@
+"""Hugging Face and PEFT directories in and out of a run, for every architecture; runs that train adapters.
+
+Llama's way in and out is in test_training.py; Mistral, Qwen2 and Qwen3 differ from it in no name.
+"""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from dist_training import train_steps
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import ConfigError
+from evenload.runtime.config import load_train_config
+from evenload.runtime.hf_model import build_stage_model, load_config
+from evenload.runtime.trainer import model_spec
+from reference_training import tiny_config
+from training_cases import write_training_config
+
+# peft asks transformers by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+KINDS = ["gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
+LORA = ["model.lora={rank=3, alpha=6.0}", "train.steps=4"]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Short documents of very different lengths."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(30):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 3 + (5 if i % 11 == 0 else 0)))
+    return write_training_config(tmp_path, corpus)
+
+
+def save_random_model(kind: str, directory: Path, **changes) -> nn.Module:
+    """transformers' own random model in transformers' own files."""
+    torch.manual_seed(11)
+    # Gemma's are always tied on the Hub, others seldom.
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(kind, vocab_size=257, tied=kind.startswith("gemma"), **changes), dtype=torch.float64
+    )
+    model.save_pretrained(directory)
+    return model
+
+
+def tensor_names(directory: Path) -> set[str]:
+    names = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+def loss_of(model: nn.Module, batch) -> float:
+    # transformers' grouped products have no float64.
+    model.config._experts_implementation = "eager"
+    total = 0.0
+    with torch.no_grad():
+        for tokens in batch.tokens.values():
+            row = torch.from_numpy(tokens).long()
+            logits = model(row[None]).logits[0, :-1]
+            total += nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
+    return total / batch.num_label_tokens
+
+
+def batches_of(config, count: int) -> list:
+    loader = GlobalBatchLoader(config.data)
+    return [loader.next_batch() for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_directories_in_and_out(gloo_pool, config_file, tmp_path, kind):
+    """A model saved by transformers is trained and exported by two stages; transformers loads it, tensor by tensor
+    under the same names, and its loss is the run's next one."""
+    original = save_random_model(kind, tmp_path / "original")
+    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false", "parallel.pp=2"]
+    if kind in ("mixtral", "qwen3_moe"):
+        base.append("model.router_aux_loss_coef=0.0")
+    config = load_train_config(config_file, base)
+    first, second = batches_of(config, 2)
+    losses = gloo_pool.run(2, train_steps, str(config_file), base, 1, True)[0]
+    # transformers rounds norms, probabilities and routes to float32 on the way.
+    assert losses == pytest.approx([loss_of(original, first)], rel=1e-6)
+
+    exported = tmp_path / "run" / "model"
+    assert tensor_names(exported) == tensor_names(tmp_path / "original")
+    trained = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+    assert loss_of(trained, second) != pytest.approx(loss_of(original, second), rel=1e-4), "it was really trained"
+    continued = gloo_pool.run(2, train_steps, str(config_file), base, 2)[0]
+    assert continued == pytest.approx([loss_of(trained, second)], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_fused_experts_are_read_too(tmp_path, kind):
+    """A directory may also hold the tensors that transformers fuses in memory."""
+    from safetensors.torch import save_file
+
+    model = save_random_model(kind, tmp_path / "original")
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    save_file({n: p.detach().clone() for n, p in model.named_parameters()}, fused / "model.safetensors")
+    config = load_config(str(tmp_path / "original"))
+    found = [
+        build_stage_model(
+            config, layers=(1, 3), dtype=torch.float64, device=torch.device("cpu"), weights=str(d), seed=0
+        )
+        for d in (tmp_path / "original", fused)
+    ]
+    expected = dict(model.named_parameters())
+    for stage in found:
+        for _, named in stage.unit_parameters():
+            for name, parameter in named:
+                assert torch.equal(parameter, expected[name]), name
+
+
+def test_a_balanced_run_reports_its_whole_loss(gloo_pool, config_file, tmp_path):
+    """Every stage has a share of the load-balancing loss; the run's loss is the sum, whatever the layout."""
+    save_random_model("qwen3_moe", tmp_path / "original", output_router_logits=True, router_aux_loss_coef=0.3)
+    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false"]
+    runs = []
+    for pp, dp, strategy in [(1, 1, "best_fit"), (2, 2, "padded"), (2, 1, "slimpack")]:
+        layout = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
+        here = [*base, *layout, f"train.output_dir={tmp_path / strategy}"]
+        runs.append(gloo_pool.run(pp * dp, train_steps, str(config_file), here, 2)[0])
+    for run in runs[1:]:
+        assert run == pytest.approx(runs[0], rel=1e-7)
+    without = gloo_pool.run(
+        1, train_steps, str(config_file), [*base, "model.router_aux_loss_coef=0", f"train.output_dir={tmp_path}/0"], 1
+    )[0]
+    assert runs[0][0] - without[0] > 0.3
+
+
+def test_a_model_with_experts_asks_how_to_balance_them(config_file, tmp_path):
+    from evenload.runtime.recipes import router_aux_loss_coef
+
+    save_random_model("mixtral", tmp_path / "original")
+    config = load_train_config(config_file, [f"model.path={tmp_path / 'original'}"])
+    with pytest.raises(ConfigError, match=r"model\.router_aux_loss_coef = 0\.001 .* 0 trains none"):
+        router_aux_loss_coef(load_config(config.model.path), config.model.router_aux_loss_coef)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------
+
+
+def plain_adapter_losses(config, directory: Path, steps: int) -> tuple[list[float], peft.PeftModel]:
+    """`peft` and torch's AdamW on the same batches, from an adapter that we wrote."""
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
+    model = peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
+    o = config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trained, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True)
+    losses = []
+    for step, batch in enumerate(batches_of(config, steps)):
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens in batch.tokens.values():
+            row = torch.from_numpy(tokens).long()
+            logits = model(row[None]).logits[0, :-1]
+            total = total + nn.functional.cross_entropy(logits, row[1:], reduction="sum") / batch.num_label_tokens
+        adamw.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(trained, o.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = o.rate(step, config.train.steps)
+        adamw.step()
+        losses.append(total.item())
+    return losses, model
+
+
+def test_adapters_train_like_peft_resume_and_come_back(gloo_pool, config_file, tmp_path):
+    """Losses equal peft's with AdamW; a resumed run's are the same to the bit; the exported adapter is the trained
+    one; checkpoints hold adapters and nothing else."""
+    save_random_model("llama", tmp_path / "original")
+    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false", *LORA]
+    start = [*base, f"train.output_dir={tmp_path / 'start'}", "optimizer.learning_rate=1e-30"]
+    gloo_pool.run(1, train_steps, str(config_file), start, 1, True)  # writes the adapter that a run begins with
+
+    config = load_train_config(config_file, base)
+    expected, plain = plain_adapter_losses(config, tmp_path / "start" / "adapter", 4)
+    layout = [*base, "parallel.pp=2", "parallel.dp=2"]
+    whole = gloo_pool.run(
+        4, train_steps, str(config_file), [*layout, f"train.output_dir={tmp_path / 'whole'}"], 4, True
+    )[0]
+    assert whole == pytest.approx(expected, rel=1e-9)
+    assert whole[-1] < whole[0]
+    resumed = []
+    for stop in (2, 4):
+        here = [*layout, f"train.output_dir={tmp_path / 'resumed'}"]
+        resumed += gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]
+    assert resumed == whole
+    other = [*base, "parallel.dp=3", f"train.output_dir={tmp_path / 'resumed'}", "train.steps=5"]
+    assert len(gloo_pool.run(3, train_steps, str(config_file), other, 5)[0]) == 1
+
+    found = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64),
+        tmp_path / "whole" / "adapter",
+        autocast_adapter_dtype=False,
+    )
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(found(tokens).logits, plain(tokens).logits, rtol=1e-9, atol=1e-9)
+    assert not (tmp_path / "whole" / "model").exists()
+    metadata = FileSystemReader(tmp_path / "whole" / "checkpoints" / "step-00000004").read_metadata()
+    tensors = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    assert tensors
+    assert all(".lora_" in name for name in tensors)
+
+
+def test_adapters_of_experts_models_and_bf16_run(gloo_pool, config_file, tmp_path):
+    """Attention's linears get adapters, experts stay frozen; bf16 adapters have fp32 masters."""
+    save_random_model("qwen3_moe", tmp_path / "original")
+    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false", "model.router_aux_loss_coef=0", *LORA]
+    run = [*base, "model.dtype=bfloat16", "parallel.pp=2", "plan.options.policy=recompute"]
+    losses = gloo_pool.run(2, train_steps, str(config_file), run, 4, True)[0]
+    assert losses[-1] < losses[0]
+    names = tensor_names(tmp_path / "run" / "adapter")
+    assert {name.split(".")[6] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_the_cost_model_of_a_run_knows_its_adapters(config_file, tmp_path):
+    save_random_model("llama", tmp_path / "original")
+    config = load_train_config(config_file, [f"model.path={tmp_path / 'original'}", "model.lora={rank=3}"])
+    # rank · (in + out) of q, o: 48 + 48; k, v: 48 + 24; gate, up, down: 48 + 80.
+    assert model_spec(config).adapter_parameters_per_layer == 3 * (2 * 96 + 2 * 72 + 3 * 128)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.lora={rnak=3}", r"unknown configuration key 'model\.lora\.rnak'; did you mean 'model\.lora\.rank'"),
+        ("model.lora={dropout=0.1}", r"model\.lora\.dropout is 0\.1, must be 0"),
+    ],
+)
+def test_wrong_adapter_settings_are_refused(config_file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_train_config(config_file, [override])
