@@ -121,7 +121,8 @@ class StepSource:
         return prepared
 
     def _prepare(self, step: int) -> PreparedStep | None:
-        batch = self._loader.next_batch()
+        with self._mesh.watch.waiting(f"the documents of step {step}"):
+            batch = self._loader.next_batch()
         if batch is None:
             return None
         plan, plan_time_s = self._shared_plan(step, batch)
@@ -129,7 +130,8 @@ class StepSource:
         lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
         by_replica = documents_by_replica(plan, lengths)
         wanted = [by_replica[plan.layout.dp_rank(rank)] for rank in range(plan.layout.world_size)]
-        tokens = exchange_tokens(batch, wanted, self._loader.peers)
+        with self._mesh.watch.waiting(f"the tokens of step {step}"):
+            tokens = exchange_tokens(batch, wanted, self._loader.peers)
         self._loader.note_step(batch, plan)
         self._loader.check_ledger()
         return PreparedStep(
@@ -158,7 +160,8 @@ class StepSource:
                 outcome[0] = _Planned(plan, state, time.perf_counter() - start_s)
             except EvenloadError as error:
                 outcome[0] = _Refused(type(error).__name__, str(error))
-        dist.broadcast_object_list(outcome, src=0, group=self._mesh.planning)
+        with self._mesh.watch.waiting(f"the plan of step {step}", "rank 0"):
+            dist.broadcast_object_list(outcome, src=0, group=self._mesh.planning)
         answer = outcome[0]
         if isinstance(answer, _Refused):
             raise getattr(errors, answer.error)(answer.text)

@@ -203,6 +203,7 @@ class Trainer:
         )
         while True:
             wait_from_s = time.perf_counter()
+            self.mesh.watch.note("the wait for its next documents and plan")
             prepared = source.next()
             if prepared is None:
                 return

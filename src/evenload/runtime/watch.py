@@ -5,7 +5,7 @@ rank waited for what of which rank, and since when. Where ranks share a store, e
 second (a count, and what it is doing); a rank that gives up reads the signs twice and adds whose count stood still
 (dead or stopped) and what the others were doing, so that the cause is named and not only the neighbour.
 
-Price: a microsecond a wait; one small write a rank and second to the store, less often in large worlds; three seconds
+Price: a microsecond a wait; one small write a rank and second to the store, less often in large worlds; four seconds
 after a failure.
 """
 
@@ -20,7 +20,9 @@ import torch.distributed as dist
 from evenload.errors import RankLostError
 from evenload.types.schedule import Action
 
+_WAIT = "a wait for "
 _MAX_NAMED = 4
+_PATIENCE = 4.0  # Signs that a live rank cannot miss, also on a machine with more processes than cores.
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
 
 
@@ -57,6 +59,7 @@ class RankWatch:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None:
+            self._show()
             self._thread = threading.Thread(target=self._show_signs, name="evenload-signs", daemon=True)
             self._thread.start()
 
@@ -69,15 +72,16 @@ class RankWatch:
         """Around a transfer or a collective.
 
         Args:
-            what: such as "the hidden states of forward pack 7"; the step is added.
+            what: such as "the hidden states of forward pack 7"; "of step 12" is added where it does not say so.
             peers: who has to do their part, such as "rank 1".
 
         Raises:
             RankLostError: instead of the transport's error. Other errors pass.
         """
         thread, from_s = threading.get_ident(), time.monotonic()
-        step = f" of step {self.step}" if self.step >= 0 and thread == self._main else ""
+        step = f" of step {self.step}" if self.step >= 0 and " of step " not in what else ""
         text = f"{what}{step} from {peers}"
+        outer = self._waiting.get(thread)
         self._waiting[thread] = (text, from_s)
         try:
             yield
@@ -87,9 +91,12 @@ class RankWatch:
             waited_s = time.monotonic() - from_s
             reason = " ".join(str(error).split())
             how = f"nothing for {waited_s:.0f} s" if "imed out" in reason else "the connection broke"
-            raise RankLostError(f"{self._name} waited for {text}: {how}. {self._diagnosis(text)}({reason})") from error
+            raise RankLostError(f"{self._name} waited for {text}: {how}. {self._diagnosis()}({reason})") from error
         finally:
-            del self._waiting[thread]
+            if outer is None:
+                del self._waiting[thread]
+            else:
+                self._waiting[thread] = outer
 
     def close(self) -> None:
         """The run ends well: no more signs."""
@@ -112,18 +119,23 @@ class RankWatch:
             words = what if isinstance(what, str) else f"{_WORDS[what.kind]} pack {what.pack}"
             doing = f"{words} of step {self.step}" if self.step >= 0 else words
             if wait := self._waiting.get(self._main):
-                doing, from_s = f"waiting for {wait[0]}", wait[1]
+                doing, from_s = f"{_WAIT}{wait[0]}", wait[1]
             sign = _Sign(self._count, doing, time.monotonic() - from_s, self._gave_up)
             self._store.set(f"sign/{self._rank}", msgspec.json.encode(sign).decode())
 
     def _read(self) -> dict[int, _Sign]:
         assert self._store is not None
-        keys = {rank: f"sign/{rank}" for rank in range(self._world_size) if rank != self._rank}
+        never = _Sign(0, "nothing yet", 0.0, False)
+        signs = {}
         with self._lock:
-            there = [rank for rank, key in keys.items() if self._store.check([key])]
-            return {rank: msgspec.json.decode(self._store.get(keys[rank]), type=_Sign) for rank in there}
+            for rank in range(self._world_size):
+                key = f"sign/{rank}"
+                if rank != self._rank:
+                    there = self._store.check([key])
+                    signs[rank] = msgspec.json.decode(self._store.get(key), type=_Sign) if there else never
+        return signs
 
-    def _diagnosis(self, text: str) -> str:
+    def _diagnosis(self) -> str:
         """A sentence about the other ranks, or nothing where they cannot be asked."""
         if self._store is None:
             return ""
@@ -131,16 +143,16 @@ class RankWatch:
             self._gave_up = True
             self._show()
             before = self._read()
-            time.sleep(2.5 * self._interval_s)
+            time.sleep(_PATIENCE * self._interval_s)
             after = self._read()
         except RuntimeError:
             return ""
-        still = [r for r, sign in after.items() if not sign.gave_up and sign.count == before.get(r, sign).count]
+        still = {r: sign for r, sign in after.items() if not sign.gave_up and sign.count == before[r].count}
         if still:
-            return _sentence("no sign of life from", {rank: after[rank] for rank in still}, "last seen")
-        busy = {r: sign for r, sign in after.items() if not sign.gave_up and not sign.doing.startswith("waiting")}
+            return _sentence("no sign of life from", still, "last seen at")
+        busy = {r: sign for r, sign in after.items() if not sign.gave_up and not sign.doing.startswith(_WAIT)}
         if busy:
-            return _sentence("all ranks are alive, but not waiting is", busy, "now")
+            return _sentence("all ranks are alive, and not waiting is", busy, "now at")
         gone = {r: sign for r, sign in after.items() if sign.gave_up}
         return _sentence("gave up before:", gone, "while") if gone else ""
 
