@@ -1,0 +1,84 @@
+import threading
+import time
+
+import pytest
+
+from evenload.data.read_ahead import ReadAhead
+
+
+class Counter:
+    """Gives 0, 1, 2, ... and then None, or an error at a number."""
+
+    def __init__(self, count=10**9, fail_at=None):
+        self.made, self._count, self._fail_at = 0, count, fail_at
+
+    def __call__(self):
+        if self.made == self._fail_at:
+            raise ValueError(f"at {self.made}")
+        self.made += 1
+        return self.made - 1 if self.made <= self._count else None
+
+
+def settled(counter, want):
+    """Wait until so many were made; then see that it stays there."""
+    deadline_s = time.monotonic() + 10
+    while counter.made < want and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    time.sleep(0.03)
+    return counter.made
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_items_come_in_order_and_none_ever_after(depth):
+    ahead = ReadAhead(Counter(5), depth, "test")
+    assert [ahead.next() for _ in range(8)] == [0, 1, 2, 3, 4, None, None, None]
+    ahead.close()
+
+
+def test_no_more_are_made_ahead_than_allowed():
+    counter = Counter()
+    ahead = ReadAhead(counter, 3, "test")
+    assert settled(counter, 3) == 3
+    ahead.next()
+    assert settled(counter, 4) == 4
+    ahead.close()
+    assert counter.made == 4
+
+
+def test_close_makes_all_that_was_allowed_so_that_ranks_make_equally_many_calls():
+    """A rank that closes early must not leave the others alone in a collective call."""
+    gate = threading.Event()
+    made = []
+
+    def make():
+        gate.wait(10)
+        made.append(len(made))
+        return made[-1]
+
+    ahead = ReadAhead(make, 4, "test")
+    closing = threading.Thread(target=ahead.close)
+    closing.start()
+    gate.set()
+    closing.join(10)
+    assert made == [0, 1, 2, 3]
+    assert ahead.next() is None
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_error_comes_in_its_place_and_ends_the_items(depth):
+    ahead = ReadAhead(Counter(fail_at=2), depth, "test")
+    assert [ahead.next(), ahead.next()] == [0, 1]
+    with pytest.raises(ValueError, match="at 2"):
+        ahead.next()
+    assert ahead.next() is None
+    ahead.close()
+
+
+def test_a_dropped_reader_ends_its_thread():
+    ahead = ReadAhead(Counter(), 2, "evenload-dropped")
+    ahead.next()
+    del ahead
+    deadline_s = time.monotonic() + 10
+    while any(thread.name == "evenload-dropped" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)

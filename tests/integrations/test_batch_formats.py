@@ -1,0 +1,155 @@
+import numpy as np
+import pytest
+import torch
+from packed_cases import documents_of, gradient_of, packed_loss, reference_gradient, tiny_model
+
+from evenload.data.collate import collate_pack
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.errors import ConfigError
+from evenload.integrations.batch_formats import (
+    VarlenMetadata,
+    format_pack,
+    hf_batch,
+    megatron_packed_seq_params,
+    move_batch,
+)
+from evenload.integrations.packed_step import zero_weight_pack
+from evenload.types.document import Slice
+from evenload.types.micropack import MicroPack
+
+DOCUMENTS = {7: [5, 6, 7], 8: [9], 9: [1, 2, 3, 4]}
+
+
+def pack_of(documents, pad_to=0):
+    slices = tuple(Slice(doc_id=doc_id, start=0, stop=len(tokens)) for doc_id, tokens in documents.items())
+    tokens = {doc_id: np.array(tokens, np.int32) for doc_id, tokens in documents.items()}
+    return collate_pack(MicroPack(index=0, direction="forward", slices=slices, pad_to=pad_to), tokens)
+
+
+def test_hf_names_and_labels():
+    """`DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives the same."""
+    transformers = pytest.importorskip("transformers")
+    batch = hf_batch(pack_of(DOCUMENTS), 5)
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    expected = collator([{"input_ids": tokens} for tokens in DOCUMENTS.values()])
+    for key, value in expected.items():
+        if torch.is_tensor(value):
+            assert batch[key].dtype == value.dtype, key
+            assert batch[key].tolist() == value.tolist(), key
+        else:
+            assert batch[key] == value, key
+    assert set(batch) - set(expected) == {"num_items_in_batch", "use_cache"}
+    assert (batch["num_items_in_batch"].item(), batch["use_cache"]) == (5, False)
+    assert documents_of(batch) == [tuple(tokens) for tokens in DOCUMENTS.values()]
+
+
+def test_varlen_names():
+    batch = format_pack(pack_of(DOCUMENTS), "varlen", 5)
+    assert batch["input_ids"].tolist() == [5, 6, 7, 9, 1, 2, 3, 4]
+    assert batch["targets"].tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
+    assert batch["positions"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    for key in ("cu_seq_q", "cu_seq_k"):
+        assert batch[key].tolist() == [0, 3, 4, 8]
+        assert batch[key].dtype == torch.int32
+    assert (batch["max_q"], batch["max_k"], batch["num_label_tokens"]) == (4, 4, 5)
+    assert type(batch["max_q"]) is int
+
+
+def test_torchtitan_names():
+    inputs, labels = format_pack(pack_of(DOCUMENTS), "torchtitan", 5)
+    assert set(inputs) == {"input", "positions", "attention_masks"}
+    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == (1, 8)
+    assert VarlenMetadata._fields == ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    assert inputs["attention_masks"].cu_seq_q.tolist() == [0, 3, 4, 8]
+    # Its loss takes labels as they are: shifted, -100 ignored.
+    assert labels[0].tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
+
+
+def test_megatron_names():
+    batch = format_pack(pack_of(DOCUMENTS), "megatron", 5)
+    # Masked labels must be valid ids: the vocabulary-parallel loss looks them up.
+    assert batch["labels"].tolist() == [[6, 7, 0, 0, 2, 3, 4, 0]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 1, 0]]
+    assert batch["loss_mask"].dtype == torch.float32
+    assert batch["attention_mask"] is None
+    fields = batch["packed_seq_params"]
+    assert fields["qkv_format"] == "thd"
+    assert fields["cu_seqlens_q"].tolist() == fields["cu_seqlens_kv"].tolist() == [0, 3, 4, 8]
+    assert (fields["max_seqlen_q"], fields["max_seqlen_kv"]) == (4, 4)
+
+
+def test_megatron_accepts_the_fields():
+    pytest.importorskip("megatron.core.packed_seq_params")
+    params = megatron_packed_seq_params(format_pack(pack_of(DOCUMENTS), "megatron", 5))
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
+
+
+def test_without_megatron_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "megatron.core.packed_seq_params", None)
+    with pytest.raises(ConfigError, match="megatron-core, which is not installed"):
+        megatron_packed_seq_params(format_pack(pack_of(DOCUMENTS), "megatron", 5))
+
+
+def test_padding_has_no_label_and_stays_in_its_document():
+    batch = hf_batch(pack_of({1: [5, 6], 2: [7, 8, 9]}, pad_to=3), 3)
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, IGNORE_INDEX, IGNORE_INDEX, 8, 9]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 6]
+
+
+def test_moving_a_batch_moves_every_tensor_and_no_integer():
+    for format in ("hf", "varlen", "torchtitan", "megatron"):
+        batch = format_pack(pack_of(DOCUMENTS), format, 5)
+        moved = move_batch(batch, "meta")
+        tensors = [value for value in _leaves(moved) if torch.is_tensor(value)]
+        assert tensors
+        assert all(tensor.device.type == "meta" for tensor in tensors)
+        assert [v for v in _leaves(moved) if not torch.is_tensor(v)] == [
+            v for v in _leaves(batch) if not torch.is_tensor(v)
+        ]
+        assert type(moved) is type(batch)
+
+
+def _leaves(batch):
+    if isinstance(batch, dict):
+        return [leaf for part in batch.values() for leaf in _leaves(part)]
+    if isinstance(batch, tuple):
+        return [leaf for part in batch for leaf in _leaves(part)]
+    return [batch]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_documents_of_a_pack_do_not_see_each_other_in_a_model(attention):
+    """The most-cited defect of packing: nothing warns, the loss looks fine (trl#805, unsloth#126)."""
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    documents = {1: [3, 4, 5], 2: [6], 3: [8, 9, 10, 11, 12]}
+    inputs = {k: v for k, v in hf_batch(pack_of(documents), 1).items() if k not in ("labels", "num_items_in_batch")}
+    packed = model(**inputs).logits[0]
+    alone = torch.cat([model(input_ids=torch.tensor([tokens])).logits[0] for tokens in documents.values()])
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_a_pack_are_those_of_its_documents():
+    model = tiny_model()
+    documents = {1: [3, 4, 5], 2: [6], 3: [8, 9, 10, 11, 12]}
+    loss, gradient = reference_gradient(model, documents.values())
+    model.zero_grad()
+    found = packed_loss(model, hf_batch(pack_of(documents), 6))
+    found.backward()
+    assert found.item() == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(gradient_of(model), gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_a_zero_weight_pack_has_a_gradient_of_zeros():
+    """Every rank must run a backward pass, also one without work."""
+    model = tiny_model()
+    model(**hf_batch(zero_weight_pack(), 5)).loss.backward()
+    gradient = gradient_of(model)
+    assert gradient.shape[0] == sum(parameter.numel() for parameter in model.parameters())
+    assert not gradient.any()
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(ConfigError, match="choose one of hf, varlen"):
+        format_pack(pack_of(DOCUMENTS), "jax", 1)

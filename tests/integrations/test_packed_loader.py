@@ -1,0 +1,346 @@
+import json
+from collections import Counter
+
+import pytest
+from packed_cases import all_documents, batch_fingerprint, documents_of, loader_of, tokens_of, write_texts
+
+from evenload import PackedLoader
+from evenload.data.config import DataConfig, MixturePart
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.errors import ConfigError, DataError
+
+WHOLE = ("padded", "best_fit", "fixed_greedy", "balanced", "wlb")
+
+
+def write_sizes(root, sizes):
+    """Documents of so many tokens."""
+    (root / "sized.jsonl").write_text("".join(json.dumps({"text": "a" * (size - 1)}) + "\n" for size in sizes))
+
+
+def epoch_of_ranks(root, world_size, **changes):
+    """Batches of an epoch by rank; ranks that read alone plan the same."""
+    return [list(loader_of(root, rank=rank, world_size=world_size, **changes)) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_every_document_comes_exactly_once_an_epoch(tmp_path, strategy, world_size):
+    texts = write_texts(tmp_path)
+    ranks = epoch_of_ranks(tmp_path, world_size, strategy=strategy, epochs=1)
+    found = all_documents(batch for batches in ranks for batch in batches)
+    if strategy == "padded":  # padding belongs to the document before it
+        found = Counter(tuple(token for token in document if token) for document in found.elements())
+    assert found == Counter(map(tokens_of, texts))
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_all_ranks_run_equally_many_micro_batches(tmp_path, strategy):
+    """Otherwise data-parallel training waits for ever (verl#6176, axolotl#494)."""
+    write_texts(tmp_path, num_documents=7)
+    ranks = epoch_of_ranks(tmp_path, 4, strategy=strategy, batch_documents=5, epochs=1)
+    settings = {"world_size": 4, "strategy": strategy, "batch_documents": 5, "epochs": 1}
+    counts = [[len(step) for step in loader_of(tmp_path, rank=rank, **settings).steps()] for rank in range(4)]
+    assert counts.count(counts[0]) == 4
+    assert len({len(batches) for batches in ranks}) == 1
+    empty = [batch for batches in ranks for batch in batches if not documents_of(batch)]
+    assert empty, "the last batch of two documents must leave ranks short of work"
+    for batch in empty:
+        assert batch["labels"].tolist() == [[IGNORE_INDEX]]
+        assert batch["input_ids"].shape == (1, 1)
+
+
+def test_ranks_may_run_what_they_have(tmp_path):
+    write_texts(tmp_path, num_documents=7)
+    ranks = epoch_of_ranks(tmp_path, 4, batch_documents=5, equal_micro_batches=False, epochs=1)
+    assert all(documents_of(batch) for batches in ranks for batch in batches)
+    assert len({len(batches) for batches in ranks}) > 1
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_a_fixed_number_of_micro_batches_is_exact(tmp_path, strategy):
+    texts = write_texts(tmp_path, longest=30)
+    ranks = [
+        list(loader_of(tmp_path, rank=rank, world_size=2, strategy=strategy, micro_batches=8, epochs=1).steps())
+        for rank in range(2)
+    ]
+    assert all(len(step) == 8 for steps in ranks for step in steps)
+    if strategy != "padded":
+        batches = [batch for steps in ranks for step in steps for batch in step]
+        assert all_documents(batches) == Counter(map(tokens_of, texts))
+
+
+def test_a_batch_beyond_the_micro_batches_names_cap_tokens_and_fix(tmp_path):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, micro_batches=1, batch_documents=30)
+    with pytest.raises(ConfigError, match=r"needs \d+ packs of at most max_tokens = 64, micro_batches is 1.*Lower"):
+        next(iter(loader))
+    with pytest.raises(
+        ConfigError, match="batch_tokens is 500, but 1 ranks x 2 micro_batches x 64 max_tokens hold 128"
+    ):
+        loader_of(tmp_path, micro_batches=2, batch_tokens=500)
+
+
+def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
+    """Equal times alone would open a third pack for the 24 tokens, though two hold everything."""
+    write_sizes(tmp_path, [32, 32, 20, 20, 24])
+    step = next(loader_of(tmp_path, micro_batches=2, batch_documents=5, shuffle_window=1).steps())
+    assert sorted(pack.num_tokens for pack in step.packs) == [64, 64]
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "wlb"])
+def test_batches_after_a_restart_at_every_micro_batch_are_bit_identical(tmp_path, strategy):
+    """State inside a step, between steps, at the end of an epoch and of the run."""
+    write_texts(tmp_path, num_documents=24)
+    settings = {"strategy": strategy, "batch_documents": 6, "epochs": 2, "prefetch_steps": 1}
+    loader = loader_of(tmp_path, **settings)
+    run, states = [], [(0, loader.state_dict())]
+    for _ in range(2):
+        for batch in loader:
+            run.append(batch_fingerprint(batch))
+            states.append((len(run), loader.state_dict()))
+        states.append((len(run), loader.state_dict()))
+    assert loader.has_ended
+    for position, state in states[::3] + states[-2:]:
+        resumed = loader_of(tmp_path, **settings)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        rest = []
+        while not resumed.has_ended:
+            rest += [batch_fingerprint(batch) for batch in resumed]
+        assert rest == run[position:]
+        assert resumed.epoch == 2
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "wlb"])
+def test_a_state_between_steps_may_be_loaded_with_other_ranks(tmp_path, strategy):
+    write_texts(tmp_path, num_documents=24)
+    settings = {"strategy": strategy, "batch_documents": 6, "epochs": 1}
+    whole = loader_of(tmp_path, **settings)
+    steps = whole.steps()
+    seen = all_documents(batch for _ in range(2) for batch in next(steps))
+    state = whole.state_dict()
+    rest = [all_documents(step) for step in steps]
+    ranks = [loader_of(tmp_path, rank=rank, world_size=3, **settings) for rank in range(3)]
+    for loader in ranks:
+        loader.load_state_dict(state)
+    if strategy == "balanced":  # its steps hold the same documents whatever the ranks
+        together = [
+            all_documents(batch for step in parts for batch in step)
+            for parts in zip(*(loader.steps() for loader in ranks), strict=True)
+        ]
+        assert together == rest
+    else:
+        assert seen + all_documents(batch for loader in ranks for batch in loader) == seen + sum(rest, Counter())
+
+
+def test_a_state_inside_a_step_needs_equally_many_ranks_and_the_same_plan(tmp_path):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["given"] == 1
+    with pytest.raises(ConfigError, match="saved inside a step, after 1 micro-batches, with 1 ranks; now there are 2"):
+        loader_of(tmp_path, rank=0, world_size=2).load_state_dict(state)
+    other = loader_of(tmp_path, strategy="padded")
+    other.load_state_dict(state)
+    with pytest.raises(DataError, match="planned anew as"):
+        next(iter(other))
+
+
+def test_states_of_other_data_are_refused(tmp_path):
+    write_texts(tmp_path)
+    state = loader_of(tmp_path).state_dict()
+    with pytest.raises(ConfigError, match="seed: saved with 3, now 4"):
+        loader_of(tmp_path, seed=4).load_state_dict(state)
+    with pytest.raises(ConfigError, match="not a state of PackedLoader"):
+        loader_of(tmp_path).load_state_dict({"epoch": 3})
+
+
+def test_an_iteration_is_an_epoch_and_one_that_was_left_goes_on(tmp_path):
+    texts = Counter(map(tokens_of, write_texts(tmp_path)))
+    loader = loader_of(tmp_path)
+    first = []
+    for batch in loader:
+        first.append(batch)
+        if len(first) == 3:
+            break
+    assert loader.epoch == 0
+    first += list(loader)
+    second = list(loader)
+    assert all_documents(first) == texts
+    assert all_documents(second) == texts
+    assert loader.epoch == 2
+    assert list(map(batch_fingerprint, first)) != list(map(batch_fingerprint, second))
+
+
+def test_set_epoch_reads_that_epoch_and_never_leaves_out_a_rest(tmp_path):
+    write_texts(tmp_path)
+    straight = loader_of(tmp_path)
+    epochs = [list(map(batch_fingerprint, straight)) for _ in range(3)]
+    loader = loader_of(tmp_path)
+    loader.set_epoch(2)
+    batches = []
+    for batch in loader:
+        loader.set_epoch(2)  # the epoch it is in: nothing happens
+        batches.append(batch_fingerprint(batch))
+        with pytest.raises(ConfigError, match="in the middle of epoch 2"):
+            loader.set_epoch(0)
+    # The number of label tokens and all tokens are equal; document ids and step numbers are not part of a batch.
+    assert batches == epochs[2]
+    loader.set_epoch(1)
+    assert list(map(batch_fingerprint, loader)) == epochs[1]
+    assert any(line.startswith("trained") and " 80 documents" in line for line in loader.ledger_lines)
+
+
+def test_evaluation_gives_everything_in_order_every_time(tmp_path):
+    texts = write_texts(tmp_path, num_documents=21)
+    loader = loader_of(tmp_path, evaluation=True, batch_tokens=90, strategy="padded", shuffle_window=1)
+    for _ in range(2):
+        steps = [list(step) for step in loader.steps()]
+        assert sum((all_documents(step) for step in steps), Counter()).total() == len(texts)
+    ranks = epoch_of_ranks(tmp_path, 4, evaluation=True, shuffle_window=1)
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all_documents(batch for batches in ranks for batch in batches) == Counter(map(tokens_of, texts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlong": "truncate"}, "evaluation leaves nothing out"),
+        ({"overlong": "drop"}, "evaluation leaves nothing out"),
+        ({"on_corrupt": "skip"}, "evaluation leaves nothing out"),
+        ({"shuffle_window": 8}, "evaluation leaves nothing out"),
+        ({"epochs": 2}, "evaluation leaves nothing out"),
+        ({"micro_batches": 2}, "leave both out"),
+        ({"equal_micro_batches": False}, "leave both out"),
+    ],
+)
+def test_evaluation_refuses_what_would_leave_something_out(tmp_path, changes, message):
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        PackedLoader(str(tmp_path), max_tokens=64, evaluation=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "sequential"}, "cuts documents.*accept_slices"),
+        ({"strategy": "slimpack"}, "cuts documents"),
+        ({"strategy": "auto", "accept_slices": True}, "format 'hf' cannot say"),
+        ({"strategy": "flexpipe"}, "changes the pipeline's layout"),
+        ({"strategy": "best_fitt"}, "did you mean 'best_fit'"),
+        ({"packing_strategy": "bfd"}, "it is called strategy here"),
+        ({"num_workers": 2}, "it is called workers here"),
+        ({"shufle_window": 2}, "did you mean 'shuffle_window'"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"format": "jax"}, "format is 'jax'"),
+        ({"rank": 1}, "give both or none"),
+        ({"rank": 2, "world_size": 2}, r"must be in 0 \.\. 1"),
+        ({"group": object()}, "not initialised"),
+        ({"strategy": "fixed_exact", "rank": 0, "world_size": 2}, "would plan differently"),
+        ({"max_document_tokens": 65}, "fits no pack"),
+        ({"tokenizer": 3}, "tokenizer is a int"),
+        ({"model": 3}, "model is a int"),
+        ({"batch_tokens": 64, "batch_documents": 3}, "set exactly one"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(tmp_path, changes, message):
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        loader_of(tmp_path, **changes)
+
+
+def test_data_of_an_unknown_kind_is_refused():
+    with pytest.raises(ConfigError, match="data is a dict"):
+        PackedLoader({"train": 1}, max_tokens=8, batch_documents=2)
+
+
+def test_slices_come_with_the_keys_of_earlier_packs_where_the_loop_accepts_them(tmp_path):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, strategy="sequential", accept_slices=True, format="varlen", epochs=1)
+    steps = list(loader.steps())
+    cut = [batch for step in steps for batch in step if batch["cu_seq_k"][-1] > batch["cu_seq_q"][-1]]
+    assert cut
+    for batch in cut:
+        assert batch["positions"][0] == batch["cu_seq_k"][1] - batch["cu_seq_q"][1]
+    assert all(step.backward_packs is not step.packs for step in steps)
+
+
+def test_a_configuration_brings_mixtures_and_its_own_limits(tmp_path):
+    short = write_texts(tmp_path / "short", num_documents=20, longest=10, seed=1)
+    long = write_texts(tmp_path / "long", num_documents=5, longest=60, seed=2)
+    config = DataConfig(
+        mixture=(
+            MixturePart(name="short", weight=1, sources=(str(tmp_path / "short"),)),
+            MixturePart(name="long", weight=2, sources=(str(tmp_path / "long"),)),
+        ),
+        max_document_tokens=60,
+        batch_documents=4,
+        workers=0,
+    )
+    loader = PackedLoader(config, max_tokens=100, batch_tokens=80)
+    assert (loader.config.batch_tokens, loader.config.batch_documents) == (80, None)
+    assert all_documents(loader) == Counter(map(tokens_of, short + long))
+
+
+def test_an_error_of_the_source_comes_in_its_place_and_again(tmp_path):
+    texts = write_texts(tmp_path)
+    with open(tmp_path / "texts.jsonl", "a") as file:
+        file.write("{broken\n")
+    loader = loader_of(tmp_path, shuffle_window=4, lanes=1)
+    documents, counts = Counter(), []
+    for _ in range(2):
+        batches = iter(loader)
+        with pytest.raises(DataError, match=r"texts.jsonl"):
+            documents.update(document for batch in batches for document in documents_of(batch))
+        counts.append(documents.total())
+    assert documents == Counter(map(tokens_of, texts))
+    assert counts == [40, 40], "the batches before the bad one come once; asked again, the same error comes again"
+
+
+def test_labels_follow_the_record(tmp_path):
+    rows = [{"prompt": "ab" * (1 + index % 4), "completion": "cde"} for index in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for batch in loader_of(tmp_path, record="prompt_completion"):
+        labels, tokens = batch["labels"][0], batch["input_ids"][0]
+        assert set(tokens[labels == IGNORE_INDEX].tolist()) <= set(b"ab")
+        assert (labels[labels != IGNORE_INDEX] == tokens[labels != IGNORE_INDEX]).all()
+        assert set(labels[labels != IGNORE_INDEX].tolist()) == {*b"cde", 256}
+
+
+def test_a_step_without_a_loss_is_told(tmp_path, caplog):
+    (tmp_path / "ids.jsonl").write_text(
+        "".join(json.dumps({"input_ids": [1, 2, 3], "labels": [-100] * 3}) + "\n" for _ in range(4))
+    )
+    loader = loader_of(tmp_path, record="tokens", labels_column="labels", batch_documents=4)
+    (step,) = loader.steps()
+    assert step.num_label_tokens == 0
+    assert step.batches[0]["num_items_in_batch"] == 1
+    assert "no token with a loss" in caplog.text
+
+
+def test_start_lines_say_what_is_done_and_what_is_not(tmp_path, caplog):
+    write_texts(tmp_path)
+    caplog.set_level("INFO", "evenload.loader")
+    loader = loader_of(tmp_path, micro_batches=6, model="qwen2.5-0.5b")
+    next(iter(loader))
+    text = caplog.text
+    for part in ("balanced: equal", "qwen2.5-0.5b", "exactly 6 packs", "no attention_mask", "seed 3", "not done"):
+        assert part in text
+    assert "first step    8 documents" in text
+    # Only once, however long the run.
+    list(loader)
+    assert caplog.text.count("first step") == 1
+
+
+def test_closing_keeps_the_place(tmp_path):
+    write_texts(tmp_path)
+    whole = list(map(batch_fingerprint, loader_of(tmp_path, epochs=1, workers=1)))
+    with loader_of(tmp_path, epochs=1, workers=1) as loader:
+        batches = [batch_fingerprint(next(iter(loader)))]
+        loader.close()
+        batches += list(map(batch_fingerprint, loader))
+        loader.close()
+        batches += list(map(batch_fingerprint, loader))
+    assert batches == whole
