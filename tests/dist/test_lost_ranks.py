@@ -54,7 +54,7 @@ def config_file(tmp_path: Path) -> Path:
     [
         ("transfer", 0, signal.SIGKILL, {2: "the hidden states of forward pack"}),
         ("transfer", 3, signal.SIGSTOP, {1: "the gradient of backward pack", 2: "the sum of gradients"}),
-        ("planning", 0, STUCK, {rank: "the plan of step" for rank in (1, 2, 3)}),
+        ("planning", 0, STUCK, dict.fromkeys((1, 2, 3), "the plan of step")),
     ],
 )
 def test_every_survivor_names_what_it_waited_for_and_who_is_gone(

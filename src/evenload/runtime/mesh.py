@@ -84,7 +84,7 @@ def create_mesh(
     device: torch.device,
     timeout_s: float,
     saving_timeout_s: float | None = None,
-    signs: dist.Store | None = None,
+    signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
 ) -> Mesh:
     """Make the groups of a layout. Collective: every process of the default group calls it.
 

@@ -45,7 +45,13 @@ class RankWatch:
         store: shared by all ranks; used by this object alone. None = errors know this rank only.
     """
 
-    def __init__(self, rank: int, name: str, world_size: int, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        world_size: int,
+        store: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
+    ) -> None:
         self.step = -1
         self._rank, self._name, self._world_size = rank, name, world_size
         self._store = store

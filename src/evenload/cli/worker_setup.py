@@ -1,0 +1,108 @@
+"""What every rank of a command does first: threads, process groups, costs, memory limit."""
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.profile.calibrate import calibrate
+from evenload.profile.cost_cache import cached_path, read_cached, write_cached
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.mesh import Mesh, create_mesh
+from evenload.runtime.trainer import Trainer
+from evenload.types.layout import ParallelLayout
+
+# Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
+_FREE_SHARE = 0.2
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RankSetup:
+    """One process as a rank.
+
+    Args:
+        threads: of this process.
+        memory_cap_bytes: what it may hold.
+    """
+
+    mesh: Mesh
+    threads: int
+    memory_cap_bytes: int
+
+
+@contextmanager
+def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSetup]:
+    """Join the other processes of this job."""
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    threads = config.train.threads_per_process or max(1, len(os.sched_getaffinity(0)) // local_world)
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    mesh = create_mesh(
+        layout,
+        torch.device("cpu"),
+        config.train.timeout_s,
+        config.train.checkpoint_timeout_s,
+        signs=_store_of_signs(),
+    )
+    cap = config.plan.memory_bytes or _share_of_memory(local_world)
+    yield RankSetup(mesh=mesh, threads=threads, memory_cap_bytes=cap)
+    # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
+    mesh.watch.close()
+    dist.destroy_process_group()
+
+
+def run_coefficients(trainer: Trainer, cache: Path, threads: int, console: Console) -> CostCoefficients:
+    """The checkpoint's cost file after a resume (so that plans stay the same), else the configured one, else cached,
+    else measured."""
+    if trainer.coefficients is not None:
+        return trainer.coefficients
+    mesh, configured = trainer.mesh, trainer.config.train.cost_file
+    name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
+    backend = trainer.config.train.attention
+    path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
+    found: list[CostCoefficients | None] = [None]
+    if mesh.rank == 0:
+        found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
+    dist.broadcast_object_list(found, src=0, group=mesh.control)
+    if found[0] is not None:
+        return found[0]
+    console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
+    measured = calibrate(trainer.stages, trainer.model, mesh, trainer.config.data.max_document_tokens, name)
+    if mesh.rank == 0:
+        write_cached(path, measured)
+    return measured
+
+
+def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
+    """A connection of its own to the store through which the ranks met."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False)  # type: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore("evenload", store)  # type: ignore[reportPrivateImportUsage]
+
+
+def _share_of_memory(local_world: int) -> int:
+    """Bytes for one process: of the machine, or of the container where one is limited (cgroup v2, v1)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        text = limit.read_text().strip() if limit.is_file() else "max"
+        if text.isdigit():
+            total = min(total, int(text))
+    return int(total * (1 - _FREE_SHARE) / local_world)
+
+
+def _processor_name() -> str:
+    """The CPU's model name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
