@@ -1,10 +1,14 @@
 """Replay against plain autograd: time and memory of the same documents' losses and gradients, one thread.
 
-    replay   packs through `PipelineStage` (forward packs, then backward packs as soon as they may run)
-    plain    transformers' own model with sdpa attention, every document by itself, one `backward` per group of
-             documents that replay holds at the same time, so that both keep the same documents' activations
+    replay      packs through `PipelineStage` (forward packs, then backward packs as soon as they may run)
+    recompute   the same; products of linear layers are made again in backward
+    offload     the same; what is recorded goes to host memory and comes back. On a CPU that is the same memory: the
+                rows show what copies cost, and memory falls only by what is not copied
+    split       as replay, every backward as I and, after the next pack's I, W
+    plain       transformers' own model with sdpa attention, every document by itself, one `backward` per group of
+                documents that replay holds at the same time, so that both keep the same documents' activations
 
-Time is the median over interleaved rounds of replay / plain. For many short documents the ratio also holds what
+Time is the median over interleaved rounds of each / plain. For many short documents the ratio also holds what
 packing itself saves (one matrix product for 16 documents); the rows of one long document show replay alone.
 Memory is the process's peak resident set (VmHWM) over what it held after a warm-up that allocates all gradients,
 every variant in a process of its own. Not `ru_maxrss`: a child starts with its parent's.
@@ -16,6 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +32,13 @@ from evenload.attention.range_attention import select_backend
 from evenload.data.collate import collate_pack
 from evenload.plan.partition import partition_by_work
 from evenload.runtime.hf_model import build_stage_model
+from evenload.runtime.host_copies import host_copies
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_packs import pack_ranges
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore
 from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.micropack import ActivationPolicy, MicroPack, PackPlan
 from evenload.types.work import WorkCurve
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
@@ -88,13 +94,14 @@ def _equal_work(lengths: np.ndarray, num_packs: int, last_first: bool) -> SliceC
 Step = Callable[[PackPlan, dict[int, np.ndarray]], None]
 
 
-def make_replay() -> Step:
+def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> Step:
     """Steps through a single stage; gradients are zeroed first, as in training."""
     model = build_stage_model(
         main_config(), layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
     )
     buffers = flatten_units(model, dp=1)
     stage = PipelineStage(model, select_backend("auto", "cpu"))
+    copies = host_copies(torch.device("cpu"))
 
     def load(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
         batch = collate_pack(pack, tokens)
@@ -105,13 +112,23 @@ def make_replay() -> Step:
         for buffer in buffers:
             buffer.grads.zero_()
         labels = sum(len(t) - 1 for t in tokens.values())
-        store = ActivationStore({d: len(t) for d, t in tokens.items()}, [pack_ranges(pack) for pack in plan.backward])
+        store = ActivationStore(
+            {d: len(t) for d, t in tokens.items()},
+            [pack_ranges(pack) for pack in plan.backward],
+            policies=dict.fromkeys(tokens, policy),
+            copies=copies,
+        )
         done = 0
         for pack, count in zip(plan.backward, plan.forwards_needed(), strict=True):
             while done < count:
                 stage.forward(load(plan.forward[done], tokens), None, store)
                 done += 1
-            stage.backward(load(pack, tokens), None, store, labels)
+            products = store.put_off_weights(pack.index) if split else None
+            stage.backward(load(pack, tokens), None, store, labels, products)
+            if split and pack.index:
+                store.add_put_off_weights(pack.index - 1)
+        if split:
+            store.add_put_off_weights(plan.backward[-1].index)
         store.check_empty()
 
     return step
@@ -145,7 +162,13 @@ def resident_groups(plan: PackPlan) -> list[list[int]]:
     return [sorted({s.doc_id for pack in plan.forward for s in pack.slices})]
 
 
-MAKERS: dict[str, Callable[[], Step]] = {"replay": make_replay, "plain": make_plain}
+MAKERS: dict[str, Callable[[], Step]] = {
+    "replay": make_replay,
+    "recompute": partial(make_replay, "recompute"),
+    "offload": partial(make_replay, "offload"),
+    "split": partial(make_replay, split=True),
+    "plain": make_plain,
+}
 
 
 def make_tokens(lengths: np.ndarray) -> dict[int, np.ndarray]:
@@ -181,12 +204,14 @@ def resident_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(quick: bool) -> list[Row]:
-    """Every shape with symmetric whole-document packs and with asymmetric cuts."""
+def measure(quick: bool, only: str = "") -> list[Row]:
+    """Every shape, or one, with symmetric whole-document packs and with asymmetric cuts."""
     torch.set_num_threads(1)
     variants = {name: make() for name, make in MAKERS.items()}
     rows = []
     for name, shape in (QUICK_SHAPES if quick else SHAPES).items():
+        if only not in ("", name):
+            continue
         documents, length, num_packs = shape
         lengths = np.full(documents, length, dtype=np.int64)
         tokens = make_tokens(lengths)
@@ -196,10 +221,13 @@ def measure(quick: bool) -> list[Row]:
             case = f"{name}: {documents} x {length} tokens, {cuts}, {packs}"
             steps = {variant: (lambda s=step, p=plan, t=tokens: s(p, t)) for variant, step in variants.items()}
             seconds = interleaved_seconds(steps, QUICK_REPEATS if quick else REPEATS)
-            ratio = median_ratio(seconds["replay"], seconds["plain"])
-            rows.append(Row("replay", case, "time", ratio, "x", BASELINE))
             growth = {variant: peak_growth_bytes(variant, shape, cuts) for variant in variants}
-            rows.append(Row("replay", case, "peak memory", growth["replay"] / growth["plain"], "x", BASELINE))
+            for variant in variants:
+                if variant != "plain":
+                    ratio = median_ratio(seconds[variant], seconds["plain"])
+                    rows.append(Row(variant, case, "time", ratio, "x", BASELINE))
+                    held = growth[variant] / growth["plain"]
+                    rows.append(Row(variant, case, "peak memory", held, "x", BASELINE))
     return rows
 
 
