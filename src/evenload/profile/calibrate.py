@@ -173,7 +173,9 @@ def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[i
     """Forward cut by cut, backward in reverse; yields ((direction, pack), features, seconds)."""
     cuts = list(zip(documents[0][:-1], documents[0][1:], strict=True))
     packs = [tuple((doc, a, b) for doc in range(len(documents))) for a, b in cuts]
-    store = ActivationStore(dict.fromkeys(range(len(documents)), documents[0][-1]), packs)
+    num_tokens = dict.fromkeys(range(len(documents)), documents[0][-1])
+    stage.begin_step(num_tokens)
+    store = ActivationStore(num_tokens, packs)
     for index, ranges in enumerate(packs):
         pack = _pack(ranges, stage)
         hidden = torch.randn(len(pack.positions), stage.hidden_size, dtype=stage.dtype, device=stage.device)

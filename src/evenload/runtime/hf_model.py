@@ -68,7 +68,8 @@ class StageModel:
         """
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
         if kinds is None:
-            return dict.fromkeys(self.layers, self.rotary(like, positions))
+            same = self.rotary(like, positions)
+            return {index: same for index in self.layers}  # noqa: C420 (fromkeys loses the type)
         by_kind = {kind: self.rotary(like, positions, kind) for kind in kinds}
         return {index: by_kind[self.config.layer_types[index]] for index in self.layers}
 

@@ -161,7 +161,9 @@ def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
         # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
-        period = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern") or 6}.get(config.get("model_type"))
+        period = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern") or 6}.get(
+            str(config.get("model_type"))
+        )
         if period is None:
             return (window,) * layers
         return tuple(0 if (index + 1) % period == 0 else window for index in range(layers))
