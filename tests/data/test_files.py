@@ -89,13 +89,24 @@ def test_format_goes_by_name_unless_set(path, format):
     assert file_format(path, "jsonl") == "jsonl"
 
 
-def test_unreadable_compression_is_named_before_reading(tmp_path):
+def test_unreadable_compression_is_named_before_reading(tmp_path, monkeypatch):
     """Compressed bytes must never be trained as text."""
-    pytest.importorskip("fsspec")
-    if "zstd" in fsspec.available_compressions():
-        pytest.skip("zstandard is installed here, so .zst can be read")
+    make_tree(tmp_path, "a.jsonl.zst", "b.jsonl.lz4")
+    monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst is compressed as \.zst; install evenload\[zstd\]"):
+        list_files(data_config(str(tmp_path), include=("*.zst",)))
+    monkeypatch.delitem(fsspec.utils.compressions, "lz4", raising=False)
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.lz4 is compressed as \.lz4, which fsspec cannot read here"):
+        list_files(data_config(str(tmp_path), include=("*.lz4",)))
+
+
+def test_zstandard_that_would_hide_a_truncated_file_is_refused(tmp_path, monkeypatch):
+    def zstandard_file(infile, mode="rb"):
+        raise AssertionError
+
     make_tree(tmp_path, "a.jsonl.zst")
-    with pytest.raises(ConfigError, match="zstandard"):
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", zstandard_file)
+    with pytest.raises(ConfigError, match=r"install evenload\[zstd\]"):
         list_files(data_config(str(tmp_path)))
 
 

@@ -1,12 +1,11 @@
 """JSON lines beyond what all formats have in common."""
 
-import gzip
-
+import numpy as np
 import pytest
 from format_files import open_source, read_all, tokens_source, values_of
 
 from evenload.data.formats import jsonl
-from evenload.data.formats.record import FilePart
+from evenload.data.formats.record import FILE_END, FilePart
 
 
 def write(tmp_path, content, name="docs.jsonl"):
@@ -99,12 +98,45 @@ def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
     assert [record.values for record in left] == [("b",), None]
 
 
-@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "a.jsonl.gz")])
-def test_lines_before_damaged_compression_are_read_and_lines_are_named(tmp_path, pack, name):
-    content = pack(b"".join(b'{"text": "line %d"}\n' % line for line in range(3000)))
-    file, reader = open_source(write(tmp_path, content[: len(content) // 2], name))
-    *good, last = read_all(file, reader, ("text",))
-    assert len(good) > 100
-    assert values_of(good) == [f"line {line}" for line in range(len(good))]
-    assert "gzip compression is damaged" in last.problem
-    assert reader.origin(file, good[99].offset) == f"{file.name}:100"
+@pytest.fixture(params=["gz", "bz2", "xz", "zst", "lz4"])
+def packed(request):
+    """Every compression: its suffix and how to compress."""
+    packages = {"gz": "gzip", "bz2": "bz2", "xz": "lzma", "zst": "backports.zstd", "lz4": "lz4.frame"}
+    return request.param, pytest.importorskip(packages[request.param]).compress
+
+
+def test_compressed_lines_are_read_from_every_offset(tmp_path, packed):
+    suffix, compress = packed
+    source = write(
+        tmp_path, compress(b"".join(b'{"text": "line %d"}\n' % line for line in range(50))), f"a.jsonl.{suffix}"
+    )
+    file, reader = open_source(source)
+    records = read_all(file, reader, ("text",), 3)
+    assert values_of(records) == [f"line {line}" for line in range(50)]
+    for at in (0, 1, 30, 49):
+        assert list(reader.records(file, FilePart(), ("text",), records[at].next_offset)) == records[at + 1 :]
+
+
+def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_path, packed):
+    """A truncated archive must not look like a shorter data set."""
+    suffix, compress = packed
+    random = np.random.default_rng(0)
+    texts = ["".join(map(chr, row)) for row in random.integers(97, 123, (4000, 100)).tolist()]
+    content = compress(b"".join(b'{"text": "%s"}\n' % text.encode() for text in texts))
+    flipped = bytearray(content)
+    flipped[len(content) * 3 // 4] ^= 255
+    # What is damaged and has no checksum may give wrong letters, but must not raise anything.
+    read_all(*open_source(write(tmp_path, bytes(flipped), f"a.jsonl.{suffix}")), ("text",))
+    for damaged in (content[: len(content) * 3 // 4], content[:-1]):
+        file, reader = open_source(write(tmp_path, damaged, f"a.jsonl.{suffix}"))
+        records = read_all(file, reader, ("text",))
+        good = [record for record in records if record.values is not None]
+        assert values_of(good) == texts[: len(good)]
+        assert f"{file.compression} compression is damaged" in records[-1].problem
+        assert records[-1].next_offset == FILE_END
+        if len(good) > 99:
+            assert reader.origin(file, good[99].offset) == f"{file.name}:100"
+    (tmp_path / f"b.txt.{suffix}").write_bytes(content[:-1])
+    file, reader = open_source(str(tmp_path / f"b.txt.{suffix}"))
+    (record,) = reader.records(file, FilePart(), ("text",))
+    assert f"{file.compression} compression is damaged" in record.problem

@@ -21,6 +21,7 @@ from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
+from evenload.data.compressed import DecompressedStream
 from evenload.data.config import DataConfig, Format
 from evenload.data.remote import RemoteStream
 from evenload.errors import ConfigError, DataError
@@ -40,7 +41,7 @@ _SUFFIX_FORMATS: dict[str, FileFormat] = {
 }
 # An index is read with the token file it belongs to and is no source of its own.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
-_REMOTE_BUFFER_BYTES = 1 << 18
+_BUFFER_BYTES = 1 << 18
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 
 
@@ -50,7 +51,7 @@ class SourceFile:
 
     Args:
         name: how messages call it: the source as given, and the path below it.
-        path: in the terms of `filesystem`.
+        path: in the terms of `filesystem`; "" of a data set.
         key: source index and path below the source: what stays equal when the data set moves.
         size_bytes: None where the file system does not say.
         compression: fsspec's name of it; None = plain.
@@ -75,20 +76,21 @@ class SourceFile:
 
         Raises:
             DataError: the file cannot be opened; when read: a remote file failed for good.
+            BrokenCompressionError: when read: the compression is damaged.
         """
         with self._open_raw() as raw:
-            # Parquet compresses inside the file; its reader wants the bytes as they are.
-            if self.compression is None or self.format == "parquet":
+            if self.compression is None:
                 yield raw
             else:
                 decompressors: dict[Any, Any] = compr
-                with decompressors[self.compression](raw, mode="rb") as stream:
-                    yield stream
+                stream = DecompressedStream(decompressors[self.compression](raw, mode="rb"))
+                with io.BufferedReader(stream, _BUFFER_BYTES) as buffered:
+                    yield buffered
 
     def _open_raw(self) -> IO[bytes]:
         if not self.is_local:
             remote = RemoteStream(self.filesystem, self.path, self.name, self.size_bytes)
-            return io.BufferedReader(remote, _REMOTE_BUFFER_BYTES)
+            return io.BufferedReader(remote, _BUFFER_BYTES)
         try:
             return open(self.path, "rb")
         except OSError as err:
@@ -225,9 +227,15 @@ def _magic_root(pattern: str) -> str:
 def _compression(path: str, name: str) -> str | None:
     found = infer_compression(path)
     suffix = os.path.splitext(path.lower())[1]
+    decompressors: dict[Any, Any] = compr
+    # The package zstandard takes the end of a truncated file for the end of the data.
+    if suffix in (".zst", ".zstd") and getattr(decompressors.get("zstd"), "__name__", "") != "ZstdFile":
+        raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")
+    if suffix == ".zstd":
+        found = "zstd"
     if found is None and suffix in _COMPRESSION_SUFFIXES:
         raise ConfigError(
             f"{name} is compressed as {suffix}, which fsspec cannot read here; install the package for it "
-            "(zstandard for .zst, lz4 for .lz4, python-snappy for .snappy) or decompress the file"
+            "(lz4 for .lz4) or decompress the file"
         )
     return None if found == "zip" else found

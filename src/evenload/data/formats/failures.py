@@ -1,14 +1,7 @@
 """What failing to read a file means: damaged content (a problem of a record) or failing storage (an error)."""
 
-import zlib
-from gzip import BadGzipFile
-from lzma import LZMAError
-
 from evenload.data.files import SourceFile
 from evenload.errors import DataError
-
-BROKEN_COMPRESSION = (BadGzipFile, EOFError, zlib.error, LZMAError)
-"""What decompressors raise on damaged bytes; the first is an OSError, so it has to be caught before those."""
 
 
 def damaged_compression(file: SourceFile, err: Exception) -> str:

@@ -16,9 +16,10 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from evenload.data.compressed import BrokenCompressionError
 from evenload.data.files import SourceFile
 from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind, wanted_columns
-from evenload.data.formats.failures import BROKEN_COMPRESSION, damaged_compression, unreadable
+from evenload.data.formats.failures import damaged_compression, unreadable
 from evenload.data.formats.record import FILE_END, FilePart, Record
 
 MAX_LINE_BYTES = 1 << 28
@@ -77,7 +78,7 @@ class JsonlReader:
                     elif not line.isspace():
                         yield decode(position, after, line)
                     position = after
-        except BROKEN_COMPRESSION as err:
+        except BrokenCompressionError as err:
             yield Record(position, FILE_END, None, damaged_compression(file, err))
         except OSError as err:
             raise unreadable(file, err) from err
@@ -90,7 +91,7 @@ class JsonlReader:
                 while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
                     lines += content.count(b"\n")
                     left -= len(content)
-        except (OSError, *BROKEN_COMPRESSION):
+        except (OSError, BrokenCompressionError):
             return f"{file.name}, byte {offset}"
         return f"{file.name}:{lines}"
 

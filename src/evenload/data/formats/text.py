@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from evenload.data.compressed import BrokenCompressionError
 from evenload.data.files import SourceFile
-from evenload.data.formats.failures import BROKEN_COMPRESSION, damaged_compression, unreadable
+from evenload.data.formats.failures import damaged_compression, unreadable
 from evenload.data.formats.record import FILE_END, FilePart, Record
 from evenload.errors import DataError
 
@@ -39,7 +40,7 @@ def _read_document(file: SourceFile) -> Record:
     try:
         with file.open() as stream:
             content = stream.read()
-    except BROKEN_COMPRESSION as err:
+    except BrokenCompressionError as err:
         return Record(0, FILE_END, None, damaged_compression(file, err))
     except OSError as err:
         raise unreadable(file, err) from err
