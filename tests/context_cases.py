@@ -49,9 +49,9 @@ def attend_shared_packs(
             doc: {n: torch.full_like(t["q" if n == "out" else n], float("nan")) for n in names}
             for doc, t in given.items()
         }
+        packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
         for pack in (*of_replica.forward, *of_replica.backward):
-            tokens = {doc: np.zeros(n, np.int32) for doc, n in lengths.items()}
-            _attend(pack.direction, packs.load(pack, tokens), store, given, found, AttentionCall(
+            _attend(pack.direction, packs.load(pack), store, given, found, AttentionCall(
                 select_backend(backend, "cpu"), store, 0, DIM**-0.5, window
             ), dtype)  # fmt: skip
         store.check_empty()

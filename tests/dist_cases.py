@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -69,7 +68,7 @@ def _gradients_of_plans(
     for plan, batch in zip(decoded, tokens, strict=True):
         for buffer in buffers:
             buffer.grads.zero_()
-        run = executor.run(msgspec.structs.replace(plan), {d: t.numpy().astype(np.int32) for d, t in batch.items()})
+        run = executor.run(plan, executor.prepare(plan, {d: t.numpy().astype(np.int32) for d, t in batch.items()}))
         shards = reduce_gradients(buffers, mesh)
         norm = global_gradient_norm(buffers, shards, mesh)
         gradients, weights = {}, {}

@@ -19,7 +19,7 @@ def refusal(plan: StepPlan, layout: ParallelLayout, **stage) -> str:
     executor = Executor(cast("Any", {0: SimpleNamespace(**stage)}), cast("Any", mesh))
     executor._groups = cast("Any", {(0, 1): group})
     with pytest.raises(InvalidPlanError) as refused:
-        executor.run(plan, {})
+        executor.prepare(plan, {})
     return str(refused.value)
 
 

@@ -8,7 +8,8 @@ a step travels with it (`loader_state`, `planner_state`), so steps may be made a
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -65,6 +66,7 @@ class StepMaker:
         max_pack_tokens: limit that every plan is checked against.
         planner_state: of the step before the first.
         may_delay: strategies that put documents off may do so; else every step trains its whole batch.
+        waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class StepMaker:
         max_pack_tokens: int,
         planner_state: DelayState | None = None,
         may_delay: bool = True,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         self.loader = loader
         self.planner_state = planner_state or DelayState()
         self._planner, self._strategy, self._may_delay = planner, strategy, may_delay
+        self._waiting = waiting
         self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
 
     def next(self) -> PlannedStep | None:
@@ -90,15 +94,19 @@ class StepMaker:
             DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
             InvalidPlanError: the plan breaks an invariant; on every rank.
         """
-        batch = self.loader.next_batch()
+        with self._waiting("the documents of a coming step"):
+            batch = self.loader.next_batch()
         if batch is None:
             return None
-        answer = self._shared_answer(batch)
+        with self._waiting(f"the plan of step {batch.step}"):
+            answer = self._shared_answer(batch)
         plan = decode_plan(answer.plan)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
         by_replica = documents_by_replica(plan, lengths)
-        tokens = exchange_tokens(batch, [by_replica[replica] for replica in self._replicas], self.loader.peers)
+        wanted = [by_replica[replica] for replica in self._replicas]
+        with self._waiting(f"the tokens of step {batch.step}"):
+            tokens = exchange_tokens(batch, wanted, self.loader.peers)
         self.loader.note_step(batch, plan)
         self.loader.check_ledger()
         self.planner_state = answer.state

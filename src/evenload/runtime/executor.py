@@ -101,24 +101,36 @@ class Executor:
         self._exchange: Exchange = exchange
         self._sharding_cost = sharding_cost
 
-    def run(self, plan: StepPlan, tokens: dict[int, NDArray[np.int32]]) -> RankRun:
-        """Run this rank's actions of `plan`; gradients are added to `main_grad`.
+    def prepare(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> RankPacks:
+        """This rank's packs of a step, ready to run. Another thread may call it while a step runs.
 
         Args:
             tokens: of every document of this rank's replica.
+
+        Raises:
+            InvalidPlanError: a plan of another layout, or one that this model cannot run.
         """
         if plan.layout != self._mesh.layout:
             raise InvalidPlanError(
                 f"step {plan.step} is planned for {plan.layout.describe()}, this run is {self._mesh.layout.describe()}"
             )
-        packs = plan.pack_plans[self._mesh.dp_rank]
-        mine = RankPacks(plan, self._mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, self._mesh.device)
+        mesh = self._mesh
+        mine = RankPacks(plan, mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, mesh.device)
         if mine.shares_documents() and any(stage.balances_experts for stage in self._stages.values()):
             raise InvalidPlanError(
                 f"step {plan.step}: ranks share documents (cp or DP-Merge) and the routers' load-balancing loss needs "
                 "the experts of whole documents on one rank; set model.router_aux_loss_coef = 0, or parallel.cp = 1 "
                 "and plan.options.dp_merge = false"
             )
+        return mine.collate(tokens)
+
+    def run(self, plan: StepPlan, mine: RankPacks) -> RankRun:
+        """Run this rank's actions of `plan`; gradients are added to `main_grad`.
+
+        Args:
+            mine: of `prepare`; good for one run.
+        """
+        packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
@@ -144,12 +156,12 @@ class Executor:
                 start_s = self._clock()
                 store.add_put_off_weights(action.pack)
             elif action.kind == "F":
-                batch = mine.load(packs.forward[action.pack], tokens)
+                batch = mine.load(packs.forward[action.pack])
                 hidden = channels.receive_hidden(action.stage, action.pack)
                 start_s = self._clock()
                 channels.send_hidden(action.stage, action.pack, stage.forward(batch, hidden, store))
             else:
-                batch = mine.load(packs.backward[action.pack], tokens)
+                batch = mine.load(packs.backward[action.pack])
                 stage.announce_backward(batch.ranges, store)
                 grad = channels.receive_grad(action.stage, action.pack)
                 start_s = self._clock()

@@ -2,7 +2,8 @@
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
 DP-Merge), they are the token ranges that `plan.rank_rows` gives this rank, and attention goes through the group.
-Prices: one pass over the replica's slices a step, and only where some pack is shared.
+Price: about 10 ns a token and direction for ids, targets and positions, which may be made in another thread before the
+step (`collate`); one pass over the replica's slices a step where some pack is shared.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenload.data.collate import collate_pack, collate_ranges
+from evenload.data.token_table import TokenTable, table_of
 from evenload.errors import InvalidPlanError
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.plan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
@@ -22,7 +24,7 @@ from evenload.runtime.context_ring import RingAttention
 from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.stage import PackTokens
 from evenload.runtime.store import Range, num_rows
-from evenload.types.micropack import MicroPack
+from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
 
 Exchange = Literal["all_gather", "ring"]
@@ -55,6 +57,7 @@ class RankPacks:
         self._device = device
         everything = (*self._packs.forward, *self._packs.backward)
         self._rows: ReplicaRows | None = None
+        self._columns: dict[tuple[Direction, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
             self._rows = replica_rows(plan, dp_rank, cost)
             missing = next(
@@ -94,37 +97,51 @@ class RankPacks:
                     stored[doc_id] = self._stored_of(self._rows.documents[doc_id], self._rank_in(shared))
         return stored
 
-    def load(self, pack: MicroPack, tokens: Mapping[int, NDArray[np.int32]]) -> PackTokens:
-        """This rank's rows of a pack, ready to run.
+    def collate(self, tokens: Mapping[int, NDArray[np.int32]]) -> "RankPacks":
+        """Make ids, targets and positions of all packs ready.
 
         Args:
             tokens: of every document of the replica.
+
+        Returns:
+            Itself.
         """
+        documents = table_of(tokens)
+        for pack in (*self._packs.forward, *self._packs.backward):
+            self._columns[pack.direction, pack.index] = self._collated(pack, documents)
+        return self
+
+    def load(self, pack: MicroPack) -> PackTokens:
+        """This rank's rows of a collated pack, ready to run once."""
         shared = self._shared(pack)
+        ids, targets, positions = self._columns.pop((pack.direction, pack.index))
         if shared is None:
-            batch = collate_pack(pack, tokens)
-            return PackTokens(
-                pack_ranges(pack),
-                self._on_device(batch.token_ids),
-                self._on_device(batch.targets),
-                self._on_device(batch.positions),
-            )
+            return PackTokens(pack_ranges(pack), ids, targets, positions)
         rank = self._rank_in(shared)
-        ranges = shared.ranges(rank)
-        ids, targets, positions = collate_ranges(
-            [doc_id for doc_id, _, _ in ranges],
-            np.array([start for _, start, _ in ranges], dtype=np.int64),
-            np.array([stop for _, _, stop in ranges], dtype=np.int64),
-            tokens,
-        )
         return PackTokens(
-            ranges,
-            self._on_device(ids),
-            self._on_device(targets),
-            self._on_device(positions),
+            shared.ranges(rank),
+            ids,
+            targets,
+            positions,
             shared=self._attention(pack, shared) if shared.shared else None,
             closes=shared.held(rank),
         )
+
+    def _collated(self, pack: MicroPack, documents: TokenTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shared = self._shared(pack)
+        if shared is None:
+            batch = collate_pack(pack, documents)
+            columns = (batch.token_ids, batch.targets, batch.positions)
+        else:
+            ranges = shared.ranges(self._rank_in(shared))
+            columns = collate_ranges(
+                [doc_id for doc_id, _, _ in ranges],
+                np.array([start for _, start, _ in ranges], dtype=np.int64),
+                np.array([stop for _, _, stop in ranges], dtype=np.int64),
+                documents,
+            )
+        ids, targets, positions = (torch.from_numpy(column).to(self._device) for column in columns)
+        return ids, targets, positions
 
     def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:
         group = self._groups[shared.block]
@@ -143,9 +160,6 @@ class RankPacks:
         if document.is_cut and self._exchange == "all_gather":
             return document.num_tokens
         return document.rows_before(rank, document.num_tokens)
-
-    def _on_device(self, column: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(column).to(self._device)
 
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from evenload.attention.range_attention import select_backend
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
-from evenload.data.state import decode_state
+from evenload.data.state import decode_state, encode_state
 from evenload.errors import CheckpointError, ConfigError
 from evenload.plan.delay import DelayState
 from evenload.plan.planner import StepPlanner
@@ -191,13 +191,14 @@ class Trainer:
             exchange=self.config.parallel.cp_exchange,
             sharding_cost=sharding_cost(planner.costs, dp_merge=options.dp_merge),
         )
+        last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
         source = StepSource(
             self._loader,
             planner,
             self.config.plan.strategy,
             self.mesh,
-            first_step=self.steps_done,
-            last_step=min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None),
+            self._executor,
+            num_steps=None if last_step is None else max(0, last_step - self.steps_done),
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
         )
@@ -210,8 +211,8 @@ class Trainer:
             data_wait_s = time.perf_counter() - wait_from_s
             report = self._step(prepared, coefficients, data_wait_s)
             self.steps_done += 1
-            self._loader_state = prepared.loader_state
-            self._planner_state = prepared.planner_state
+            self._loader_state = encode_state(prepared.planned.loader_state)
+            self._planner_state = prepared.planned.planner_state
             saved, failed_save = self._save_on_the_way()
             if report is not None:
                 report = replace(report, saved=saved, failed_save=failed_save)
@@ -276,7 +277,8 @@ class Trainer:
         return Path(self.config.train.output_dir) / "checkpoints"
 
     def _step(self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float) -> StepReport | None:
-        plan, mesh = prepared.plan, self.mesh
+        planned, mesh = prepared.planned, self.mesh
+        plan = planned.plan
         learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
         watch, replicas = mesh.watch, f"the ranks that hold stage {mesh.pp_rank}"
         watch.step = plan.step
@@ -284,7 +286,7 @@ class Trainer:
             dist.barrier(group=mesh.control)
         zero_s = time.perf_counter()
         self._optimizer.zero_gradients()
-        run = self._executor.run(plan, prepared.tokens)
+        run = self._executor.run(plan, prepared.packs)
         with watch.waiting("the sum of gradients", replicas):
             shards = reduce_gradients(self._buffers, mesh)
         with watch.waiting("the gradient norm"):
@@ -312,8 +314,8 @@ class Trainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             peak_flops_per_s=coefficients.peak_flops_per_s,
-            plan_time_s=prepared.plan_time_s,
+            plan_time_s=planned.plan_time_s,
             data_wait_s=float(peaks[2]),
             peak_memory_bytes=int(peaks[1]),
         )
-        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=prepared.ledger_lines)
+        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=planned.ledger_lines)
