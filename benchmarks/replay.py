@@ -105,8 +105,8 @@ def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> 
 
     def load(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
         batch = collate_pack(pack, tokens)
-        columns = (torch.from_numpy(c) for c in (batch.token_ids, batch.targets, batch.positions))
-        return PackTokens(pack_ranges(pack), *columns)
+        ids, targets, positions = (torch.from_numpy(c) for c in (batch.token_ids, batch.targets, batch.positions))
+        return PackTokens(pack_ranges(pack), ids, targets, positions)
 
     def step(plan: PackPlan, tokens: dict[int, np.ndarray]) -> None:
         for buffer in buffers:

@@ -88,7 +88,7 @@ class CudaHostCopies:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
-        return host, _CudaCopy(self._stream.record_event())
+        return host, _CudaCopy(self._stream)
 
     def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
         """See `HostCopies`."""
@@ -98,12 +98,13 @@ class CudaHostCopies:
         with torch.cuda.stream(self._stream):
             _copy_rows(buffer, pieces)
         buffer.record_stream(self._stream)
-        return buffer, _CudaCopy(self._stream.record_event())
+        return buffer, _CudaCopy(self._stream)
 
 
 class _CudaCopy:
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._done = torch.cuda.Event()
+        self._done.record(stream)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._done)
