@@ -12,7 +12,8 @@
     schedule    every pack once per stage, on the stage's rank, in order, after the forwards it needs; executable
                 without deadlock (`schedule.validate`)
 
-Independent of the planners: it reads only the plan. O(slices + actions).
+Independent of the planners: it reads only the plan. O(n log n) for n slices, and O(actions): about 1 µs a slice, 5 µs
+where something is not plainly right (`plan.validate_columns`).
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from evenload.errors import InvalidPlanError
+from evenload.plan.validate_columns import slices_are_sound
 from evenload.plan.validate_groups import block_of, group_offences
 from evenload.schedule.validate import check_schedule
 from evenload.types.micropack import MicroPack, PackPlan
@@ -64,6 +66,14 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"layout has dp={dp} but there are {len(entries)} {name}"
             return
     yield from _document_offences(plan)
+    if not slices_are_sound(plan, max_pack_tokens):
+        yield from slice_offences(plan, max_pack_tokens)
+    for dp_rank in range(dp):
+        yield from _times_offences(plan, dp_rank)
+
+
+def slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
+    """Offences of documents, packs, coverage, order and groups, in words; for plans in which something is wrong."""
     num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
     for dp_rank, packs in enumerate(plan.pack_plans):
         if packs.dp_rank != dp_rank:
@@ -71,7 +81,6 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
         for pack in (*packs.forward, *packs.backward):
             yield from _pack_offences(dp_rank, pack, num_tokens, max_pack_tokens)
         yield from _order_offences(dp_rank, packs)
-        yield from _times_offences(plan, dp_rank)
     yield from group_offences(plan)
     yield from _coverage_offences(plan, num_tokens)
 
