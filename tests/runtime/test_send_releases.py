@@ -2,10 +2,15 @@
 
 import graphlib
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import evenload.runtime.send_releases as send_releases_module
+from context_plans import merged_plan
+from evenload.plan.validate_groups import block_of
 from evenload.runtime.send_releases import LAG, channels_of_rank, send_releases
 from evenload.types.plan import StepPlan
 from varied_plans import varied_plan
@@ -13,12 +18,12 @@ from varied_plans import varied_plan
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (1, 3)]
 
 
-def receives_of(plan: StepPlan, channel) -> list[tuple[int, int]]:
+def receives_of(plan: StepPlan, channel, dp_rank: int = 0) -> list[tuple[int, int]]:
     """(rank, place in its list) of every action that receives on a channel, in pack order."""
     kind, stage = channel
     rank = plan.layout.stage_to_rank[stage]
     kinds = "F" if kind == "F" else "BI"
-    row = plan.schedules[0].ranks[rank]
+    row = plan.schedules[dp_rank].ranks[rank]
     return [(rank, at) for at, action in enumerate(row) if action.stage == stage and action.kind in kinds]
 
 
@@ -65,6 +70,52 @@ def sends_on(action, channel) -> bool:
     return (action.kind == "F" and stage == action.stage + 1) if kind == "F" else (
         action.kind in "BI" and stage == action.stage - 1
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("agree", [True, False], ids=["as planned", "other seconds on every replica"])
+def test_waits_close_no_circle_through_packs_that_replicas_share(monkeypatch, agree):
+    """A shared action is one action of all members: they meet in its transfers."""
+    monkeypatch.setattr(send_releases_module, "LAG", 0)  # small plans, and the least slack that is still right
+    waited = 0
+    for seed in range(60):
+        plan = merged_plan(seed, dp=4, pp=3)
+        if not agree:
+            rng = np.random.default_rng(seed)
+            times = [
+                msgspec.structs.replace(
+                    one, forward_s=tuple(tuple(rng.uniform(0.1, 9, len(row)).tolist()) for row in one.forward_s)
+                )
+                for one in plan.times
+            ]
+            plan = msgspec.structs.replace(plan, times=tuple(times))
+        needs: dict[tuple, set[tuple]] = {}
+        for dp_rank in range(plan.layout.dp):
+            names = node_names(plan, dp_rank)
+            for rank, row in enumerate(plan.schedules[dp_rank].ranks):
+                for at, waits in enumerate(send_releases(plan, dp_rank, rank)):
+                    before = needs.setdefault(names[rank, at], set())
+                    before |= {names[rank, at - 1]} if at else set()
+                    for channel, count in waits:
+                        waited += 1
+                        receiver, place = receives_of(plan, channel, dp_rank)[count - 1]
+                        before |= {names[receiver, place - 1]} if place else set()
+                for kind, stage in channels_of_rank(plan.layout, rank):
+                    sends = [names[rank, i] for i, a in enumerate(row) if sends_on(a, (kind, stage))]
+                    for send, receive in zip(sends, receives_of(plan, (kind, stage), dp_rank), strict=True):
+                        needs.setdefault(names[receive], set()).add(send)
+        graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+    assert waited > 100 or not agree
+
+
+def node_names(plan: StepPlan, dp_rank: int) -> dict[tuple[int, int], tuple]:
+    """By (rank, place): an action's name, the same for all replicas that share its pack."""
+    packs, names = plan.pack_plans[dp_rank], {}
+    for rank, row in enumerate(plan.schedules[dp_rank].ranks):
+        for at, action in enumerate(row):
+            pack = (packs.forward if action.kind == "F" else packs.backward)[action.pack]
+            block = block_of(plan, dp_rank, pack)
+            names[rank, at] = (*block, action.kind, action.stage, tuple(map(str, pack.slices)))
+    return names
 
 
 @pytest.mark.parametrize("schedule", ["list", "list split", "word", "zero bubble"])

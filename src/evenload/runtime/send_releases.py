@@ -12,12 +12,19 @@ Every edge of the schedule goes to an equal or later start and every such wait t
 no circle, whatever the real durations. By then the receiver has long posted the receive, unless it is LAG packs
 behind its prediction; then the sender waits for it, once it would run LAG packs further ahead than planned.
 
+Replicas that share packs (DP-Merge) meet in their transfers, so the argument needs one order of all their actions.
+Plans run shared packs first and alike on all members, whose predictions then agree on them to the bit. Where they do
+not (plans made by hand), no send is waited for before the end of the step.
+
 A rank keeps what is under way in the prediction plus LAG packs a channel. O(actions log actions).
 """
+
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.plan.validate_groups import Block, block_of
 from evenload.simulate.simulate import simulate
 from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward, action_columns
@@ -48,6 +55,8 @@ def send_releases(plan: StepPlan, dp_rank: int, pp_rank: int) -> tuple[tuple[tup
     own = slice(int(actions.rank_offset[pp_rank]), int(actions.rank_offset[pp_rank + 1]))
     if not channels:
         return ((),) * (own.stop - own.start)
+    if not _members_agree(plan):
+        return ((),) * (own.stop - own.start)
     start_s = simulate(_tasks(plan, dp_rank), actions).start_s
     counts = {channel: _released(actions, start_s, channel, start_s[own]).tolist() for channel in channels}
     waits: list[list[tuple[Channel, int]]] = [[] for _ in range(own.stop - own.start)]
@@ -69,6 +78,28 @@ def _released(
     receives = (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
     # Packs of a stage run in index order, so their starts do not fall.
     return np.maximum(0, np.searchsorted(start_s[receives], own_start_s, side="left") - LAG)
+
+
+def _members_agree(plan: StepPlan) -> bool:
+    """Whether all replicas predict the same starts of the packs that they share."""
+    sizes = [
+        {(pack.direction, pack.index): block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward)}
+        for dp_rank, packs in enumerate(plan.pack_plans)
+    ]
+    if all(size == 1 for of_replica in sizes for _, size in of_replica.values()):
+        return True
+    starts: dict[Block, list[list[tuple]]] = defaultdict(list)
+    for dp_rank, blocks in enumerate(sizes):
+        start_s = simulate(_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
+        actions = [action for row in plan.schedules[dp_rank].ranks for action in row]
+        met: dict[Block, list[tuple]] = defaultdict(list)
+        for action, start in zip(actions, start_s, strict=True):
+            block = blocks["forward" if action.kind == "F" else "backward", action.pack]
+            if block[1] > 1:
+                met[block].append((action.kind, action.stage, start))
+        for block, rows in met.items():
+            starts[block].append(rows)
+    return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
 
 
 def _tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
