@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from evenload.cli.check import check_command
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
 from evenload.cli.train import train_command
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("check")(check_command)
 app.command("lengths")(lengths_command)
 app.command("plan")(plan_command)
 app.command("train")(train_command)

@@ -52,16 +52,22 @@ def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSe
         config.train.checkpoint_timeout_s,
         signs=_store_of_signs(),
     )
-    cap = config.plan.memory_bytes or _share_of_memory(local_world)
+    cap = config.plan.memory_bytes or share_of_memory(local_world)
     yield RankSetup(mesh=mesh, threads=threads, memory_cap_bytes=cap)
     # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
     mesh.watch.close()
     dist.destroy_process_group()
 
 
-def run_coefficients(trainer: Trainer, cache: Path, threads: int, console: Console) -> CostCoefficients:
+def run_coefficients(
+    trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
+) -> CostCoefficients:
     """The checkpoint's cost file after a resume (so that plans stay the same), else the configured one, else cached,
-    else measured."""
+    else measured.
+
+    Args:
+        max_document_tokens: no longer ones are timed; default: the configured longest.
+    """
     if trainer.coefficients is not None:
         return trainer.coefficients
     mesh, configured = trainer.mesh, trainer.config.train.cost_file
@@ -75,7 +81,8 @@ def run_coefficients(trainer: Trainer, cache: Path, threads: int, console: Conso
     if found[0] is not None:
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
-    measured = calibrate(trainer.stages, trainer.model, mesh, trainer.config.data.max_document_tokens, name)
+    longest = max_document_tokens or trainer.config.data.max_document_tokens
+    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name)
     if mesh.rank == 0:
         write_cached(path, measured)
     return measured
@@ -88,7 +95,7 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
     return dist.PrefixStore("evenload", store)  # type: ignore[reportPrivateImportUsage]
 
 
-def _share_of_memory(local_world: int) -> int:
+def share_of_memory(local_world: int) -> int:
     """Bytes for one process: of the machine, or of the container where one is limited (cgroup v2, v1)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):

@@ -1,0 +1,130 @@
+"""Invariance: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
+
+The batch is planned by several strategies and with short slices, each plan runs on the configured layout, and each is
+compared with plain training of the same documents in float64 (`reference.py`). The error of plain training in the
+configured precision is the yardstick: ours may be twice that, of the loss and of the whole gradient (at least 1e-6 in
+float32 and 1e-2 in bfloat16; 1e-10 in float64); and no single parameter may be plainly wrong.
+
+Price: a step a plan, and plain training twice.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evenload.check.reference import plain_step
+from evenload.check.step_runner import StepRunner
+from evenload.check.verdict import Verdict
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.mesh import Mesh
+from evenload.types.plan import StepPlan
+
+_FLOAT64_TOLERANCE = 1e-10
+_TIMES_PLAIN = 2.0
+# Below this, rounding alone decides which of two right results is nearer.
+_FLOOR = {"float32": 1e-6, "bfloat16": 1e-2}
+# A parameter's own gradient is noisier than the whole; this far off it is wrong.
+_PLAINLY_WRONG, _PARAMETER_TIMES_PLAIN = 0.1, 4.0
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors against the reference.
+
+    Args:
+        loss, gradient: of the step.
+        parameter: of each parameter's gradient, by name; of the whole gradient's norm where its own is (nearly) zero.
+    """
+
+    loss: float
+    gradient: float
+    parameter: dict[str, float]
+
+
+def check_invariance(
+    config: TrainConfig,
+    runner: StepRunner,
+    plans: list[tuple[str, StepPlan]],
+    left_out: list[str],
+    tokens: Mapping[int, NDArray[np.int32]],
+    mesh: Mesh,
+) -> Verdict:
+    """Run every plan and the reference. Collective.
+
+    Args:
+        plans: by a name that tells them apart, of the same documents.
+        left_out: plans that could not be made, with the reason.
+        tokens: of every document.
+    """
+    name = "invariance"
+    if config.model.lora is not None:
+        return Verdict(
+            name=name,
+            outcome="skipped",
+            found="",
+            why="plain training of adapters is compared in the tests only (peft)",
+        )
+    own = getattr(torch, config.model.dtype)
+    exact = plain_step(config, tokens, torch.float64, mesh)
+    if own == torch.float64:
+        plain = Errors(0.0, 0.0, {})
+        limits = (_FLOAT64_TOLERANCE, _FLOAT64_TOLERANCE)
+    else:
+        loss, gradients = plain_step(config, tokens, own, mesh)
+        plain = _errors(loss, gradients, *exact, mesh)
+        floor = _FLOOR[config.model.dtype]
+        limits = (max(_TIMES_PLAIN * plain.loss, floor), max(_TIMES_PLAIN * plain.gradient, floor))
+    worst_loss, worst_gradient, failures = 0.0, 0.0, []
+    for title, plan in plans:
+        outcome = runner.run(plan, tokens)
+        errors = _errors(outcome.loss, outcome.gradients, *exact, mesh)
+        worst_loss, worst_gradient = _max(worst_loss, errors.loss), _max(worst_gradient, errors.gradient)
+        parameter, error = max(errors.parameter.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+        bound = max(_PLAINLY_WRONG, _PARAMETER_TIMES_PLAIN * plain.parameter.get(parameter, 0.0))
+        if not (errors.loss <= limits[0] and errors.gradient <= limits[1] and error <= bound):
+            failures.append(
+                f"{title}: loss off by {errors.loss:.1e}, gradient by {errors.gradient:.1e}, most in {parameter} "
+                f"({error:.1e})"
+            )
+    found = (
+        f"{', '.join(title for title, _ in plans)} in {config.model.dtype} on {mesh.layout.describe()}, "
+        f"{len(tokens)} documents, {sum(map(len, tokens.values())):,} tokens: loss within {worst_loss:.1e} (allowed "
+        f"{limits[0]:.1e}), gradient within {worst_gradient:.1e} (allowed {limits[1]:.1e}) of plain float64"
+    )
+    if left_out:
+        found += f"; not run: {'; '.join(left_out)}"
+    if failures:
+        return Verdict(name=name, outcome="fail", found=found, why="; ".join(failures))
+    return Verdict(name=name, outcome="pass", found=found)
+
+
+def _errors(
+    loss: float, gradients: dict[str, Tensor], exact_loss: float, exact: dict[str, Tensor], mesh: Mesh
+) -> Errors:
+    """Of a step whose gradients lie on the ranks of its stages. Collective."""
+    sums: dict[str, tuple[float, float]] = {}
+    for name, gradient in gradients.items():
+        if name not in exact and name == "lm_head.weight":
+            continue  # A tied head; the first stage has the same sum under the embedding's name.
+        reference = exact[name]
+        difference = (gradient.double() - reference).square().sum()
+        sums[name] = (float(difference), float(reference.square().sum()))
+    everyone: list[dict[str, tuple[float, float]]] = [{} for _ in range(mesh.layout.world_size)]
+    dist.all_gather_object(everyone, sums, group=mesh.control)
+    merged = {name: pair for part in everyone for name, pair in part.items()}
+    assert merged.keys() == exact.keys(), sorted(exact.keys() - merged.keys())
+    whole = sum(norm for _, norm in merged.values())
+    total = math.sqrt(sum(difference for difference, _ in merged.values()) / whole)
+    smallest = 1e-6 * whole / len(merged)
+    parameters = {name: math.sqrt(d / max(n, smallest)) for name, (d, n) in merged.items()}
+    return Errors(abs(loss - exact_loss) / max(abs(exact_loss), 1e-12), total, parameters)
+
+
+def _max(a: float, b: float) -> float:
+    return b if math.isnan(b) or b > a else a

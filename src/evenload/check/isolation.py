@@ -1,0 +1,88 @@
+"""Isolation: what a document computes does not depend on its neighbours in a pack.
+
+Every other document, in the order in which they stand in the packs, gets other tokens; then the rest. All rows of the
+unchanged documents (outputs and gradients) must come out as before: to the bit, or as near as two runs on the same
+tokens come to each other where the kernels are not deterministic. The changed documents must come out different, or
+the probe would see nothing.
+
+Price: four steps.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from evenload.check.step_runner import Seen, StepRunner
+from evenload.check.verdict import Verdict
+from evenload.runtime.mesh import Mesh
+from evenload.types.plan import StepPlan
+
+_NOISE_FACTOR = 4.0
+
+
+def check_isolation(
+    runner: StepRunner, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], vocab_size: int, mesh: Mesh
+) -> Verdict:
+    """Run the probe on every replica at once. Collective."""
+    order = _order_in_packs(plan)
+    shared_packs = sum(len(pack.slices) > 1 for packs in plan.pack_plans for pack in packs.forward)
+    if not shared_packs:
+        return Verdict(
+            name="isolation",
+            outcome="skipped",
+            found=f"{len(order)} documents under {plan.strategy}",
+            why="no pack holds two documents, so none can reach another",
+        )
+    before = runner.run(plan, tokens).seen
+    noise = _largest_difference(before, runner.run(plan, tokens).seen, set(order))
+    leak, blind = 0.0, 0
+    for parity in (0, 1):
+        changed = set(order[parity::2])
+        others = set(order) - changed
+        perturbed = {doc: (row + 1) % vocab_size if doc in changed else row for doc, row in tokens.items()}
+        after = runner.run(plan, perturbed).seen
+        leak = max(leak, _largest_difference(before, after, others))
+        blind += sum(torch.equal(rows, after[key]) for key, rows in before.items() if key[1] in changed)
+    everyone: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * mesh.layout.world_size
+    dist.all_gather_object(everyone, (leak, noise, blind, len(before)), group=mesh.control)
+    leak, noise = max(row[0] for row in everyone), max(row[1] for row in everyone)
+    blind, slices = sum(row[2] for row in everyone), sum(row[3] for row in everyone)
+    allowed = _NOISE_FACTOR * noise
+    near = "to the bit" if leak == 0 else f"to {leak:.1e} of the largest value, allowed {allowed:.1e}"
+    found = (
+        f"{len(order)} documents in {shared_packs} shared packs of {plan.strategy}: outputs and gradients "
+        f"unchanged {near} while every other document changes"
+    )
+    if not leak <= allowed:
+        return Verdict(
+            name="isolation",
+            outcome="fail",
+            found=found.replace("unchanged to", "changed by"),
+            why="tokens of one document reach another in the same pack: attention or labels cross a boundary",
+        )
+    if blind:
+        why = f"{blind} of {slices} pieces of changed documents did not change: the probe does not see them"
+        return Verdict(name="isolation", outcome="fail", found=found, why=why)
+    return Verdict(name="isolation", outcome="pass", found=found)
+
+
+def _order_in_packs(plan: StepPlan) -> list[int]:
+    """Documents by where they first stand in a forward pack, so that neighbours differ in parity."""
+    pieces = (piece.doc_id for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
+    return list(dict.fromkeys(pieces))
+
+
+def _largest_difference(before: Seen, after: Seen, documents: set[int]) -> float:
+    """Over the rows of these documents, relative to the largest value of their kind."""
+    worst = 0.0
+    for what in ("output", "gradient"):
+        keys = [key for key in before if key[0] == what and key[1] in documents and before[key].numel()]
+        scale = max((float(before[key].abs().max()) for key in keys), default=0.0)
+        for key in keys:
+            difference = float((before[key].double() - after[key].double()).abs().max())
+            # NaN is a difference too.
+            worst = max(worst, difference / scale if scale else difference, key=lambda value: (value != value, value))
+    return worst

@@ -1,0 +1,113 @@
+"""All checks in order, on every rank of the smaller run; ledger and memory on rank 0."""
+
+from collections.abc import Callable
+
+import msgspec
+import torch.distributed as dist
+
+from evenload.check.invariance import check_invariance
+from evenload.check.isolation import check_isolation
+from evenload.check.ledger import check_ledger
+from evenload.check.memory import check_memory
+from evenload.check.resume import check_resume
+from evenload.check.scope import Scope
+from evenload.check.step_runner import StepRunner
+from evenload.check.survey import survey_batches
+from evenload.check.verdict import Verdict
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import EvenloadError, RankLostError
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.mesh import Mesh
+from evenload.runtime.trainer import layout_of, model_spec
+from evenload.types.document import Document
+from evenload.types.plan import StepPlan, decode_plan, encode_plan
+
+_COMPARED = ("padded", "best_fit", "balanced", "slimpack")
+_SHORT_SLICES = "slimpack in short slices"
+
+
+def run_checks(
+    config: TrainConfig,
+    scope: Scope,
+    mesh: Mesh,
+    coefficients: CostCoefficients,
+    memory_cap_bytes: int,
+    on_start: Callable[[str], None],
+) -> list[Verdict]:
+    """The verdicts, the same on every rank. Collective.
+
+    Args:
+        config: the user's.
+        memory_cap_bytes: of a process of the user's run.
+        on_start: called with a check's name before it.
+    """
+    smaller = scope.config
+    verdicts = []
+    loader = GlobalBatchLoader(smaller.data)
+    batch = loader.next_batch()
+    loader.close()
+    assert batch is not None, "an endless loader has a batch"
+    plans, left_out = _shared_plans(smaller, batch.documents, coefficients, memory_cap_bytes, mesh)
+    runner = StepRunner(smaller, mesh, coefficients)
+
+    def isolation() -> Verdict:
+        own = next((plan for title, plan in plans if title == smaller.plan.strategy), None)
+        if own is None:
+            return Verdict(name="isolation", outcome="skipped", found="", why="; ".join(left_out))
+        return check_isolation(runner, own, batch.tokens, model_spec(smaller).vocab_size, mesh)
+
+    def invariance() -> Verdict:
+        return check_invariance(smaller, runner, plans, left_out, batch.tokens, mesh)
+
+    def resume() -> Verdict:
+        return check_resume(smaller, coefficients, memory_cap_bytes, mesh)
+
+    for check in (isolation, invariance, resume):
+        on_start(check.__name__)
+        try:
+            verdicts.append(check())
+        except RankLostError:
+            raise
+        except EvenloadError as error:
+            verdicts.append(Verdict(name=check.__name__, outcome="fail", found="", why=str(error)))
+    on_start("ledger and memory")
+    verdicts += _surveyed(config, mesh, coefficients, memory_cap_bytes)
+    return verdicts
+
+
+def _shared_plans(
+    config: TrainConfig, documents: tuple[Document, ...], coefficients: CostCoefficients, cap_bytes: int, mesh: Mesh
+) -> tuple[list[tuple[str, StepPlan]], list[str]]:
+    """Rank 0's plans by title, and those that could not be made, on every rank."""
+    shared: list[tuple[list[tuple[str, bytes]], list[str]]] = [([], [])]
+    if mesh.rank == 0:
+        options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+        longest = max(document.num_tokens for document in documents)
+        short = msgspec.structs.replace(
+            options,
+            max_pack_tokens=max(options.min_slice_tokens, longest // 3, 16),
+            cuts="asymmetric",
+        )
+        wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
+        plans, left_out = shared[0]
+        for title, strategy, chosen in (*wanted, (_SHORT_SLICES, "slimpack", short)):
+            planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen)
+            try:
+                plans.append((title, encode_plan(planner.plan(0, documents, strategy))))
+            except EvenloadError as error:
+                left_out.append(f"{title}: {error}")
+    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    plans, left_out = shared[0]
+    return [(title, decode_plan(plan)) for title, plan in plans], left_out
+
+
+def _surveyed(config: TrainConfig, mesh: Mesh, coefficients: CostCoefficients, cap_bytes: int) -> list[Verdict]:
+    told: list[list[Verdict]] = [[]]
+    if mesh.rank == 0:
+        model = model_spec(config)
+        survey = survey_batches(config, model, layout_of(config, model.num_layers), coefficients, cap_bytes)
+        told[0] = [check_ledger(survey), check_memory(survey, cap_bytes, config.plan.strategy)]
+    dist.broadcast_object_list(told, src=0, group=mesh.control)
+    return told[0]

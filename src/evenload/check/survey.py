@@ -1,0 +1,109 @@
+"""The user's own global batches, read and planned as training would, without computing: ground of ledger and memory.
+
+Runs on one process, with the configured model, layout, strategy and data settings, until an epoch is over or the time
+or number of documents is used up.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import DataError, InfeasiblePlanError, InvalidPlanError
+from evenload.plan.delay import DelayState
+from evenload.plan.planner import StepPlanner
+from evenload.plan.validate import validate_plan
+from evenload.runtime.config import TrainConfig
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+_MAX_DOCUMENTS = 20_000
+_MAX_S = 8.0
+
+
+@dataclass
+class Survey:
+    """What was seen.
+
+    Args:
+        steps, documents, tokens: planned; tokens counted from the documents themselves.
+        whole_epoch: the data ended.
+        peaks: (predicted bytes of the fullest process, step, longest document), of steps that fit or not.
+        ledger_lines: the loader's account.
+        ledger_error, memory_error: why training would stop; "" = nothing.
+    """
+
+    steps: int = 0
+    documents: int = 0
+    tokens: int = 0
+    whole_epoch: bool = False
+    peaks: list[tuple[int, int, int]] = field(default_factory=list)
+    ledger_lines: tuple[str, ...] = ()
+    ledger_error: str = ""
+    memory_error: str = ""
+
+
+def survey_batches(
+    config: TrainConfig,
+    model: ModelSpec,
+    layout: ParallelLayout,
+    coefficients: CostCoefficients,
+    memory_cap_bytes: int,
+    clock=time.perf_counter,
+) -> Survey:
+    """Read, plan and account for batches until the limits; at least one."""
+    options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+    planner = StepPlanner(model, coefficients, layout, memory_cap_bytes, options)
+    survey, state = Survey(), DelayState()
+    until_s = clock() + _MAX_S
+    loader = GlobalBatchLoader(msgspec.structs.replace(config.data, epochs=1, mixture_end="once"))
+    trained = 0
+    try:
+        while not survey.steps or (survey.documents < _MAX_DOCUMENTS and clock() < until_s):
+            batch = loader.next_batch()
+            if batch is None:
+                survey.whole_epoch = True
+                break
+            documents = batch.carried + batch.documents
+            proposal = planner.propose(
+                survey.steps, documents, config.plan.strategy, state=state, is_last=batch.is_last
+            )
+            plan = proposal.plan
+            validate_plan(plan, max_pack_tokens=config.max_pack_tokens)
+            state = proposal.state or DelayState()
+            longest = max((document.num_tokens for document in documents), default=0)
+            survey.peaks.append((plan.predicted.peak_memory_bytes, survey.steps, longest))
+            survey.memory_error = survey.memory_error or proposal.why
+            for document in plan.documents:
+                if document.doc_id in batch.tokens and len(batch.tokens[document.doc_id]) != document.num_tokens:
+                    raise DataError(f"document {document.doc_id} was announced with {document.num_tokens} tokens")
+            trained += sum(document.num_tokens for document in plan.documents)
+            survey.tokens += sum(len(batch.tokens[document.doc_id]) for document in batch.documents)
+            survey.documents += len(batch.documents)
+            loader.note_step(batch, plan)
+            loader.check_ledger()
+            survey.steps += 1
+        _compare(loader, trained)
+    except InfeasiblePlanError as error:
+        survey.memory_error = str(error)
+    except (DataError, InvalidPlanError) as error:
+        survey.ledger_error = str(error)
+    finally:
+        survey.ledger_lines = tuple(loader.summary())
+        loader.close()
+    return survey
+
+
+def _compare(loader: GlobalBatchLoader, trained: int) -> None:
+    """The loader's account against our own count of what was planned for training.
+
+    Raises:
+        DataError: they differ.
+    """
+    if loader.ledger.trained.tokens != trained:
+        raise DataError(
+            f"the ledger has {loader.ledger.trained.tokens:,} trained tokens, the plans {trained:,}; "
+            "please report this as a bug"
+        )

@@ -1,0 +1,114 @@
+"""`evenload check`: proves on the user's model and data what training promises."""
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evenload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evenload.check.scope import Scope
+    from evenload.check.verdict import Verdict
+    from evenload.runtime.config import TrainConfig
+
+_STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
+
+
+def check_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Settings of a run of `evenload train`.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example parallel.pp=2."),
+    ] = None,
+) -> None:
+    """Prove on your model and data: isolation, invariance, resume, ledger, memory.
+
+    Takes a minute. Starts the processes of \\[parallel] on this machine, runs a few small steps of the model (its first
+    layers where it is large) on the first documents, reads and plans batches as training would, and writes nothing.
+
+    Exit code: 0 all passed or skipped, 1 a check failed, 3 only memory failed, 2 wrong input.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from evenload.check.scope import checked_scope
+    from evenload.check.verdict import Verdict, exit_code
+    from evenload.cli.launch import run_local
+    from evenload.plan.strategies import require_trainable
+    from evenload.runtime.config import load_train_config
+    from evenload.runtime.trainer import layout_of, model_spec
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")
+    started_s = time.perf_counter()
+    settings = load_train_config(config, overrides or [])
+    require_trainable(settings.plan.strategy)
+    layout_of(settings, model_spec(settings).num_layers)
+    cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
+    with tempfile.TemporaryDirectory(prefix="evenload-check-") as directory:
+        scope = checked_scope(settings, Path(directory))
+        answer = Path(directory) / "verdicts.json"
+        layout = layout_of(scope.config, model_spec(scope.config).num_layers)
+        console = Console(stderr=True, highlight=False)
+        smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
+        console.print(f"checking {settings.model.path} on layout {layout.describe()}{smaller}", soft_wrap=True)
+        run_local(run_check_worker, (settings, scope, cache, str(answer)), layout.world_size)
+        verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])
+    _show(verdicts, time.perf_counter() - started_s)
+    sys.exit(exit_code(verdicts))
+
+
+def run_check_worker(config: "TrainConfig", scope: "Scope", cache_directory: str, answer: str) -> None:
+    """One rank of the checks; rank 0 leaves the verdicts in a file."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(_run_rank)(config, scope, Path(cache_directory), Path(answer))
+
+
+def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) -> None:
+    import msgspec
+    from rich.console import Console
+
+    from evenload.check.run_checks import run_checks
+    from evenload.cli.worker_setup import run_coefficients, share_of_memory, started_rank
+    from evenload.runtime.trainer import Trainer, layout_of, model_spec
+
+    layout = layout_of(scope.config, model_spec(scope.config).num_layers)
+    users = layout_of(config, model_spec(config).num_layers)
+    cap_bytes = config.plan.memory_bytes or share_of_memory(users.world_size)
+    with started_rank(scope.config, layout) as setup:
+        console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
+        trainer = Trainer(scope.config, setup.mesh)
+        coefficients = run_coefficients(trainer, cache, setup.threads, console, config.data.max_document_tokens)
+        del trainer
+        verdicts = run_checks(
+            config, scope, setup.mesh, coefficients, cap_bytes, lambda name: console.print(f"checking {name}")
+        )
+        if setup.mesh.rank == 0:
+            answer.write_bytes(msgspec.json.encode(verdicts))
+
+
+def _show(verdicts: list["Verdict"], seconds: float) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading in ("check", "verdict", "what was found"):
+        table.add_column(heading, no_wrap=heading != "what was found")
+    for verdict in verdicts:
+        text = Text(verdict.found)
+        if verdict.why:
+            text.append("\n" if verdict.found else "")
+            text.append(verdict.why, style=_STYLES[verdict.outcome])
+        table.add_row(verdict.name, Text(verdict.outcome, style=_STYLES[verdict.outcome]), text)
+    console = Console(highlight=False)
+    console.print(table)
+    failed = [verdict.name for verdict in verdicts if verdict.outcome == "fail"]
+    console.print(f"{'failed: ' + ', '.join(failed) if failed else 'nothing failed'} ({seconds:.0f} s)")
