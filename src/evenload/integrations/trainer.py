@@ -120,24 +120,29 @@ class PackedTrainerMixin:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
         was_training = model.training
         model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
-        for batch in dataloader:
-            inputs = trainer._prepare_inputs({key: value for key, value in batch.items() if key != _COUNT})
-            with torch.no_grad(), trainer.compute_loss_context_manager():
-                # The sum over the batch's tokens: divided by 1.
-                total[0] += model(**inputs, num_items_in_batch=1).loss.double()
-            total[1] += (batch["labels"] != -100).sum().item()
-            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+        total = torch.zeros((), dtype=torch.float64, device=trainer.args.device)
+        num_documents = num_tokens = 0
+        for step in dataloader.steps():
+            num_documents += len(step.plan.documents)
+            num_tokens += step.num_label_tokens
+            for batch in step:
+                inputs = trainer._prepare_inputs({key: value for key, value in batch.items() if key != _COUNT})
+                with torch.no_grad(), trainer.compute_loss_context_manager():
+                    # The sum over the batch's tokens: divided by 1.
+                    total += model(**inputs, num_items_in_batch=1).loss.double()
+                trainer.control = trainer.callback_handler.on_prediction_step(
+                    trainer.args, trainer.state, trainer.control
+                )
         model.train(was_training)
-        loss_sum, tokens = trainer.accelerator.reduce(total, "sum").tolist()
+        loss_sum = trainer.accelerator.reduce(total, "sum").item()
         return EvalLoopOutput(
             predictions=None,  # pyright: ignore[reportArgumentType]
             label_ids=None,
             metrics={
-                f"{metric_key_prefix}_loss": loss_sum / tokens if tokens else 0.0,
-                f"{metric_key_prefix}_label_tokens": int(tokens),
+                f"{metric_key_prefix}_loss": loss_sum / max(1, num_tokens),
+                f"{metric_key_prefix}_label_tokens": num_tokens,
             },
-            num_samples=int(tokens),
+            num_samples=num_documents,
         )
 
 

@@ -1,0 +1,119 @@
+import json
+from collections import Counter
+
+import datasets
+import pytest
+from packed_cases import all_documents, documents_of, loader_of, tokens_of, write_texts
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_python import PythonBackend
+
+from evenload import PackedLoader
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.tokenize import train_byte_pair_tokenizer
+from evenload.errors import ConfigError
+
+SETTINGS = {"max_tokens": 64, "batch_documents": 8, "workers": 0, "epochs": 1}
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A fast tokeniser of transformers with an end of document and a chat template."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_byte_pair_tokenizer(["a small text", "another small text"], 280, path / "tokenizer.json")
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), eos_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
+def test_data_set_objects_come_exactly_once(tmp_path, kind, workers):
+    texts = write_texts(tmp_path)
+    data = datasets.Dataset.from_list([{"id": index, "text": text} for index, text in enumerate(texts)])
+    if kind == "iterable":
+        data = data.to_iterable_dataset(num_shards=3)
+    with PackedLoader(data, **(SETTINGS | {"workers": workers, "epochs": None})) as loader:
+        for _ in range(2):
+            assert all_documents(loader) == Counter(map(tokens_of, texts))
+
+
+def test_a_data_set_resumes_inside_an_epoch(tmp_path):
+    texts = write_texts(tmp_path)
+    data = datasets.Dataset.from_dict({"text": texts})
+    loader = PackedLoader(data, **SETTINGS)
+    steps = loader.steps()
+    seen = all_documents([*next(steps), *next(steps)])
+    other = PackedLoader(data, **SETTINGS)
+    other.load_state_dict(loader.state_dict())
+    assert seen + all_documents(other) == Counter(map(tokens_of, texts))
+
+
+def test_columns_say_what_records_hold():
+    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, -100]]})
+    loader = PackedLoader(ids, **SETTINGS)
+    assert (loader.config.record, loader.config.labels_column) == ("tokens", "labels")
+    (batch,) = loader
+    assert sorted(documents_of(batch)) == [(1, 2, 3), (4, 5)]
+    assert sorted(batch["labels"][0].tolist()) == [IGNORE_INDEX] * 3 + [2, 3]
+    with pytest.raises(ConfigError, match="could be records of prompt_completion, text; set record"):
+        PackedLoader(datasets.Dataset.from_dict({"prompt": ["a"], "completion": ["b"], "text": ["c"]}), **SETTINGS)
+    with pytest.raises(ConfigError, match="could be records of none of the kinds"):
+        PackedLoader(datasets.Dataset.from_dict({"body": ["a"]}), **SETTINGS)
+    named = datasets.Dataset.from_dict({"body": ["abc"]})
+    (batch,) = PackedLoader(named, record="text", text_column="body", **SETTINGS)
+    assert documents_of(batch) == [tokens_of("abc")]
+
+
+def test_splits_are_refused_by_name():
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
+    with pytest.raises(ConfigError, match=r"has the splits \['train'\]"):
+        PackedLoader(splits, **SETTINGS)
+
+
+def test_a_tokeniser_of_transformers_gives_its_own_tokens(tmp_path, tokenizer):
+    texts = write_texts(tmp_path)
+    loader = loader_of(tmp_path, tokenizer=tokenizer, max_tokens=80, epochs=1)
+    expected = Counter(
+        (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id) for text in texts
+    )
+    assert all_documents(loader) == expected
+    # The file it was written to is gone; a later loader of the same tokeniser goes on with the state.
+    other = loader_of(tmp_path, tokenizer=tokenizer, max_tokens=80, epochs=1)
+    other.load_state_dict(loader.state_dict())
+    assert not list(other)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_chat_template_and_masks_are_used(tmp_path, tokenizer, workers):
+    chat = [{"role": "user", "content": "a small"}, {"role": "assistant", "content": "text"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    with loader_of(tmp_path, tokenizer=tokenizer, record="messages", epochs=1, workers=workers) as loader:
+        (batch,) = loader
+    expected = tokenizer.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+    )
+    assert documents_of(batch) == [tuple(expected["input_ids"])]
+    has_loss = (batch["labels"][0] != IGNORE_INDEX).long().tolist()
+    assert has_loss == expected["assistant_masks"]
+    other = loader_of(tmp_path, tokenizer=tokenizer, record="messages", epochs=1)
+    other.load_state_dict(loader.state_dict())
+
+
+def test_slow_tokenisers_are_refused(tmp_path):
+    class Slow(PythonBackend):
+        vocab_size = 3
+
+        def get_vocab(self):
+            return {"a": 0, "b": 1, "c": 2}
+
+        def _convert_token_to_id(self, token):
+            return 0
+
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match="is a slow one"):
+        loader_of(tmp_path, tokenizer=Slow())
