@@ -18,6 +18,8 @@ from format_files import (
     write_tokens,
 )
 
+from evenload.data.formats.arrow_messages import read_messages
+from evenload.data.formats.mapped import open_ranges
 from evenload.data.formats.record import FILE_END, FilePart
 from evenload.errors import DataError
 
@@ -27,9 +29,10 @@ WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
 
 def read_tolerantly(source, count=1):
     """Records and problems of a damaged file; any exception but a DataError that names it fails the test."""
-    file, reader = tokens_source(source)
+    is_chat = "chats" in source
+    file, reader = open_source(source, record="messages") if is_chat else tokens_source(source)
     try:
-        records = read_all(file, reader, ("input_ids",), count)
+        records = read_all(file, reader, ("messages" if is_chat else "input_ids",), count)
     except DataError as err:
         if os.path.basename(file.path) not in str(err):
             raise
@@ -66,6 +69,21 @@ def test_a_truncated_index_is_one_problem(tmp_path, format):
         assert len(read_tolerantly(source, 2)[1]) == 1
 
 
+@pytest.mark.parametrize("format", ["file.arrow", "feather"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_arrow_file_that_ends_behind_a_batch_is_truncated(tmp_path, format, count):
+    """There a stream may end, but a file has a mark."""
+    source = write_tokens(tmp_path, format, DOCUMENTS)
+    content = Path(source).read_bytes()
+    with open_ranges(tokens_source(source)[0]) as ranges:
+        messages = list(read_messages(ranges))
+    for message in messages[1:]:
+        Path(source).write_bytes(content[: message.stop])
+        found, problems = read_tolerantly(source, count)
+        assert values_of(found) == DOCUMENTS[: len(found)]
+        assert len(problems) == 1
+
+
 FUZZ = """
 import random, sys
 from pathlib import Path
@@ -89,6 +107,9 @@ def test_flipped_bytes_never_crash_the_process(tmp_path):
     for format in ("stream.arrow", "file.arrow", "feather", "parquet", "jsonl.gz", "bin", "ends.npy"):
         (tmp_path / format).mkdir()
         sources.append(write_tokens(tmp_path / format, format, DOCUMENTS))
+    (tmp_path / "chats").mkdir()
+    rows = [{"messages": [{"role": "user", "content": "c" * row}] * (row % 3)} for row in range(30)]
+    sources.append(write_rows(tmp_path / "chats", "stream.arrow", rows, 15))
     command = [sys.executable, "-c", FUZZ, ":".join(sys.path), "100", *sources]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -51,7 +51,7 @@ def change_index(source, at, value, form="<q"):
     [
         (9, 2, "version 2"),
         (18, 1000, "sequences need"),
-        (34 + 4 * 4, 2, "contradict"),  # first place of four
+        (34 + 4 * 4 + 8, 0, "contradict"),  # the second of four places
         (34 + 4 * 12, 1, "documents hold sequences 1 to 4 of 4"),
         (34 + 4 * 12 + 4 * 8, 3, "documents hold sequences 0 to 3 of 4"),
         (34 + 4 * 12 + 2 * 8, 0, "do not follow each other"),

@@ -9,7 +9,7 @@ import pytest
 from format_files import write_megatron_index, write_table
 
 FILE_BYTES = 128 << 20
-MOST_BYTES = 64 << 20
+MOST_BYTES = 80 << 20
 
 READ = """
 import sys
@@ -20,24 +20,29 @@ from evenload.data.formats.record import FilePart
 def resident_bytes(field):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field))
 
-column = sys.argv[3]
+column = sys.argv[4]
 kind = {"text": "text", "input_ids": "tokens"}[column]
-file, reader = open_source(sys.argv[2], record=kind, document_end_id=0)
-first = next(iter(reader.records(file, FilePart(), (column,))))  # imports and pools
-before, total = resident_bytes("VmRSS"), 0
-with open("/proc/self/clear_refs", "w") as peak:
-    peak.write("5")
-for record in reader.records(file, FilePart(), (column,)):
-    assert record.values is not None, record.problem
-    total += len(record.values[0])
+
+def read(source):
+    file, reader = open_source(source, record=kind, document_end_id=0)
+    total = 0
+    for record in reader.records(file, FilePart(), (column,)):
+        assert record.values is not None, record.problem
+        total += len(record.values[0])
+    return total
+
+read(sys.argv[2])  # imports and pools
+before = resident_bytes("VmRSS")
+total = read(sys.argv[3])
 print(resident_bytes("VmHWM") - before, total)
 """
 
 
-def write_big(root, format):
-    """A file of `FILE_BYTES`; its column, and the length of all its values together."""
+def write_big(root, format, file_bytes):
+    """A file; its column, and the length of all its values together."""
+    root.mkdir()
     if format in ("bin", "ends.npy"):
-        num_rows, row_tokens = FILE_BYTES // 4 // 4096, 4096
+        num_rows, row_tokens = file_bytes // 4 // 4096, 4096
         ids = np.arange(1, num_rows * row_tokens + 1, dtype=np.int32).reshape(num_rows, row_tokens)
         if format == "bin":
             write_megatron_index(root / "big", [row_tokens] * num_rows, list(range(num_rows + 1)), "int32")
@@ -46,7 +51,7 @@ def write_big(root, format):
         ids[:, -1] = 0
         np.save(root / "big.npy", ids.reshape(-1))
         return str(root / "big.npy"), "input_ids", ids.size
-    num_rows, row_bytes = FILE_BYTES >> 14, 1 << 14
+    num_rows, row_bytes = file_bytes >> 10, 1 << 10
     texts = np.random.default_rng(0).integers(97, 123, num_rows * row_bytes, dtype=np.uint8)
     if format == "jsonl":
         with open(root / "big.jsonl", "wb") as sink:
@@ -62,8 +67,9 @@ def write_big(root, format):
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "stream.arrow", "bin", "ends.npy"])
 def test_memory_does_not_grow_with_the_file(tmp_path, format):
-    source, column, total = write_big(tmp_path, format)
-    command = [sys.executable, "-c", READ, ":".join(sys.path), source, column]
+    small, *_ = write_big(tmp_path / "small", format, 1 << 16)
+    big, column, total = write_big(tmp_path / "big", format, FILE_BYTES)
+    command = [sys.executable, "-c", READ, ":".join(sys.path), small, big, column]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     grown, read = map(int, done.stdout.split())

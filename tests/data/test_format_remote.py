@@ -104,6 +104,10 @@ def test_a_server_without_ranges_is_read_front_to_back_also_after_a_cut(served, 
     served.fail("cut", 2, good_bytes=300)
     assert read_all(file, reader, ("text",)) == whole
     assert served.num_failures == 0
+    # The first request asks for a range, the second reads front to back.
+    served.fail("cut", 3, good_bytes=(served.root / f"rows.{format}").stat().st_size - 30)
+    assert list(reader.records(file, FilePart(), ("text",), whole[150].next_offset)) == left
+    assert served.num_failures == 0
 
 
 def test_a_remote_file_that_vanishes_is_an_error_at_once(served):

@@ -116,8 +116,7 @@ class RemoteStream(io.RawIOBase):
             return 0
         wanted = len(view) if size_bytes is None else min(len(view), size_bytes - self._position)
         try:
-            self._align()
-            data = self._stream.read(wanted)
+            data = self._aligned().read(wanted)
         except ValueError:
             # What fsspec raises where a web server cannot begin inside a file.
             if self._front_to_back or not self._position or "http" not in self._filesystem.protocol:
@@ -131,28 +130,29 @@ class RemoteStream(io.RawIOBase):
         self._position += len(data)
         return len(data)
 
-    def _align(self) -> None:
-        """Bring the file below to our position; where it cannot seek, by reading."""
-        if self._stream is None:
-            self._open_stream()
-        at = self._stream.tell()
+    def _aligned(self) -> Any:
+        """The file below, at our position; where it cannot seek, by reading."""
+        stream = self._stream or self._open_stream()
+        at = stream.tell()
         if at == self._position:
-            return
+            return stream
         try:
-            self._stream.seek(self._position)
-            return
+            stream.seek(self._position)
+            return stream
         except (ValueError, NotImplementedError, io.UnsupportedOperation):
             if at > self._position:
                 self._close_stream()
-                self._open_stream()
-        while (missing := self._position - self._stream.tell()) > 0:
-            if not self._stream.read(min(missing, _SKIP_BYTES)):
+                stream = self._open_stream()
+        while (missing := self._position - stream.tell()) > 0:
+            if not stream.read(min(missing, _SKIP_BYTES)):
                 raise EOFError(f"it ends {missing} bytes before")
+        return stream
 
-    def _open_stream(self) -> None:
+    def _open_stream(self) -> Any:
         # A block of no bytes is how fsspec calls a plain stream.
-        settings = {"block_size": 0} if self._front_to_back else {}
+        settings: dict[str, Any] = {"block_size": 0} if self._front_to_back else {}
         self._stream = self._filesystem.open(self._path, "rb", **settings)
+        return self._stream
 
     def _close_stream(self) -> None:
         stream, self._stream = self._stream, None

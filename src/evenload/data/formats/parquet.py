@@ -57,7 +57,7 @@ class ParquetReader:
         # Arrow reads local files faster itself.
         source: Any = nullcontext(file.path) if file.is_local else file.open()
         try:
-            with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES) as parquet:
+            with source as place, _open_parquet(place) as parquet:
                 check_schema(parquet.schema_arrow, wanted, file.name)
                 metadata = parquet.metadata
                 num_groups = metadata.num_row_groups
@@ -88,6 +88,11 @@ class ParquetReader:
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based row."""
         return f"{file.name}:row {offset + 1}"
+
+
+def _open_parquet(place: Any) -> pq.ParquetFile:
+    # By default all chunks of a row group are read at once.
+    return pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _rows_at_once(group: Any, columns: tuple[str, ...]) -> int:
