@@ -3,7 +3,8 @@
     planned    lengths only: best-fit and longest-first packing calls alone, and `StepPlanner.propose` (assignment,
                packs, prices, schedules, simulation, choice, sealed plan), DP 8, packs of 32K tokens, lognormal lengths
     packed     documents of 50 to 200 tokens from a tokenised memmap to packs ready to train, one rank: blocks of lanes,
-               global batch, plan (`best_fit`), validation, exchange, collate, ledger and state after every step;
+               global batch, plan (`best_fit`), its bytes and back (share), validation, exchange, collate, ledger and
+               state after every step, one stage after the other; and through `PackedLoader`, started and all;
                peers get the same documents from the same memmap and pack them into the same windows (axolotl's knows
                all lengths beforehand: it is no streaming packer, but the fastest that there is)
     text       jsonl through the loader's reading side only (decode, byte-pair tokenise, shuffle, global batch), with
@@ -27,6 +28,7 @@ from evenload.data.exchange import documents_by_replica, exchange_tokens
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import encode_state
 from evenload.data.tokenize import FileTokenizer
+from evenload.integrations.packed_loader import PackedLoader
 from evenload.plan.bin_packing import best_fit_decreasing, longest_first
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
@@ -35,7 +37,8 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
-from loader_peers import STREAM_PACKERS, TokenFile
+from evenload.types.plan import decode_plan, encode_plan
+from loader_peers import STREAM_PACKERS, PackAll, TokenFile
 from loader_rows import LoaderRow, median_and_spread, ratio_row, run_benchmark
 from loader_sources import (
     library_texts,
@@ -57,12 +60,13 @@ SLOW_STRATEGIES = {"slimpack": 4_096}
 """Strategies whose largest batch is smaller: a loader plans thousands of documents a step with them, not 65,536."""
 
 PACK_WINDOW = 8_192
-PACKED_DOCUMENTS = 200_000
+PACKED_DOCUMENTS = 60_000
 BATCHES = (512, 4_096)
 WARM_UP_STEPS = 2
+PACKED_ROUNDS = 3
 
 TEXT_BYTES = 8_000_000
-STAGES = ("batch", "plan", "validate", "exchange", "collate", "state")
+STAGES = ("batch", "plan", "share", "validate", "exchange", "collate", "state")
 
 
 def measure_planned(quick: bool) -> list[LoaderRow]:
@@ -155,6 +159,8 @@ class PackedStream:
             marks.append(time.perf_counter())
             plan = self._planner.plan(batch.step, batch.documents, "best_fit")
             marks.append(time.perf_counter())
+            plan = decode_plan(encode_plan(plan))
+            marks.append(time.perf_counter())
             validate_plan(plan, max_pack_tokens=PACK_WINDOW)
             marks.append(time.perf_counter())
             lengths = {document.doc_id: document.num_tokens for document in batch.documents}
@@ -173,6 +179,16 @@ class PackedStream:
             yield
 
 
+def pack_with_packed_loader(path: Path) -> tuple[int, int, int]:
+    """Packs everything as a training loop of somebody else would get it; (packs, tokens, documents)."""
+    config = token_config(path, BATCHES[-1], 1)
+    packs = tokens = documents = 0
+    with PackedLoader(config, max_tokens=PACK_WINDOW, strategy="best_fit", format="pack") as loader:
+        for pack in loader:
+            packs, tokens, documents = packs + 1, tokens + pack.num_tokens, documents + len(pack.doc_ids)
+    return packs, tokens, documents
+
+
 def measure_packed(quick: bool) -> list[LoaderRow]:
     """Documents a second, from the memmap to packs."""
     lengths = short_lengths(PACKED_DOCUMENTS // (20 if quick else 1))
@@ -184,13 +200,13 @@ def measure_packed(quick: bool) -> list[LoaderRow]:
         rates: dict[str, list[float]] = {}
         stages: dict[str, list[PackedStream]] = {}
         fills: dict[str, float] = {}
-        packers = {}
+        packers: dict[str, PackAll] = {"PackedLoader, with its start": lambda: pack_with_packed_loader(path)}
         for packer in STREAM_PACKERS:
             try:
                 packers[packer.name] = packer.load(file, PACK_WINDOW)
             except ImportError as error:
                 print(f"left out: {packer.name}: {error}")
-        for repeat in range(1 + (QUICK_ROUNDS if quick else ROUNDS)):
+        for repeat in range(1 + (QUICK_ROUNDS if quick else PACKED_ROUNDS)):
             for batch in BATCHES:
                 for workers in (0, 1):
                     name = f"evenload, batch {batch:,}, {workers} workers"
