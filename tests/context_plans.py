@@ -7,7 +7,7 @@ import msgspec
 from evenload.types.document import Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import StepPlan
+from evenload.types.plan import StepPlan, seal
 from evenload.types.schedule import Schedule
 from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
 
@@ -58,6 +58,15 @@ def context_plan(
     return step_plan(layout, lengths, pack_plans, schedules)
 
 
+def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
+    """The same plan with every pack shared by cp ranks under `rule`."""
+    rng = random.Random(plan.digest)
+    owner = {document.doc_id: rng.randrange(-1, cp) for document in plan.documents}
+    layout = msgspec.structs.replace(plan.layout, cp=cp)
+    packs = tuple(_shared(one, cp, rule, owner) for one in plan.pack_plans)
+    return seal(msgspec.structs.replace(plan, layout=layout, pack_plans=packs))
+
+
 def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "per_document", num_layers: int = 4):
     """Documents of every aligned block of replicas, larger blocks first, then every replica's own: one phase each,
     finished on every pipeline rank before the next."""
@@ -91,6 +100,16 @@ def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "pe
             )
         )
         schedules.append(_one_after_the_other(mine, pp))
+    policies = {doc: rng.choice(["replay", "recompute", "offload"]) for doc in lengths}
+    pack_plans = [
+        msgspec.structs.replace(
+            packs,
+            policies={
+                s.doc_id: policies[s.doc_id] for p in packs.forward for s in p.slices if policies[s.doc_id] != "replay"
+            },
+        )
+        for packs in pack_plans
+    ]
     return step_plan(layout, lengths, pack_plans, schedules)
 
 

@@ -19,7 +19,7 @@ layer and transfer, and a copy of the gathered rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class AttentionCall:
 
 class PackAttention(Protocol):
     """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
+
+    @property
+    def group(self) -> ContextGroup:
+        """The ranks that share the pack."""
+        ...
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Of the shared slices, in the same order on every rank of the group."""
+        ...
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
@@ -159,6 +169,16 @@ class GatherAttention:
         self._all = self._exchange(range(len(self._slices)), device)
         self._again = self._exchange(again, device)
 
+    @property
+    def group(self) -> ContextGroup:
+        """See `PackAttention.group`."""
+        return self._group
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """See `PackAttention.documents`."""
+        return tuple(piece.document.doc_id for piece in self._slices)
+
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `PackAttention.forward`."""
         mine = self._all.rows
@@ -218,7 +238,9 @@ class GatherAttention:
                 sums[place, 0], sums[place, 1] = store.add_key_grads(
                     piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
                 )
-        scattered = self._group.reduce_scatter(sums, f"gradients of keys and values of {self._label} (layer {layer})")
+        scattered = self._group.reduce_scatter(
+            sums, f"the gradients of keys and values of {self._label} (layer {layer})"
+        )
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         own = scattered.wait()[: self._all.num_rows]
         dk[self._all.rows], dv[self._all.rows] = own[:, 0], own[:, 1]
@@ -245,7 +267,7 @@ class GatherAttention:
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         rows = exchange.pad(torch.stack([k, v], dim=1))
-        return self._group.all_gather(rows, f"keys and values of {self._label} (layer {call.layer})")
+        return self._group.all_gather(rows, f"the keys and values of {self._label} (layer {call.layer})")
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.slices:
@@ -283,7 +305,7 @@ def join_forward(
     """
     if shared is not None:
         for layer in model.layers:
-            q, k = _no_rows(model, like)
+            q, k = _no_rows(model, layer, like)
             shared.forward(AttentionCall(backend, store, layer, 1.0, 0), q, k, k)
 
 
@@ -293,16 +315,17 @@ def join_backward(
     """As `join_forward`, for a backward pack."""
     if shared is not None:
         for layer in reversed(model.layers):
-            q, _ = _no_rows(model, like)
+            q, _ = _no_rows(model, layer, like)
             lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
             shared.backward(AttentionCall(backend, store, layer, 1.0, 0), q, q, q, lse)
 
 
-def _no_rows(model: StageModel, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [0, H, D] and keys [0, G, D]."""
-    config = model.config
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return tuple(like.new_empty(0, n, dim) for n in (config.num_attention_heads, config.num_key_value_heads))  # type: ignore[return-value]
+def _no_rows(model: StageModel, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
+    attention: Any = model.layers[layer].self_attn
+    dim: int = attention.head_dim
+    widths = attention.q_proj.out_features, attention.k_proj.out_features
+    return tuple(like.new_empty(0, width // dim, dim) for width in widths)  # type: ignore[return-value]
 
 
 def slice_ranges(piece: SharedSlice, rank: int) -> list[Range]:

@@ -79,6 +79,16 @@ class RingAttention:
         self._num_shared = row
         self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
 
+    @property
+    def group(self) -> ContextGroup:
+        """See `PackAttention.group`."""
+        return self._group
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """See `PackAttention.documents`."""
+        return tuple(piece.document.doc_id for piece in self._slices)
+
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `PackAttention.forward`."""
         full = require_ring(call.backend, call.window)
@@ -104,7 +114,7 @@ class RingAttention:
         own = self._own_rows(call)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
-        what = f"gradients of keys and values of {self._label} (layer {call.layer})"
+        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
         travelling = None
         for rank, held in self._hops(
             call, lambda: self._local.backward(call, grad, q, out, lse, (dq, dk, dv)), own=own
@@ -141,7 +151,7 @@ class RingAttention:
         for hop in range(self._group.size):
             under_way = None
             if hop < self._group.size - 1:
-                what = f"keys and values of {self._label} (layer {call.layer})"
+                what = f"the keys and values of {self._label} (layer {call.layer})"
                 under_way = self._group.pass_on(held, what)
             if hop == 0:
                 local()

@@ -26,7 +26,7 @@ class Transfer:
     """One transfer under way.
 
     Args:
-        what: for messages, for example "keys and values of forward pack 3 (layer 0)".
+        what: for messages, for example "the keys and values of forward pack 3 (layer 0)".
     """
 
     result: Tensor

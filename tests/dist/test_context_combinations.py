@@ -1,0 +1,98 @@
+"""Shared documents together with everything else: policies, split backwards, virtual stages, models, precisions."""
+
+import itertools
+
+import pytest
+import torch
+
+from context_plans import RULES, context_plan, with_context
+from dist_cases import gradients_of_plans
+from dist_equality import assert_plans_equal_plain
+from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.validate import validate_plan
+from evenload.types.model import model_from_hf_config
+from evenload.types.plan import encode_plan
+from evenload.types.work import WorkCurve
+from reference_training import KINDS, make_tokens, plain_loss_and_gradients, tiny_config
+from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
+
+COST = ShardingCost(WorkCurve(1.0, ((0.05, 0),), 0.5), tile=4, gather_s_per_token=0.1)
+
+
+def shared_plans(cp, pp=1, dp=1, virtual=1, count=2, rules=RULES, policies="mixed", **options):
+    """Under all schedules of the layout and all sharding rules in turn."""
+    schedules = [name for name in SCHEDULES if virtual == 1 or name not in ("word", "zero bubble")]
+    turn = itertools.cycle(rules)
+    plans = []
+    for seed, name in itertools.product(range(count), schedules):
+        plan = varied_plan(
+            7919 * seed + 131 * pp + virtual, num_layers=4, pp=pp, dp=dp, virtual=virtual, policies=policies,
+            schedule=name, whole=seed % 2 == 1, **options,
+        )  # fmt: skip
+        plans.append(with_context(plan, cp=cp, rule=next(turn)))
+        validate_plan(plans[-1])
+    return plans
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize(
+    ("cp", "pp", "dp", "virtual"), [(2, 1, 1, 1), (2, 2, 1, 1), (2, 2, 1, 2), (2, 1, 2, 1), (3, 1, 1, 2)]
+)
+def test_policies_splits_and_virtual_stages_equal_plain_training(gloo_pool, cp, pp, dp, virtual, exchange):
+    """A document recomputed or offloaded on each of its ranks; collectives inside I and none in W."""
+    plans = shared_plans(cp, pp, dp, virtual)
+    assert virtual > 1 or any("I" in plan.schedules[0].grid() for plan in plans)
+    assert_plans_equal_plain(gloo_pool, plans, exchange=exchange, sharding_cost=COST)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_with_shared_documents(gloo_pool, kind):
+    assert_plans_equal_plain(gloo_pool, shared_plans(2, 2, count=1), kind=kind, sharding_cost=COST)
+
+
+def test_sliding_windows_and_tied_weights_with_shared_documents(gloo_pool):
+    changes = {"sliding_window": 9, "tied": True}
+    plans = shared_plans(2, 2, count=1, max_tokens=60)
+    assert_plans_equal_plain(gloo_pool, plans, kind="mistral", changes=changes, sharding_cost=COST)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16_training(gloo_pool, exchange):
+    """Rows on several ranks, and sums of gradients of keys and values, against plain bf16 autograd."""
+    config = tiny_config("llama")
+    plan = context_plan(4, cp=2, pp=2, rule="per_document", lengths={0: 120, 1: 37, 2: 5, 3: 1})
+    tokens = make_tokens([d.num_tokens for d in plan.documents], config.vocab_size)
+    arguments = ("llama", {}, [encode_plan(plan)], [tokens], torch.bfloat16, {"exchange": exchange})
+    ranks = [rank[0] for rank in gloo_pool.run(4, gradients_of_plans, *arguments)]
+    weights = {name: torch.from_numpy(weight) for rank in ranks for name, weight in rank[3].items()}
+    ours = {name: torch.from_numpy(gradient) for rank in ranks for name, gradient in rank[1].items()}
+    exact_loss, exact = plain_loss_and_gradients(
+        config, {n: w.double() for n, w in weights.items()}, tokens, torch.float64
+    )
+    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
+
+    def error(gradients):
+        return sum((gradients[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+    assert 0 < error(ours) <= 2 * error(plain)
+    assert abs(sum(rank[0] for rank in ranks) - exact_loss) <= 2 * max(abs(plain_loss - exact_loss), 1e-3)
+
+
+@pytest.mark.parametrize(("cp", "pp"), [(2, 1), (3, 1), (2, 2)])
+def test_every_rank_holds_at_most_what_the_memory_model_says(gloo_pool, cp, pp):
+    """Equal rows a rank, to a token a document; all keys, values and their gradients of a document that is cut."""
+    plans = shared_plans(cp, pp, rules=["per_document"], max_tokens=200, num_documents=4, policies="replay")
+    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    measured = assert_plans_equal_plain(gloo_pool, plans, sharding_cost=COST)
+    for plan, ranks in zip(plans, measured, strict=True):
+        is_cut = any(s.start for p in plan.pack_plans for pack in (*p.forward, *p.backward) for s in pack.slices)
+        for pp_rank, predicted in enumerate(predicted_kind_bytes(plan, model, 0)):
+            here = [ranks[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=0, cp_rank=rank)] for rank in range(cp)]
+            for name in here[0].after_kinds:
+                expected = predicted[name]["after"]
+                fullest = [max(values) for values in zip(*(rank.after_kinds[name] for rank in here), strict=True)]
+                if not is_cut:
+                    assert all(have <= most for have, most in zip(fullest, expected, strict=True)), name
+                # A cut document's rows are freed by the cell, not by the slice; its cells may each have a row more.
+                assert max(fullest, default=0) <= 1.1 * max(expected, default=0), name
+                assert max(fullest, default=0) >= 0.8 * max(expected, default=0), name

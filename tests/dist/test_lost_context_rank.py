@@ -1,0 +1,63 @@
+"""A dead or stopped rank of a context-parallel group: the others say within the timeout what they waited for."""
+
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lost_rank_cases import run_rank
+from reference_training import tiny_config
+
+TIMEOUT_S = 5.0
+
+
+@pytest.mark.parametrize(("how", "exchange"), [(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")])
+def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchange):
+    tiny_config("llama", vocab_size=257).save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus").mkdir()
+    for i in range(20):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5))
+    config_file = tmp_path / "config.toml"
+    config_file.write_text(
+        f"""
+        [model]
+        path = "{tmp_path / "model"}"
+        random_init = true
+        [data]
+        sources = ["{tmp_path / "corpus"}"]
+        max_document_tokens = 256
+        batch_documents = 8
+        workers = 0
+        [plan.options]
+        cp_sharding = "per_document"
+        [train]
+        output_dir = "{tmp_path / "run"}"
+        steps = 1000
+        """
+    )
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    settings = ["parallel.cp=2", f"parallel.cp_exchange={exchange}"]
+    arguments = (store.port, str(tmp_path), str(config_file), settings, TIMEOUT_S, 1, "transfer", int(how))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lost_rank_cases"])
+    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    deadline_s = time.monotonic() + 90
+    try:
+        while not (tmp_path / "error-0.txt").is_file():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    message = (tmp_path / "error-0.txt").read_text()
+    assert message.startswith("RankLostError: rank 0 (dp 0, cp 0, stage 0) waited for ")
+    assert "the keys and values of forward pack" in message
+    assert "from rank 1" in message
+    assert ("nothing for 5 s" if how == signal.SIGSTOP else "the connection broke") in message
