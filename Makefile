@@ -25,6 +25,7 @@ docs: .venv/dev  ## pictures from the last demo run, generated pages, the file t
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_measured.py
+	$(BIN)/python docs/make_loader_performance.py
 	$(BIN)/python docs/make_file_tree.py
 
 clean:

@@ -6,6 +6,7 @@ table in memory for TRL, compilation for axolotl) is not timed.
 """
 
 # pyright: reportMissingImports=false
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ def _trl(file: TokenFile, window: int) -> PackAll:
 
 def _axolotl(file: TokenFile, window: int) -> PackAll:
     from axolotl.utils.samplers.multipack import pack_parallel
+
+    logging.getLogger("axolotl").setLevel(logging.WARNING)
     from transformers import DataCollatorWithFlattening
 
     rows, lengths = TokenRows(file), file.lengths.astype(np.int32)

@@ -1,10 +1,10 @@
 """Effective tokens a second of packed against padded training, beside TRL's packing, on the CPU.
 
-One tiny Llama of 2 layers and 3.6 M parameters, the same weights and the same documents for all; every variant runs forward and
-backward over all documents once (the optimizer is the same for all and left out), and its loss and gradient norm must
-equal those of the first. Lengths are `examples/lengths/github_dirs.npy.gz`, of the tables there the most skewed (mean
-over median), divided by 32 for a CPU: a context of 2,048 tokens stands for 64K. Tokens a second count real tokens, not
-padding.
+One tiny Llama of 2 layers and 3.6 M parameters, the same weights and the same documents for all; every variant runs
+forward and backward over all documents once (the optimizer is the same for all and left out), and its loss and gradient
+norm must equal those of the first. Lengths are `examples/lengths/github_dirs.npy.gz`, of the tables there the most
+skewed (mean over median), divided by 32 for a CPU: a context of 2,048 tokens stands for 64K. Tokens a second count real
+tokens, not padding.
 
     padded             transformers, 8 documents a batch in order of arrival, padded to the longest; sdpa, padding mask
     trl padding-free   the same batches flattened into one row by TRL's collator; sdpa, block-diagonal mask

@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, rows appended to benchmarks/results/results.csv. Wants a quiet machine.
+"""`make bench`: every benchmark, rows appended to benchmarks/results (results.csv, loader.csv). Wants a quiet machine.
 
 python benchmarks/run_all.py [--quick]      --quick tries every benchmark with small inputs and appends nothing
 """
@@ -7,6 +7,12 @@ import sys
 
 import attention
 import demo
+import loader_overlap
+import loader_ranks
+import loader_rates
+import loader_rows
+import loader_start
+import loader_training
 import planning
 import replay
 import simulator
@@ -22,6 +28,8 @@ def main() -> None:
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
     else:
         print("demo: left out, runs/demo does not hold a finished demo; run `make demo` first")
+    for module in (loader_rates, loader_ranks, loader_start, loader_training, loader_overlap):
+        loader_rows.run_benchmark(module.PARTS, module.__doc__ or "", arguments)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ FLEXPIPE_BASES = ("static padded", "static best_fit", "static flexpipe", "publis
 PLANNERS = """\
 # Benchmarks of the planners
 
-Made by `python docs/make_benchmarks.py` from the rows in `benchmarks/results`; do not edit.
+Made by `python docs/make_benchmarks.py` from the rows in `benchmarks/results`; do not edit. The loader's are in
+[loader_performance.md](loader_performance.md).
 
 Planning times are measured on the machine named with each table. **Step times are simulated**, with Evenload's
 analytic cost model of H100, for every planner alike; no GPU was used. Compare them with each other, not with a clock.

@@ -23,6 +23,7 @@ OTHER = {
     "benchmarks/results/.gitkeep": "Keeps the folder until there are results.",
     "benchmarks/results/results.csv": "Every published measurement, one row each.",
     "benchmarks/peers.txt": "Peers to be installed without their requirements.",
+    "benchmarks/results/loader.csv": "What the loader costs.",
     "benchmarks/results/planners.csv": "Evenload beside other planners.",
     "benchmarks/results/planners.png": "The same, drawn.",
     "benchmarks/results/planning_growth.csv": "Planning time over batch size.",

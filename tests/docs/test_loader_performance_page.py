@@ -1,0 +1,12 @@
+"""docs/loader_performance.md."""
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_committed_loader_performance_page_is_the_generated_one():
+    """Figures without rows, or rows that the page does not show; run docs/make_loader_performance.py."""
+    script = runpy.run_path(str(ROOT / "docs" / "make_loader_performance.py"))
+    assert script["TARGET"].read_text(encoding="utf-8") == script["performance_page"]()
