@@ -59,6 +59,16 @@ class PackAttention(Protocol):
         """Of the shared slices, in the same order on every rank of the group."""
         ...
 
+    @property
+    def group(self) -> ContextGroup:
+        """The ranks that share the pack."""
+        ...
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Of the shared slices, in the same order on every rank of the group."""
+        ...
+
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
         ...
@@ -169,6 +179,16 @@ class GatherAttention:
         again = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
         self._all = self._exchange(range(len(self._slices)), device)
         self._again = self._exchange(again, device)
+
+    @property
+    def group(self) -> ContextGroup:
+        """See `PackAttention.group`."""
+        return self._group
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """See `PackAttention.documents`."""
+        return tuple(piece.document.doc_id for piece in self._slices)
 
     @property
     def group(self) -> ContextGroup:

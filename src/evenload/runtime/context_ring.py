@@ -90,6 +90,16 @@ class RingAttention:
         """See `PackAttention.documents`."""
         return tuple(piece.document.doc_id for piece in self._slices)
 
+    @property
+    def group(self) -> ContextGroup:
+        """See `PackAttention.group`."""
+        return self._group
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """See `PackAttention.documents`."""
+        return tuple(piece.document.doc_id for piece in self._slices)
+
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `PackAttention.forward`."""
         full = require_ring(call.backend, call.window)

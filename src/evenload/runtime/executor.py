@@ -116,12 +116,6 @@ class Executor:
             )
         mesh = self._mesh
         mine = RankPacks(plan, mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, mesh.device)
-        if mine.shares_documents() and any(stage.balances_experts for stage in self._stages.values()):
-            raise InvalidPlanError(
-                f"step {plan.step}: ranks share documents (cp or DP-Merge) and the routers' load-balancing loss needs "
-                "the experts of whole documents on one rank; set model.router_aux_loss_coef = 0, or parallel.cp = 1 "
-                "and plan.options.dp_merge = false"
-            )
         return mine.collate(tokens)
 
     def run(self, plan: StepPlan, mine: RankPacks) -> RankRun:

@@ -21,17 +21,32 @@ Price: that of the block's products; two index operations per pack beyond transf
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.store import Range
 from evenload.runtime.weight_products import WeightProducts, is_frozen
 
 if TYPE_CHECKING:
     from evenload.runtime.replay import ReplayState
+
+
+class SharedPack(Protocol):
+    """What ranks that share a pack know of it (`context_attention.PackAttention`)."""
+
+    @property
+    def group(self) -> ContextGroup:
+        """The ranks."""
+        ...
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Those that are shared, in the same order on every rank of the group; one may come twice."""
+        ...
 
 
 @dataclass(eq=False)
@@ -45,34 +60,56 @@ class RouterBalance:
 
     with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before
     its first backward slice, whatever the packs are, so the gradient is exact under every plan
-    (docs/decisions/0017). Of one document and one layer it is transformers' own loss.
+    (docs/decisions/0017). Ranks that share a document add its counts up after each of its forward packs, once for all
+    layers of a stage. Of one document and one layer it is transformers' own loss.
 
     Args:
         coefficient: the loss is multiplied with it; 0 = none.
         num_layers: layers of the whole model.
+        num_experts: of a layer.
+        layers: indices of the stage's layers.
         num_tokens: of every document of the global batch, without padding.
     """
 
     coefficient: float
     num_layers: int
+    num_experts: int
+    layers: tuple[int, ...]
     num_tokens: Mapping[int, int] = field(default_factory=dict)
     _chosen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _of_pack: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _loss: float | Tensor = 0.0
 
     def begin_step(self, num_tokens: Mapping[int, int]) -> None:
         """Forget the step before."""
         self.num_tokens = num_tokens
         self._chosen.clear()
+        self._of_pack.clear()
         self._loss = 0.0
 
-    def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor, num_experts: int) -> None:
-        """Add the experts [T, k] that a forward pack's tokens chose."""
-        for (doc_id, start, stop), rows in _real_rows(ranges, self.num_tokens):
-            counts = torch.bincount(chosen[rows].flatten(), minlength=num_experts)
-            if start == 0:
-                self._chosen[layer, doc_id] = counts
-            elif stop > start:
-                self._chosen[layer, doc_id] += counts
+    def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor) -> None:
+        """Count the experts [T, k] that the running forward pack's tokens chose."""
+        for (doc_id, _, _), rows in _real_rows(ranges, self.num_tokens):
+            counts = torch.bincount(chosen[rows].flatten(), minlength=self.num_experts)
+            _add(self._of_pack, (layer, doc_id), counts)
+
+    def end_pack(self, shared: SharedPack | None, device: torch.device) -> None:
+        """After a forward pack's last layer. Collective over the ranks that share it.
+
+        Args:
+            shared: the part of the pack that other ranks have rows of; None = this rank has them all.
+        """
+        documents = tuple(dict.fromkeys(shared.documents)) if shared is not None else ()
+        if shared is not None and documents:
+            nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+            keys = [(layer, doc_id) for layer in self.layers for doc_id in documents]
+            mine = torch.stack([self._of_pack.pop(key, nothing) for key in keys])
+            everyone = shared.group.all_gather(mine, "counts of experts").wait()
+            for key, counts in zip(keys, everyone.view(shared.group.size, *mine.shape).sum(0), strict=True):
+                _add(self._chosen, key, counts)
+        for key, counts in self._of_pack.items():
+            _add(self._chosen, key, counts)
+        self._of_pack.clear()
 
     def add_to(self, layer: int, ranges: Sequence[Range], logits: Tensor) -> Tensor:
         """The logits [T, E] of a backward pack, behind which the loss's gradient is added; counts their share of it."""
@@ -93,6 +130,10 @@ class RouterBalance:
         """The loss of all packs since the last call; fp64 scalar on the CPU."""
         loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64).cpu(), 0.0
         return loss
+
+
+def _add(totals: dict[tuple[int, int], Tensor], key: tuple[int, int], counts: Tensor) -> None:
+    totals[key] = totals[key] + counts if key in totals else counts
 
 
 def _real_rows(ranges: Sequence[Range], num_tokens: Mapping[int, int]):
@@ -130,7 +171,7 @@ class ReplayRouter(nn.Module):
         with _Logits(self):
             logits, weights, chosen = super().forward(hidden_states)
         if state.mode == "record" and state.balance is not None:
-            state.balance.count(self.site[0], state.ranges, chosen, logits.shape[1])
+            state.balance.count(self.site[0], state.ranges, chosen)
         return logits, weights, chosen
 
 

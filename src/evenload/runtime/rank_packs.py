@@ -70,10 +70,6 @@ class RankPacks:
                     f"{block[0]}; dp={plan.layout.dp} has groups of {sorted({size for _, size in groups})} replicas"
                 )
 
-    def shares_documents(self) -> bool:
-        """Some document lies on several ranks."""
-        return self._rows is not None and any(document.home is None for document in self._rows.documents.values())
-
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """The token ranges this rank computes, padding included, in row order."""
         shared = self._shared(pack)
@@ -112,9 +108,9 @@ class RankPacks:
         return self
 
     def load(self, pack: MicroPack) -> PackTokens:
-        """This rank's rows of a collated pack, ready to run once."""
+        """This rank's rows of a collated pack, ready to run once; every virtual stage loads it."""
         shared = self._shared(pack)
-        ids, targets, positions = self._columns.pop((pack.direction, pack.index))
+        ids, targets, positions = self._columns[pack.direction, pack.index]
         if shared is None:
             return PackTokens(pack_ranges(pack), ids, targets, positions)
         rank = self._rank_in(shared)

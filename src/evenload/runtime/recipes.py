@@ -144,6 +144,11 @@ def attention_soft_cap(config: PretrainedConfig) -> float:
     return float(getattr(config, "attn_logit_softcapping", None) or 0.0)
 
 
+def experts_per_layer(config: PretrainedConfig) -> int:
+    """0 for a dense model."""
+    return getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+
+
 def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> float:
     """The factor of the load-balancing loss; 0 for a model without experts, and where it is not to be trained.
 

@@ -17,6 +17,7 @@ from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.context_attention import PackAttention, join_backward, join_forward
 from evenload.runtime.experts import RouterBalance
 from evenload.runtime.hf_model import StageModel
+from evenload.runtime.recipes import experts_per_layer
 from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
 from evenload.runtime.store import ActivationStore, Range
 from evenload.runtime.weight_products import WeightProducts, is_frozen
@@ -49,7 +50,12 @@ class PipelineStage:
         self.model = model
         self._state = ReplayState(backend=backend)
         if model.recipe.router is not None and model.router_aux_loss_coef:
-            self._state.balance = RouterBalance(model.router_aux_loss_coef, model.config.num_hidden_layers)
+            self._state.balance = RouterBalance(
+                model.router_aux_loss_coef,
+                num_layers=model.config.num_hidden_layers,
+                num_experts=experts_per_layer(model.config),
+                layers=tuple(model.layers),
+            )
         for index, layer in model.layers.items():
             make_replayable(layer, index, self._state, model.recipe)
 
@@ -72,11 +78,6 @@ class PipelineStage:
     def device(self) -> torch.device:
         """Where the stage computes."""
         return next(next(iter(self.model.layers.values())).parameters()).device
-
-    @property
-    def balances_experts(self) -> bool:
-        """The load-balancing loss of routers is trained."""
-        return self._state.balance is not None
 
     def begin_step(self, num_tokens: dict[int, int]) -> None:
         """Before a step's first pack.
@@ -112,6 +113,7 @@ class PipelineStage:
         store.open_pack(pack.ranges)
         if not pack.ranges:
             join_forward(pack.shared, self.model, self._state.backend, store, hidden)
+            self._end_counts(pack)
             return hidden
         with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
@@ -120,7 +122,13 @@ class PipelineStage:
                 hidden = layer(hidden[None], **arguments[index])[0]
                 store.end_layer(index)
         store.close_pack()
+        self._end_counts(pack)
         return hidden
+
+    def _end_counts(self, pack: PackTokens) -> None:
+        """After a forward pack: tell the ranks that share it which experts its tokens chose."""
+        if self._state.balance is not None:
+            self._state.balance.end_pack(pack.shared, self.device)
 
     def announce_backward(self, ranges: tuple[Range, ...], store: ActivationStore) -> None:
         """Let what a coming backward pack has in host memory start to come back."""
