@@ -81,7 +81,7 @@ def plan_command(
         Literal["choose", "replay", "recompute", "offload"],
         typer.Option(
             help="What documents keep between forward and backward. 'choose': all of it where that fits memory, else "
-            "some are recomputed or offloaded. 'evenload train' runs 'replay' in this version."
+            "some are recomputed or offloaded."
         ),
     ] = "choose",
     window: Annotated[int, typer.Option(help="Global batches over which fixed_greedy and fixed_exact pack.")] = 1,
