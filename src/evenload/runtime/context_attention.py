@@ -59,16 +59,6 @@ class PackAttention(Protocol):
         """Of the shared slices, in the same order on every rank of the group."""
         ...
 
-    @property
-    def group(self) -> ContextGroup:
-        """The ranks that share the pack."""
-        ...
-
-    @property
-    def documents(self) -> tuple[int, ...]:
-        """Of the shared slices, in the same order on every rank of the group."""
-        ...
-
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
         ...
@@ -164,8 +154,7 @@ class GatherAttention:
     """
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
-        self.group = group
-        self.documents = tuple(piece.document.doc_id for piece in rows.shared)
+        self._group = group
         self._label = label
         self._slices = rows.shared
         self._spans: list[list[tuple[slice, Span]]] = []
@@ -179,16 +168,6 @@ class GatherAttention:
         again = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
         self._all = self._exchange(range(len(self._slices)), device)
         self._again = self._exchange(again, device)
-
-    @property
-    def group(self) -> ContextGroup:
-        """See `PackAttention.group`."""
-        return self._group
-
-    @property
-    def documents(self) -> tuple[int, ...]:
-        """See `PackAttention.documents`."""
-        return tuple(piece.document.doc_id for piece in self._slices)
 
     @property
     def group(self) -> ContextGroup:
@@ -235,7 +214,7 @@ class GatherAttention:
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         gathered = under_way.wait() if under_way is not None else None
         places = dict(zip(self._again.slices, self._again.places, strict=True))
-        sums = like.new_zeros((self.group.size * self._all.padded, 2, *like.shape[1:]))
+        sums = like.new_zeros((self._group.size * self._all.padded, 2, *like.shape[1:]))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
             piece = self._slices[index]
             if index in places:
@@ -259,7 +238,7 @@ class GatherAttention:
                 sums[place, 0], sums[place, 1] = store.add_key_grads(
                     piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
                 )
-        scattered = self.group.reduce_scatter(
+        scattered = self._group.reduce_scatter(
             sums, f"the gradients of keys and values of {self._label} (layer {layer})"
         )
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
@@ -268,7 +247,7 @@ class GatherAttention:
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
     def _exchange(self, slices: Sequence[int], device: torch.device) -> _Exchange:
-        size = self.group.size
+        size = self._group.size
         counts = [
             [sum(stop - start for start, stop in self._slices[index].spans[rank]) for index in slices]
             for rank in range(size)
@@ -284,17 +263,17 @@ class GatherAttention:
                     place[start - piece.start : stop - piece.start] = torch.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
             places.append(place.to(device))
-        return _Exchange(tuple(slices), slice(0, sum(counts[self.group.rank])), padded, tuple(places))
+        return _Exchange(tuple(slices), slice(0, sum(counts[self._group.rank])), padded, tuple(places))
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         rows = exchange.pad(torch.stack([k, v], dim=1))
-        return self.group.all_gather(rows, f"the keys and values of {self._label} (layer {call.layer})")
+        return self._group.all_gather(rows, f"the keys and values of {self._label} (layer {call.layer})")
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.slices:
             return None
         own = [
-            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
+            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self._group.rank))
             for piece in (self._slices[index] for index in self._again.slices)
         ]
         return self._gather(self._again, *(torch.cat(parts) for parts in zip(*own, strict=True)), call)

@@ -53,8 +53,7 @@ class RingAttention:
     """
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
-        self.group = group
-        self.documents = tuple(piece.document.doc_id for piece in rows.shared)
+        self._group = group
         self._label = label
         self._slices = rows.shared
         # Per rank and slice the rows of its document up to the slice's end: what travels.
@@ -90,27 +89,17 @@ class RingAttention:
         """See `PackAttention.documents`."""
         return tuple(piece.document.doc_id for piece in self._slices)
 
-    @property
-    def group(self) -> ContextGroup:
-        """See `PackAttention.group`."""
-        return self._group
-
-    @property
-    def documents(self) -> tuple[int, ...]:
-        """See `PackAttention.documents`."""
-        return tuple(piece.document.doc_id for piece in self._slices)
-
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `PackAttention.forward`."""
         full = require_ring(call.backend, call.window)
         for piece, first, new in zip(self._slices, self._first_rows, self._new, strict=True):
-            mine = slice(first, first + sum(stop - start for start, stop in piece.spans[self.group.rank]))
+            mine = slice(first, first + sum(stop - start for start, stop in piece.spans[self._group.rank]))
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
         for rank, held in self._hops(call, lambda: self._local.forward(call, q, k, v, out, lse)):
             for visit in self._visits[rank]:
                 rows, keys, values = visit.rows, held[visit.keys, 0], held[visit.keys, 1]
-                if rank == self.group.rank:
+                if rank == self._group.rank:
                     part = call.backend.forward(q[rows], keys, values, scale=call.scale, window=0)
                 else:
                     part = full.forward_full(q[rows], keys, values, scale=call.scale)
@@ -134,7 +123,7 @@ class RingAttention:
             for visit in self._visits[rank]:
                 rows, keys, values = visit.rows, held[visit.keys, 0], held[visit.keys, 1]
                 arguments = (grad[rows], q[rows], keys, values, out[rows], lse[rows])
-                if rank == self.group.rank:
+                if rank == self._group.rank:
                     part_q, part_k, part_v = call.backend.backward(*arguments, scale=call.scale, window=0)
                 else:
                     part_q, part_k, part_v = full.backward_full(*arguments, scale=call.scale)
@@ -143,7 +132,7 @@ class RingAttention:
                 sums[visit.keys, 1] += part_v
             if travelling is not None:
                 sums += travelling.wait()
-            travelling = self.group.pass_on(sums, what)
+            travelling = self._group.pass_on(sums, what)
         assert travelling is not None
         home = travelling.wait()
         at = 0
@@ -159,14 +148,14 @@ class RingAttention:
     def _hops(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """(rank, its rows) of every hop, the own ones first; the next ones are under way meanwhile."""
         held = self._own_rows(call) if own is None else own
-        for hop in range(self.group.size):
+        for hop in range(self._group.size):
             under_way = None
-            if hop < self.group.size - 1:
+            if hop < self._group.size - 1:
                 what = f"the keys and values of {self._label} (layer {call.layer})"
-                under_way = self.group.pass_on(held, what)
+                under_way = self._group.pass_on(held, what)
             if hop == 0:
                 local()
-            yield (self.group.rank - hop) % self.group.size, held
+            yield (self._group.rank - hop) % self._group.size, held
             if under_way is not None:
                 held = under_way.wait()
 
