@@ -70,6 +70,8 @@ def check_invariance(
             found="",
             why="plain training of adapters is compared in the tests only (peft)",
         )
+    if not plans:
+        return Verdict(name=name, outcome="skipped", found="", why=f"nothing could be planned: {'; '.join(left_out)}")
     own = getattr(torch, config.model.dtype)
     exact = plain_step(config, tokens, torch.float64, mesh)
     if own == torch.float64:

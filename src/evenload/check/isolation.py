@@ -1,14 +1,14 @@
 """Isolation: what a document computes does not depend on its neighbours in a pack.
 
 Every other document, in the order in which they stand in the packs, gets other tokens; then the rest. All rows of the
-unchanged documents (outputs and gradients) must come out as before: to the bit, or as near as two runs on the same
-tokens come to each other where the kernels are not deterministic. The changed documents must come out different, or
-the probe would see nothing.
+unchanged documents (outputs and gradients) must come out as before: to the bit on the CPU; on devices whose kernels are
+not deterministic as near as two runs on the same tokens come to each other, and to 1 %. The changed documents must come
+out different, or the probe would see nothing.
 
 Price: four steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,22 +20,30 @@ from evenload.check.verdict import Verdict
 from evenload.runtime.mesh import Mesh
 from evenload.types.plan import StepPlan
 
-_NOISE_FACTOR = 4.0
+_NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
 
 
 def check_isolation(
-    runner: StepRunner, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], vocab_size: int, mesh: Mesh
+    runner: StepRunner,
+    plans: Sequence[StepPlan],
+    tokens: Mapping[int, NDArray[np.int32]],
+    vocab_size: int,
+    mesh: Mesh,
 ) -> Verdict:
-    """Run the probe on every replica at once. Collective."""
-    order = _order_in_packs(plan)
-    shared_packs = sum(len(pack.slices) > 1 for packs in plan.pack_plans for pack in packs.forward)
-    if not shared_packs:
+    """Run the probe on every replica at once. Collective.
+
+    Args:
+        plans: of the same documents; the first that puts several into a pack is probed.
+    """
+    plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
+    if plan is None:
         return Verdict(
             name="isolation",
             outcome="skipped",
-            found=f"{len(order)} documents under {plan.strategy}",
+            found=f"{len(tokens)} documents under {len(plans)} plans",
             why="no pack holds two documents, so none can reach another",
         )
+    order, shared_packs = _order_in_packs(plan), _num_shared_packs(plan)
     before = runner.run(plan, tokens).seen
     noise = _largest_difference(before, runner.run(plan, tokens).seen, set(order))
     leak, blind = 0.0, 0
@@ -45,18 +53,20 @@ def check_isolation(
         perturbed = {doc: (row + 1) % vocab_size if doc in changed else row for doc, row in tokens.items()}
         after = runner.run(plan, perturbed).seen
         leak = max(leak, _largest_difference(before, after, others))
-        blind += sum(torch.equal(rows, after[key]) for key, rows in before.items() if key[1] in changed)
+        moved = {key[:2] for key, rows in before.items() if not torch.equal(rows, after[key])}
+        blind += sum(key not in moved for key in {key[:2] for key in before if key[1] in changed})
     everyone: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * mesh.layout.world_size
-    dist.all_gather_object(everyone, (leak, noise, blind, len(before)), group=mesh.control)
+    dist.all_gather_object(everyone, (leak, noise, blind, len({key[:2] for key in before})), group=mesh.control)
     leak, noise = max(row[0] for row in everyone), max(row[1] for row in everyone)
-    blind, slices = sum(row[2] for row in everyone), sum(row[3] for row in everyone)
-    allowed = _NOISE_FACTOR * noise
+    blind, observed = sum(row[2] for row in everyone), sum(row[3] for row in everyone)
+    # The CPU's kernels are deterministic: whatever differs there was carried from elsewhere.
+    allowed = 0.0 if mesh.device.type == "cpu" else min(_NOISE_FACTOR * noise, _MOST_NOISE)
     near = "to the bit" if leak == 0 else f"to {leak:.1e} of the largest value, allowed {allowed:.1e}"
     found = (
         f"{len(order)} documents in {shared_packs} shared packs of {plan.strategy}: outputs and gradients "
         f"unchanged {near} while every other document changes"
     )
-    if not leak <= allowed:
+    if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:
         return Verdict(
             name="isolation",
             outcome="fail",
@@ -64,9 +74,13 @@ def check_isolation(
             why="tokens of one document reach another in the same pack: attention or labels cross a boundary",
         )
     if blind:
-        why = f"{blind} of {slices} pieces of changed documents did not change: the probe does not see them"
+        why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
         return Verdict(name="isolation", outcome="fail", found=found, why=why)
     return Verdict(name="isolation", outcome="pass", found=found)
+
+
+def _num_shared_packs(plan: StepPlan) -> int:
+    return sum(len(pack.slices) > 1 for packs in plan.pack_plans for pack in packs.forward)
 
 
 def _order_in_packs(plan: StepPlan) -> list[int]:

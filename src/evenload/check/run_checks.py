@@ -34,13 +34,14 @@ def run_checks(
     mesh: Mesh,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
+    users_cap_bytes: int,
     on_start: Callable[[str], None],
 ) -> list[Verdict]:
     """The verdicts, the same on every rank. Collective.
 
     Args:
         config: the user's.
-        memory_cap_bytes: of a process of the user's run.
+        memory_cap_bytes, users_cap_bytes: of a process of this run, and of the user's.
         on_start: called with a check's name before it.
     """
     smaller = scope.config
@@ -53,10 +54,8 @@ def run_checks(
     runner = StepRunner(smaller, mesh, coefficients)
 
     def isolation() -> Verdict:
-        own = next((plan for title, plan in plans if title == smaller.plan.strategy), None)
-        if own is None:
-            return Verdict(name="isolation", outcome="skipped", found="", why="; ".join(left_out))
-        return check_isolation(runner, own, batch.tokens, model_spec(smaller).vocab_size, mesh)
+        # The configured strategy's first.
+        return check_isolation(runner, [plan for _, plan in plans], batch.tokens, model_spec(smaller).vocab_size, mesh)
 
     def invariance() -> Verdict:
         return check_invariance(smaller, runner, plans, left_out, batch.tokens, mesh)
@@ -73,7 +72,7 @@ def run_checks(
         except EvenloadError as error:
             verdicts.append(Verdict(name=check.__name__, outcome="fail", found="", why=str(error)))
     on_start("ledger and memory")
-    verdicts += _surveyed(config, mesh, coefficients, memory_cap_bytes)
+    verdicts += _surveyed(config, mesh, coefficients, users_cap_bytes)
     return verdicts
 
 

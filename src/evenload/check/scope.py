@@ -103,7 +103,8 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         model=settings,
         parallel=parallel,
         data=smaller_data,
-        plan=msgspec.structs.replace(config.plan, options=options),
+        # Whether the user's run fits its limit is another check.
+        plan=msgspec.structs.replace(config.plan, options=options, memory_bytes=None),
         train=train,
     )
     return Scope(config=smaller, notes=tuple(notes))

@@ -87,7 +87,13 @@ def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) 
         coefficients = run_coefficients(trainer, cache, setup.threads, console, config.data.max_document_tokens)
         del trainer
         verdicts = run_checks(
-            config, scope, setup.mesh, coefficients, cap_bytes, lambda name: console.print(f"checking {name}")
+            config,
+            scope,
+            setup.mesh,
+            coefficients,
+            setup.memory_cap_bytes,
+            cap_bytes,
+            lambda name: console.print(f"checking {name}"),
         )
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(verdicts))

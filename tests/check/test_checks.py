@@ -1,0 +1,156 @@
+"""Every check passes on a right run and fails on one that is broken in the way it looks for."""
+
+from pathlib import Path
+
+import pytest
+
+from check_cases import invariance_verdict, isolation_verdict, resume_verdict
+from dist_training import COSTS
+from evenload.check.ledger import check_ledger
+from evenload.check.memory import check_memory
+from evenload.check.scope import checked_scope
+from evenload.check.survey import survey_batches
+from evenload.check.verdict import Verdict, exit_code
+from evenload.runtime.config import load_train_config
+from evenload.runtime.hf_model import load_config
+from evenload.runtime.trainer import layout_of, model_spec
+from reference_training import tiny_config
+
+PIPELINE = ["parallel.pp=2"]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    tiny_config("qwen3", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus").mkdir()
+    for i in range(60):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{tmp_path / "model"}"
+        random_init = true
+        [data]
+        sources = ["{tmp_path / "corpus"}"]
+        max_document_tokens = 1024
+        batch_documents = 20
+        workers = 0
+        [train]
+        output_dir = "{tmp_path / "run"}"
+        steps = 20
+        """
+    )
+    return file
+
+
+def agreed(verdicts: list[Verdict]) -> Verdict:
+    assert all(verdict == verdicts[0] for verdict in verdicts), "all ranks tell the same"
+    return verdicts[0]
+
+
+@pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
+def test_documents_are_isolated_to_the_bit(gloo_pool, config_file, strategy):
+    more = [*PIPELINE, f"plan.strategy={strategy}"]
+    verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, False))
+    assert verdict.outcome == "pass"
+    assert "unchanged to the bit" in verdict.found
+
+
+def test_a_leak_of_a_thousandth_of_the_neighbour_is_caught(gloo_pool, config_file):
+    verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), PIPELINE, True))
+    assert verdict.outcome == "fail"
+    assert "reach another" in verdict.why
+
+
+def test_packs_of_one_document_prove_nothing(gloo_pool, config_file):
+    more = [*PIPELINE, "data.batch_documents=1"]
+    assert agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, False)).outcome == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(PIPELINE, "float64"), (["parallel.dp=2"], "float32"), (PIPELINE, "bfloat16")]
+)
+def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype):
+    more = [*layout, f"model.dtype={dtype}"]
+    verdict = agreed(gloo_pool.run(2, invariance_verdict, str(config_file), more, False))
+    assert verdict.outcome == "pass", verdict
+    for title in ("slimpack", "padded", "best_fit", "balanced", "slimpack in short slices"):
+        assert title in verdict.found
+
+
+def test_a_wrong_denominator_is_caught(gloo_pool, config_file):
+    verdict = agreed(gloo_pool.run(2, invariance_verdict, str(config_file), PIPELINE, True))
+    assert verdict.outcome == "fail"
+    assert verdict.why.startswith("slimpack in short slices: loss off by ")
+
+
+def test_a_restart_is_exact(gloo_pool, config_file):
+    verdict = agreed(gloo_pool.run(2, resume_verdict, str(config_file), PIPELINE, False))
+    assert verdict.outcome == "pass"
+    assert "2 steps after a restart from step 3" in verdict.found
+
+
+def test_a_restart_that_forgets_its_place_in_the_data_is_caught(gloo_pool, config_file):
+    verdict = agreed(gloo_pool.run(2, resume_verdict, str(config_file), ["parallel.dp=2"], True))
+    assert verdict.outcome == "fail"
+    assert "step 3: plan " in verdict.why
+
+
+def surveyed(config_file: Path, *overrides: str, cap_bytes: int = 2**34):
+    config = load_train_config(config_file, [*PIPELINE, *overrides])
+    model = model_spec(config)
+    return survey_batches(config, model, layout_of(config, model.num_layers), COSTS, cap_bytes)
+
+
+def test_an_epoch_is_accounted_for(config_file):
+    survey = surveyed(config_file)
+    verdict = check_ledger(survey)
+    assert verdict.outcome == "pass"
+    assert verdict.found.startswith("a whole epoch, 3 steps of 60 documents")
+    assert survey.tokens == sum(len(file.read_bytes()) + 1 for file in (config_file.parent / "corpus").iterdir())
+
+
+def test_a_document_that_training_would_stop_at_fails_the_ledger(config_file):
+    verdict = check_ledger(surveyed(config_file, "data.max_document_tokens=100"))
+    assert verdict.outcome == "fail"
+    assert ".txt has " in verdict.why
+
+
+def test_the_fullest_step_is_held_against_the_limit(config_file):
+    survey = surveyed(config_file)
+    assert check_memory(survey, 2**34, "slimpack").outcome == "pass"
+    peak = max(survey.peaks)[0]
+    tight = surveyed(config_file, "plan.strategy=padded", cap_bytes=peak // 2)
+    verdict = check_memory(tight, peak // 2, "padded")
+    assert verdict.outcome == "fail"
+    assert f"{max(tight.peaks)[0] / 2**30:.2f} GiB predicted in step {max(tight.peaks)[1]}" in verdict.found
+    nothing = surveyed(config_file, cap_bytes=1000)
+    verdict = check_memory(nothing, 1000, "slimpack")
+    assert verdict.outcome == "fail"
+    assert "the device offers" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"), [((), 0), (("memory",), 3), (("isolation",), 1), (("memory", "ledger"), 1)]
+)
+def test_exit_codes(failed, code):
+    names = ("isolation", "invariance", "resume", "ledger", "memory")
+    verdicts = [Verdict(name=name, outcome="fail" if name in failed else "pass", found="") for name in names]
+    assert exit_code([*verdicts, Verdict(name="other", outcome="skipped", found="")]) == code
+
+
+def test_a_large_model_is_checked_by_its_first_layers_with_their_own_weights(tmp_path, config_file):
+    large = tmp_path / "large"
+    tiny_config("qwen3", hidden_size=1024, intermediate_size=4096, num_hidden_layers=9).save_pretrained(large)
+    (large / "model-00001.safetensors").write_bytes(b"weights")
+    scope = checked_scope(
+        load_train_config(config_file, [f"model.path={large}", "parallel.dp=8", "parallel.pp=3"]), tmp_path / "short"
+    )
+    kept = load_config(scope.config.model.path)
+    assert kept.num_hidden_layers == 3
+    assert len(kept.layer_types) == 3
+    assert (tmp_path / "short" / "model" / "model-00001.safetensors").read_bytes() == b"weights"
+    assert scope.config.parallel.dp == 2
+    assert any("first 3 of 9 layers" in note for note in scope.notes)
+    assert any("2 of 8 replicas" in note for note in scope.notes)

@@ -1,0 +1,87 @@
+"""`evenload check` as a user runs it: real processes at the layout of the configuration."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenload.cli.main import main
+from reference_training import tiny_config
+
+NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus").mkdir()
+    for i in range(30):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
+    (tmp_path / "config.toml").write_text(
+        """
+        [model]
+        path = "model"
+        random_init = true
+        [data]
+        sources = ["corpus"]
+        max_document_tokens = 1024
+        batch_documents = 6
+        [parallel]
+        pp = 2
+        [train]
+        output_dir = "run"
+        steps = 5
+        """
+    )
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "evenload.cli.main", "check", "config.toml", *arguments],
+        cwd=project, env={**os.environ, "XDG_CACHE_HOME": str(project / "cache"), "COLUMNS": "400"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def verdicts(output: str) -> dict[str, str]:
+    """Check -> verdict, from the table."""
+    rows = [line.split() for line in output.splitlines()]
+    return {row[0]: row[1] for row in rows if len(row) > 1 and row[0] in NAMES}
+
+
+def test_a_right_run_passes_and_nothing_is_written(project):
+    """And the one thing that does not fit is told apart: exit code 3, all else proved."""
+    code, output = run(project, "plan.memory_bytes=300000")
+    assert verdicts(output) == {**dict.fromkeys(NAMES, "pass"), "memory": "fail"}, output
+    assert code == 3
+    assert "failed: memory" in output
+    assert not (project / "run").exists()
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train.setps=4"], "did you mean 'train.steps'?"),
+        (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
+        (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
+    ],
+)
+def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit) as exit:
+        main(["check", "config.toml", *arguments])
+    assert exit.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_torchrun_is_not_needed(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(SystemExit):
+        main(["check", "config.toml"])
+    assert "run it without torchrun" in capsys.readouterr().err
