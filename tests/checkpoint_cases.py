@@ -75,13 +75,16 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     trainer, mesh = make_trainer(config_file, overrides)
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
-    tensors = run_tensors(trainer._buffers, trainer._optimizer, mesh)
-    before = {name: part.local.clone() for name, part in tensors.items()}
+    held = run_tensors(trainer._buffers, trainer._optimizer, mesh)
+    tensors = {(name, piece.offsets): piece.local for name, part in held.items() for piece in part.pieces}
+    before = {key: local.clone() for key, local in tensors.items()}
     if mesh.rank == 0:
         trainer._start_save(0.0)
-        for part in tensors.values():
-            part.local.add_(1.0)
+        for local in tensors.values():
+            local.add_(1.0)
     dist.barrier(group=mesh.control)
     trainer.save()
     load_checkpoint(trainer._checkpoints / "step-00000001", trainer._buffers, trainer._optimizer, mesh)
-    return [name for name, part in tensors.items() if mesh.rank == 0 and not torch.equal(part.local, before[name])]
+    return [
+        name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
+    ]

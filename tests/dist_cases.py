@@ -16,6 +16,7 @@ from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
+from evenload.runtime.tensor_weights import join_parts, tensor_split
 from evenload.types.plan import decode_plan
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
 
@@ -54,6 +55,7 @@ def _gradients_of_plans(
         config,
         layout=layout,
         pp_rank=mesh.pp_rank,
+        tp_rank=mesh.tp_rank,
         dtype=dtype,
         device=mesh.device,
         weights=None,
@@ -62,7 +64,7 @@ def _gradients_of_plans(
     )
     buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
     backend = select_backend("auto", "cpu", attention_soft_cap(config))
-    stages = {s: PipelineStage(model, backend) for s, model in models.items()}
+    stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
     executor = Executor(stages, mesh, **sharing)
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -80,8 +82,9 @@ def _gradients_of_plans(
                 flat.copy_(shard)
             start = 0
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape).numpy().copy()
-                value = parameter.detach()
+                own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
+                gradients[name] = join_parts(own, split, mesh.tensor).numpy().copy()
+                value = join_parts(parameter.detach(), split, mesh.tensor)
                 # numpy knows no bfloat16.
                 weights[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
                 start += parameter.numel()

@@ -37,6 +37,7 @@ def varied_plan(
     pp: int,
     dp: int = 1,
     virtual: int = 1,
+    tp: int = 1,
     policies: str = "mixed",
     schedule: str = "list",
     whole: bool = False,
@@ -51,7 +52,7 @@ def varied_plan(
         max_budget: most tokens of a pack (a slice may have more).
     """
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
-    layout = even_layout(num_layers, dp=dp, pp=pp, virtual=virtual)
+    layout = even_layout(num_layers, dp=dp, pp=pp, tp=tp, virtual=virtual)
     lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, num_documents))}
     owner = {doc: rng.randrange(dp) for doc in lengths}
     pack_plans, schedules, times = [], [], []

@@ -2,41 +2,41 @@
 
 A checkpoint is a directory `step-<n>` with
 
-    .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by unit ("layer.3.decay") as DTensors
-                           over the data-parallel ranks, so any dp and pp can load it; random states by rank
+    .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
+                           whole tensor (`checkpoint_pieces`), so any layout can load them; random states by rank
     loader.json            where the loader stands, ledger included; global and small (positions, no text)
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
     progress.json          steps done, layout, state of the planner; written last: without it there is no checkpoint
 
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
-so far; AdamW state by the replica that owns the shard. Resuming at the same layout is exact to the bit; at another,
-up to summation order, and random states start anew (nothing in a step draws random numbers). Saving is in
-`checkpoint_writer.py`.
+so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
+Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
+(nothing in a step draws random numbers). Saving is in `checkpoint_writer.py`.
 
 Price: reading takes what the disk gives; a rank reads only its own stage.
 """
 
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.plan.delay import DelayState
+from evenload.runtime.checkpoint_pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import FlatBuffer
+from evenload.runtime.tensor_weights import tensor_split
 from evenload.types.base import Frozen
 
 PROGRESS_FILE = "progress.json"
@@ -72,26 +72,6 @@ class RunPosition:
     coefficients: CostCoefficients | None
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedTensor:
-    """One tensor of the checkpoint as this rank holds it.
-
-    Args:
-        local: the whole tensor, or this rank's part of a flat one.
-        num_elements: of the flat tensor over all replicas; None = `local` is whole.
-    """
-
-    local: Tensor
-    num_elements: int | None = None
-
-    def on(self, replicas: DeviceMesh) -> Tensor:
-        """As `torch.distributed.checkpoint` wants it."""
-        if self.num_elements is None:
-            return self.local
-        shape = torch.Size([self.num_elements])
-        return DTensor.from_local(self.local, replicas, [Shard(0)], run_check=False, shape=shape, stride=(1,))
-
-
 def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> RunPosition:
     """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
 
@@ -99,18 +79,17 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
         ConfigError: not a complete checkpoint, of another version, or of another model.
     """
     position = _read_position(path)
-    replicas = DeviceMesh.from_group(mesh.data, mesh.device.type)
-    tensors = {name: part.on(replicas) for name, part in run_tensors(buffers, optimizer, mesh).items()}
+    tensors = run_tensors(buffers, optimizer, mesh)
     random_states = {}
     if position.progress.layout == mesh.layout.describe():
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        random_states = {name: part.local for name, part in random_tensors(mesh).items() if name in saved}
+        random_states = {name: state for name, state in random_tensors(mesh).items() if name in saved}
     try:
-        load(tensors | random_states, checkpoint_id=path, process_group=mesh.control)
+        load(tensors | random_states, checkpoint_id=path, planner=PieceLoadPlanner(), process_group=mesh.control)
     except CheckpointException as error:
         raise ConfigError(f"checkpoint {path} does not fit the configured model: {first_failure(error)}") from error
     optimizer.set_num_steps(position.progress.steps_done)
-    _restore_random(random_states, mesh)
+    _restore_random({name: state.pieces[0].local for name, state in random_states.items()}, mesh)
     return position
 
 
@@ -156,46 +135,51 @@ def prune_checkpoints(directory: Path, keep: int) -> None:
         shutil.rmtree(removed)
 
 
-def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> dict[str, ShardedTensor]:
-    """All tensors of this rank's stage by name; views of live storage, so loading fills the run in place."""
-    tensors: dict[str, ShardedTensor] = {}
+def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> dict[str, TensorPieces]:
+    """All tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
+    tensors: dict[str, TensorPieces] = {}
     for buffer in buffers:
-        # A tied head is the embedding; the first stage saves it for both, and both load it.
-        for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-            tensors[f"model.{_stored_name(name, buffer)}"] = ShardedTensor(parameter.detach())
-    replica = dist.get_rank(mesh.data)
+        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
+        for name, parameter, _ in _placed(buffer):
+            local = parameter.detach()
+            shape, pieces = pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter))
+            tensors[f"model.{name}"] = TensorPieces(shape, pieces, True, elsewhere)
     for kind, buffer, shard in optimizer.state_tensors():
-        key = f"optimizer.{_stored_name(buffer.key, buffer)}.{kind}"
-        # torch cuts Shard(0) of n elements into ceil(n / replicas) a rank, as `flatten_units` pads.
-        start = replica * shard.numel()
-        valid = shard[: max(0, min(shard.numel(), buffer.num_elements - start))]
-        tensors[key] = ShardedTensor(valid, buffer.num_elements)
+        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
+        first = mesh.data_rank * shard.numel()
+        for name, parameter, start in _placed(buffer):
+            # The elements of the parameter that this replica owns.
+            low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
+            values = shard[max(start - first, 0) :][: high - low]
+            shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
+            tensors[f"optimizer.{name}.{kind}"] = TensorPieces(shape, pieces, False, elsewhere)
     return tensors
 
 
-def tensors_to_write(tensors: dict[str, ShardedTensor], mesh: Mesh) -> dict[str, ShardedTensor]:
-    """This rank's part of what all replicas of its stage hold: every whole tensor has one writer.
+def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
+    """This rank's part of what several ranks hold: every piece has one writer.
 
     All replicas come to the same division without a word: each tensor goes to the replica with the fewest bytes.
     """
-    replica, num_replicas = dist.get_rank(mesh.data), dist.get_world_size(mesh.data)
-    assigned_bytes = [0] * num_replicas
+    assigned_bytes = [0] * mesh.data_size
     mine = {}
     for name, tensor in tensors.items():
-        if tensor.num_elements is None:
+        if tensor.is_written_elsewhere:
+            continue
+        if tensor.is_replicated:
             writer = assigned_bytes.index(min(assigned_bytes))
-            assigned_bytes[writer] += tensor.local.nbytes
-            if writer != replica:
+            assigned_bytes[writer] += tensor.num_bytes
+            if writer != mesh.data_rank:
                 continue
         mine[name] = tensor
     return mine
 
 
-def random_tensors(mesh: Mesh) -> dict[str, ShardedTensor]:
+def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
     """Copies of this process's random states, uint8, by rank."""
-    states = {f"random.{mesh.rank}.cpu": ShardedTensor(torch.get_rng_state())}
+    states = {f"random.{mesh.rank}.cpu": whole_tensor(torch.get_rng_state())}
     if mesh.device.type == "cuda":
-        states[f"random.{mesh.rank}.cuda"] = ShardedTensor(torch.cuda.get_rng_state(mesh.device))
+        states[f"random.{mesh.rank}.cuda"] = whole_tensor(torch.cuda.get_rng_state(mesh.device))
     return states
 
 
@@ -230,8 +214,11 @@ def _read_position(path: Path) -> RunPosition:
     )
 
 
-def _stored_name(name: str, buffer: FlatBuffer) -> str:
-    """Name in the checkpoint; both copies of a tied weight go by the embedding's."""
-    if not buffer.tied:
-        return name
-    return {"lm_head.weight": "model.embed_tokens.weight", "head.decay": "embedding.decay"}.get(name, name)
+def _placed(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:
+    """(name in the checkpoint, parameter, its first element in the buffer)."""
+    start = 0
+    for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+        # A tied head is the embedding; the first stage saves it for both, and both load it.
+        tied_head = buffer.tied and name == "lm_head.weight"
+        yield "model.embed_tokens.weight" if tied_head else name, parameter, start
+        start += parameter.numel()

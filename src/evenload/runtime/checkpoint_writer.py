@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
 
 from evenload.cost.coefficients import write_coefficients
 from evenload.errors import CheckpointError
@@ -35,7 +34,6 @@ from evenload.runtime.checkpoint import (
     LOADER_FILE,
     PROGRESS_FILE,
     RunPosition,
-    ShardedTensor,
     checkpoint_path,
     first_failure,
     latest_checkpoint,
@@ -46,6 +44,7 @@ from evenload.runtime.checkpoint import (
     run_tensors,
     tensors_to_write,
 )
+from evenload.runtime.checkpoint_pieces import Piece, PieceSavePlanner, TensorPieces
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import FlatBuffer
@@ -83,9 +82,7 @@ class CheckpointWriter:
     ) -> None:
         self._directory, self._mesh, self._keep = directory, mesh, keep
         self._buffers, self._optimizer = buffers, optimizer
-        # What is written lies in host memory, whatever the device.
-        self._replicas = DeviceMesh.from_group(mesh.data, "cpu")
-        self._staged: dict[str, Tensor] = {}
+        self._staged: dict[str, TensorPieces] = {}
         self._thread: threading.Thread | None = None
         self._outcome: SavedCheckpoint | BaseException | None = None
 
@@ -128,23 +125,21 @@ class CheckpointWriter:
             raise outcome
         return outcome
 
-    def _stage(self) -> dict[str, Tensor]:
+    def _stage(self) -> dict[str, TensorPieces]:
         """Copies of this rank's part, in buffers that stay."""
         mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
         mine |= random_tensors(self._mesh)
         for name, part in mine.items():
             if name not in self._staged:
-                self._staged[name] = torch.empty(
-                    part.local.shape, dtype=part.local.dtype, pin_memory=part.local.device.type == "cuda"
-                )
-            self._staged[name].copy_(part.local, non_blocking=True)
+                copies = (Piece(piece.offsets, _host_buffer(piece.local)) for piece in part.pieces)
+                self._staged[name] = TensorPieces(part.shape, tuple(copies))
+            for piece, copy in zip(part.pieces, self._staged[name].pieces, strict=True):
+                copy.local.copy_(piece.local, non_blocking=True)
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
-        return {
-            name: ShardedTensor(self._staged[name], part.num_elements).on(self._replicas) for name, part in mine.items()
-        }
+        return dict(self._staged)
 
-    def _run(self, position: RunPosition, tensors: dict[str, Tensor], stall_s: float) -> None:
+    def _run(self, position: RunPosition, tensors: dict[str, TensorPieces], stall_s: float) -> None:
         try:
             from_s = time.perf_counter()
             num_bytes = self._write(position, tensors)
@@ -158,13 +153,13 @@ class CheckpointWriter:
         except BaseException as error:
             self._outcome = error
 
-    def _write(self, position: RunPosition, tensors: dict[str, Tensor]) -> int:
+    def _write(self, position: RunPosition, tensors: dict[str, TensorPieces]) -> int:
         """Everything after staging; bytes of all ranks."""
         partial = partial_path(self._directory, position.progress.steps_done)
         sizes = self._together(lambda: self._make_room(partial), partial, _local_bytes(self._staged), 0)
         num_bytes = sum(sizes)
         try:
-            save(tensors, checkpoint_id=partial, process_group=self._mesh.saving)
+            save(tensors, checkpoint_id=partial, planner=PieceSavePlanner(), process_group=self._mesh.saving)
         except CheckpointException as error:
             self._give_up(first_failure(error), partial, num_bytes)
         except RuntimeError as error:
@@ -263,8 +258,12 @@ def _refusal(directory: Path, rank: int) -> str:
     return ""
 
 
-def _local_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _host_buffer(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _local_bytes(tensors: dict[str, TensorPieces]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors.values())
 
 
 def _sync(path: Path) -> None:

@@ -15,6 +15,9 @@ from evenload.runtime.parameter_units import FlatBuffer
 def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
     """Sum `grads` of every buffer over the replicas and, for tied weights, over both stages that hold them.
 
+    Where a tensor-parallel group holds a parameter whole (norms), every rank has the gradient of its rows or heads, and
+    they are summed too.
+
     Returns:
         This rank's shard of every buffer's gradient, [padded / (dp·cp)] each.
     """
@@ -29,6 +32,12 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
         if buffer.tied:
             assert mesh.tie is not None
             dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
+    whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
+    if mesh.tensor is not None and whole:
+        # They are small: in one transfer.
+        summed = mesh.tensor.all_reduce(torch.cat(whole), "the sum of gradients of norms")
+        for shard, part in zip(whole, summed.split([shard.numel() for shard in whole]), strict=True):
+            shard.copy_(part)
     return shards
 
 
@@ -39,8 +48,9 @@ def global_gradient_norm(buffers: list[FlatBuffer], shards: list[Tensor], mesh: 
     """
     total = torch.zeros(1, dtype=torch.float64)
     for buffer, shard in zip(buffers, shards, strict=True):
-        # A tied weight is held by the first and the last stage with the same summed gradient.
-        if not (buffer.tied and mesh.is_last_stage):
+        # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
+        # every rank of a tensor-parallel group.
+        if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
             total += shard.double().square().sum().cpu()
     dist.all_reduce(total, group=mesh.control)
     return float(total.sqrt())

@@ -134,7 +134,12 @@ class Executor:
         before_bytes = self._context_bytes()
         stores = {
             stage: ActivationStore(
-                mine.stored_tokens(), whole_packs, policies=packs.policies, held=held, copies=self._copies
+                mine.stored_tokens(),
+                whole_packs,
+                policies=packs.policies,
+                held=held,
+                copies=self._copies,
+                shard=self._stages[stage].row_shard,
             )
             for stage in self._stages
         }
@@ -187,10 +192,11 @@ class Executor:
             (kind, stage): [] for stage in self._stages for kind in ("F", "B")
         }
         for action in actions:
+            stage = self._stages[action.stage]
             if action.kind == "F":
-                rows["F", action.stage].append((action.pack, mine.num_rows(packs.forward[action.pack])))
+                rows["F", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.forward[action.pack]))))
             elif action.kind != "W":
-                rows["B", action.stage].append((action.pack, mine.num_rows(packs.backward[action.pack])))
+                rows["B", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.backward[action.pack]))))
         like = next(iter(self._stages.values()))
         return Channels(self._mesh, rows=rows, hidden_size=like.hidden_size, dtype=like.dtype, device=like.device)
 

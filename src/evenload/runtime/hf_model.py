@@ -20,6 +20,7 @@ from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_weights import fill_constants, initialise_weights, load_weights
 from evenload.runtime.lora import LoraConfig, add_adapters
 from evenload.runtime.recipes import ReplayRecipe, check_supported
+from evenload.runtime.tensor_weights import require_tensor_parallel, split_weights
 
 
 @dataclass(eq=False)
@@ -132,6 +133,8 @@ def build_stage_model(
     seed: int,
     lora: LoraConfig | None = None,
     router_aux_loss_coef: float = 0.0,
+    tp_rank: int = 0,
+    tp: int = 1,
 ) -> StageModel:
     """Make one stage's part of the model and fill its weights.
 
@@ -140,12 +143,14 @@ def build_stage_model(
         weights: directory with safetensors, or None to initialise from `seed`.
         lora: train adapters and freeze everything else.
         router_aux_loss_coef: factor of the routers' load-balancing loss.
+        tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
-        UnsupportedModelError: a layer holds a module that replay does not know.
-        ConfigError: the weights lack a needed tensor, or adapters fit nowhere.
+        UnsupportedModelError: a layer holds a module that replay does not know, or that tp cannot cut.
+        ConfigError: the weights lack a needed tensor, adapters fit nowhere, or sizes do not divide by tp.
     """
     recipe = check_supported(config)
+    require_tensor_parallel(config, tp, has_adapters=lora is not None)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     decoder: Any = whole.model
@@ -174,15 +179,22 @@ def build_stage_model(
     )
     modules: dict[str, nn.Module | None] = {f"model.layers.{index}": layer for index, layer in kept.items()}
     modules |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
-    for module in modules.values():
-        if module is not None:
-            module.to_empty(device=device)
-    if tied_copy and stage.head is not None and stage.embedding is not None:
-        stage.head.weight = stage.embedding.weight
-    if weights is None:
-        initialise_weights(whole, modules, seed)
-    else:
-        load_weights(modules, Path(weights), tied=tied_copy, experts=recipe.expert_names)
+    for name, module in modules.items():
+        if module is None:
+            continue
+        if name == "lm_head" and tied_copy:
+            assert stage.head is not None
+            assert stage.embedding is not None
+            stage.head.weight = stage.embedding.weight
+            continue
+        # One unit after the other, so that no more than one is whole where each is cut.
+        module.to_empty(device=device)
+        if weights is None:
+            initialise_weights(whole, {name: module}, seed)
+        else:
+            load_weights({name: module}, Path(weights), tied=tied_copy, experts=recipe.expert_names)
+        if tp > 1:
+            split_weights([(name, module)], tp_rank, tp)
     fill_constants(modules)
     if lora is not None:
         add_adapters(whole, kept, lora, seed)

@@ -7,7 +7,7 @@ directions.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from evenload.errors import ConfigError
 from evenload.plan.validate_groups import Block
 from evenload.runtime.cp_groups import create_context_groups
+from evenload.runtime.tensor_group import TensorGroup
 from evenload.runtime.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 
@@ -29,10 +30,11 @@ class Mesh:
         control: all ranks, on the CPU (clocks, norms, metrics).
         planning: all ranks, on the CPU, used by the thread that prepares coming steps.
         saving: all ranks, on the CPU, used by the thread that writes checkpoints.
-        data: ranks that hold the same stage, all context ranks of all replicas; gradients are summed here.
+        data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here.
         forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
             the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
+        tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
     """
@@ -42,6 +44,7 @@ class Mesh:
     pp_rank: int
     dp_rank: int
     cp_rank: int
+    tp_rank: int
     device: torch.device
     control: dist.ProcessGroup
     planning: dist.ProcessGroup
@@ -50,6 +53,7 @@ class Mesh:
     forward: Mapping[int, dist.ProcessGroup]
     backward: Mapping[int, dist.ProcessGroup]
     context: Mapping[Block, dist.ProcessGroup]
+    tensor: TensorGroup | None
     tie: dist.ProcessGroup | None
     watch: RankWatch
 
@@ -76,7 +80,9 @@ class Mesh:
     def rank_of_stage(self, stage: int) -> int:
         """Global rank of a virtual stage of this rank's pipeline."""
         pp_rank = self.layout.stage_to_rank[stage]
-        return self.layout.global_rank(pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank)
+        return self.layout.global_rank(
+            pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank, tp_rank=self.tp_rank
+        )
 
 
 def create_mesh(
@@ -95,22 +101,18 @@ def create_mesh(
         signs: a store of all ranks in which they show that they live; used by nothing else.
 
     Raises:
-        ConfigError: the number of processes does not fit, or a dimension is not available yet.
+        ConfigError: the number of processes does not fit.
     """
     world_size = dist.get_world_size()
-    if layout.tp > 1:
-        raise ConfigError(
-            f"layout {layout.describe()}: the runtime runs dp, cp, pp and virtual stages in this version; tp "
-            "can be planned and simulated, not trained"
-        )
     if world_size != layout.world_size:
         raise ConfigError(
             f"layout {layout.describe()} needs {layout.world_size} processes, {world_size} are running; "
-            f"start with --nproc {layout.world_size} (or torchrun) or change parallel.dp / parallel.pp"
+            f"start with --nproc {layout.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     timeout = timedelta(seconds=timeout_s)
     rank = dist.get_rank()
-    pp_rank, data_rank = divmod(rank, layout.dp * layout.cp)
+    column, tp_rank = divmod(rank, layout.tp)
+    pp_rank, data_rank = divmod(column, layout.dp * layout.cp)
     dp_rank, cp_rank = divmod(data_rank, layout.cp)
 
     def group(members: list[int], backend: str | None = None, timeout: timedelta = timeout) -> dist.ProcessGroup:
@@ -119,13 +121,25 @@ def create_mesh(
     everyone = list(range(world_size))
     control, planning = (group(everyone, backend="gloo") for _ in range(2))
     saving = group(everyone, backend="gloo", timeout=timedelta(seconds=saving_timeout_s or timeout_s))
-    columns = list(itertools.product(range(layout.dp), range(layout.cp)))
-    data = [group([layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c) for d, c in columns]) for p in range(layout.pp)]
+
+    def ranks(pp_ranks: Iterable[int], dp_ranks: Iterable[int], cp_ranks: Iterable[int], tp_ranks: Iterable[int]):
+        places = itertools.product(pp_ranks, dp_ranks, cp_ranks, tp_ranks)
+        return [layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c, tp_rank=t) for p, d, c, t in places]
+
+    sizes = range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp)
+    data = {(p, t): group(ranks((p,), sizes[1], sizes[2], (t,))) for p, t in itertools.product(sizes[0], sizes[3])}
+    watch = RankWatch(
+        rank, f"rank {rank} ({_place(layout, dp_rank, cp_rank, tp_rank)}, stage {pp_rank})", world_size, signs
+    )
+    tensor = None
+    for p, d, c in itertools.product(*sizes[:3]) if layout.tp > 1 else ():
+        made = group(ranks((p,), (d,), (c,), sizes[3]))
+        tensor = TensorGroup(made, watch) if (p, d, c) == (pp_rank, dp_rank, cp_rank) else tensor
     forward: dict[int, dist.ProcessGroup] = {}
     backward: dict[int, dist.ProcessGroup] = {}
     tie = None
-    for d, c in columns:
-        holders = [layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c) for p in layout.stage_to_rank]
+    for d, c, t in itertools.product(*sizes[1:]):
+        holders = ranks(layout.stage_to_rank, (d,), (c,), (t,))
         for stage, pair in enumerate(itertools.pairwise(holders)):
             if pair[0] == pair[1]:
                 continue
@@ -135,21 +149,29 @@ def create_mesh(
         if holders[0] != holders[-1]:
             ends = group(sorted((holders[0], holders[-1])))
             tie = ends if rank in (holders[0], holders[-1]) else tie
-    place = f"dp {dp_rank}, cp {cp_rank}" if layout.cp > 1 else f"dp {dp_rank}"
     return Mesh(
         layout=layout,
         rank=rank,
         pp_rank=pp_rank,
         dp_rank=dp_rank,
         cp_rank=cp_rank,
+        tp_rank=tp_rank,
         device=device,
         control=control,
         planning=planning,
         saving=saving,
-        data=data[pp_rank],
+        data=data[pp_rank, tp_rank],
         forward=forward,
         backward=backward,
         context=create_context_groups(layout, rank, group),
+        tensor=tensor,
         tie=tie,
-        watch=RankWatch(rank, f"rank {rank} ({place}, stage {pp_rank})", world_size, signs),
+        watch=watch,
     )
+
+
+def _place(layout: ParallelLayout, dp_rank: int, cp_rank: int, tp_rank: int) -> str:
+    parts = [f"dp {dp_rank}"]
+    parts += [f"cp {cp_rank}"] if layout.cp > 1 else []
+    parts += [f"tp {tp_rank}"] if layout.tp > 1 else []
+    return ", ".join(parts)

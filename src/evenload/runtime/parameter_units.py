@@ -6,13 +6,15 @@ tensors. Buffers are cut by unit, not by a byte range of the whole model: a chan
 units. One buffer takes weight decay (matrices), the other does not (norms, biases).
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from evenload.runtime.hf_model import StageModel
+from evenload.runtime.tensor_weights import tensor_split
 
 
 @dataclass(eq=False)
@@ -26,6 +28,8 @@ class FlatBuffer:
         num_elements: real elements; the buffers are padded to a multiple of `dp`.
         values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
         tied: the buffer holds the embedding/head weight that another rank holds too.
+        is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
+            hold the same.
     """
 
     key: str
@@ -36,6 +40,7 @@ class FlatBuffer:
     grads: Tensor
     decays: bool
     tied: bool
+    is_part: bool = False
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         """The view of `flat` that a data-parallel rank owns."""
@@ -57,13 +62,16 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
     for unit, named in (unit for stage in stages for unit in stage.unit_parameters()):
         named = [(name, p) for name, p in named if id(p) not in seen]
         seen |= {id(p) for _, p in named}
-        for decays in (True, False):
-            group = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
+        for decays, is_part in itertools.product((True, False), repeat=2):
+            group = [
+                (name, p) for name, p in named if (p.ndim >= 2) == decays and (tensor_split(p) is not None) == is_part
+            ]
             if not group:
                 continue
             tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
             assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
-            buffers.append(_flatten(f"{unit}.{'decay' if decays else 'no_decay'}", group, dp, decays, tied))
+            key = f"{unit}.{'decay' if decays else 'no_decay'}"
+            buffers.append(replace(_flatten(key, group, dp, decays, tied), is_part=is_part))
     return buffers
 
 

@@ -16,6 +16,7 @@ def build_rank_models(
     *,
     layout: ParallelLayout,
     pp_rank: int,
+    tp_rank: int = 0,
     dtype: torch.dtype,
     device: torch.device,
     weights: str | None,
@@ -38,6 +39,8 @@ def build_rank_models(
             seed=seed,
             lora=lora,
             router_aux_loss_coef=router_aux_loss_coef,
+            tp_rank=tp_rank,
+            tp=layout.tp,
         )
         for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True))
         if rank == pp_rank

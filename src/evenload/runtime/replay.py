@@ -17,7 +17,7 @@ which does not say how activations are shared between the two cuts.
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from evenload.runtime.lora import is_adapter
 from evenload.runtime.recipes import ReplayRecipe
 from evenload.runtime.store import ActivationStore, Range, num_rows
 from evenload.runtime.weight_products import WeightProducts, add_weight_gradient, is_frozen
+
+if TYPE_CHECKING:
+    from evenload.runtime.tensor_parallel import PackRows
 
 ATTENTION_NAME = "evenload_range"
 """Name under which the attention function is registered with transformers."""
@@ -47,6 +50,7 @@ class ReplayState:
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         balance: the load-balancing loss of routers; None = none is trained.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
+        tensor_rows: rows of the running pack on a tensor-parallel group; None = there is none.
     """
 
     backend: RangeAttention
@@ -59,6 +63,7 @@ class ReplayState:
     products: WeightProducts | None = None
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
+    tensor_rows: "PackRows | None" = None
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""

@@ -5,7 +5,7 @@ the last stage (its forward stops at the final hidden states), so the head's cos
 pack, where the cost model charges it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,11 @@ from evenload.runtime.experts import RouterBalance
 from evenload.runtime.hf_model import StageModel
 from evenload.runtime.recipes import experts_per_layer
 from evenload.runtime.replay import ATTENTION_NAME, ReplayState, linear_with_known_output, make_replayable
-from evenload.runtime.store import ActivationStore, Range
+from evenload.runtime.row_shard import Range, RowShard, row_owners
+from evenload.runtime.store import ActivationStore, num_rows
+from evenload.runtime.tensor_group import TensorGroup, exchange_ranges
+from evenload.runtime.tensor_head import add_embedding_gradient, divided_head, embed_own_rows
+from evenload.runtime.tensor_parallel import make_tensor_parallel, rows_of_pack
 from evenload.runtime.weight_products import WeightProducts, is_frozen
 
 
@@ -44,10 +48,16 @@ class PackTokens:
 
 
 class PipelineStage:
-    """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py)."""
+    """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py).
 
-    def __init__(self, model: StageModel, backend: RangeAttention) -> None:
+    Args:
+        tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
+            between layers and stages and their gradients have this rank's rows of a pack only (`row_shard`).
+    """
+
+    def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None = None) -> None:
         self.model = model
+        self._tensor = tensor
         self._state = ReplayState(backend=backend)
         if model.recipe.router is not None and model.router_aux_loss_coef:
             self._state.balance = RouterBalance(
@@ -58,6 +68,8 @@ class PipelineStage:
             )
         for index, layer in model.layers.items():
             make_replayable(layer, index, self._state, model.recipe)
+            if tensor is not None:
+                make_tensor_parallel(layer, self._state)
 
     @property
     def backend_name(self) -> str:
@@ -79,6 +91,15 @@ class PipelineStage:
         """Where the stage computes."""
         return next(next(iter(self.model.layers.values())).parameters()).device
 
+    @property
+    def row_shard(self) -> RowShard | None:
+        """Which rows of hidden states this rank has; None = all."""
+        return None if self._tensor is None else self._tensor.shard
+
+    def num_rows(self, ranges: Iterable[Range]) -> int:
+        """Rows of hidden states that this rank has of token ranges."""
+        return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
+
     def begin_step(self, num_tokens: dict[int, int]) -> None:
         """Before a step's first pack.
 
@@ -99,9 +120,7 @@ class PipelineStage:
             Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
         """
         if hidden is None:
-            assert self.model.embedding is not None
-            hidden = self.model.embedding(pack.token_ids)
-        assert hidden is not None
+            hidden = self._embed(pack)
         hidden = self.forward_layers(pack, hidden, store)
         if self.model.is_last:
             store.record_final(hidden)
@@ -118,7 +137,7 @@ class PipelineStage:
         with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
-                store.record((index, "input"), hidden)
+                store.record((index, "input"), hidden, is_own_rows=True)
                 hidden = layer(hidden[None], **arguments[index])[0]
                 store.end_layer(index)
         store.close_pack()
@@ -158,13 +177,13 @@ class PipelineStage:
         if self.model.is_last and not pack.ranges:
             grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
         elif self.model.is_last:
-            grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens)
+            grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
         assert grad is not None
         grad = self.backward_layers(pack, grad, store, products)
         if self._state.balance is not None:
             loss = loss + self._state.balance.take_loss()
         if self.model.is_first:
-            self._embedding_backward(pack.token_ids, grad)
+            self._embedding_backward(pack, grad)
             return None, loss
         return grad, loss
 
@@ -197,8 +216,19 @@ class PipelineStage:
         store.close_backward(pack.ranges if pack.closes is None else pack.closes)
         return grad
 
-    def head(self, hidden: Tensor, targets: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
-        """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only."""
+    def head(
+        self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only.
+
+        Args:
+            ranges: that the rows belong to.
+        """
+        if self._tensor is not None:
+            owners = row_owners(ranges, self._tensor.shard.size)
+            grad, loss = divided_head(self.model, hidden, targets, num_label_tokens, self._tensor, owners)
+            # All ranks of the group know the loss, and one reports it.
+            return grad, loss if self._tensor.shard.rank == 0 else torch.zeros_like(loss)
         norm, head = self.model.norm, self.model.head
         assert norm is not None
         assert head is not None
@@ -220,9 +250,21 @@ class PipelineStage:
             total += loss.detach().double().cpu()
         return torch.cat(grads), total
 
-    def _embedding_backward(self, token_ids: Tensor, grad: Tensor) -> None:
-        embedding = self.model.embedding
+    def _embed(self, pack: PackTokens) -> Tensor:
+        if self._tensor is not None and pack.ranges:
+            rows = exchange_ranges(self._tensor, pack.ranges, self.device, "embeddings of a forward pack")
+            return embed_own_rows(self.model, pack.token_ids, rows)
+        assert self.model.embedding is not None
+        return self.model.embedding(pack.token_ids)
+
+    def _embedding_backward(self, pack: PackTokens, grad: Tensor) -> None:
+        embedding, token_ids = self.model.embedding, pack.token_ids
         assert embedding is not None
+        if self._tensor is not None:
+            if pack.ranges:
+                rows = exchange_ranges(self._tensor, pack.ranges, self.device, "gradients of embeddings")
+                add_embedding_gradient(self.model, token_ids, grad, rows)
+            return
         if is_frozen(embedding.weight):
             return
         total: Tensor = embedding.weight.main_grad  # type: ignore[attr-defined]
@@ -247,6 +289,9 @@ class PipelineStage:
         state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
         state.shared = pack.shared
         state.divide_rows(self.device)
+        if self._tensor is not None:
+            what = f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack"
+            state.tensor_rows = rows_of_pack(self._tensor, pack.ranges, self.device, what)
         # The configuration is shared with the user's model object, so it is changed only while a pass runs.
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = ATTENTION_NAME
@@ -254,4 +299,4 @@ class PipelineStage:
             yield
         finally:
             self.model.config._attn_implementation = before
-            state.store, state.ranges, state.products, state.shared = None, (), None, None
+            state.store, state.ranges, state.products, state.shared, state.tensor_rows = None, (), None, None, None

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from evenload.runtime.held_bytes import HeldBytes, StoreKind
 from evenload.runtime.host_copies import Copy, HostCopies, host_copies
+from evenload.runtime.row_shard import Range, RowShard
 from evenload.runtime.weight_products import WeightProducts
 from evenload.types.micropack import ActivationPolicy
 
-Range = tuple[int, int, int]
-"""(doc_id, start, stop): tokens of one document, half-open."""
 _NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 
 
@@ -87,6 +86,7 @@ class ActivationStore:
         whole_packs: slice lists of backward packs; a forward pack with such a list is kept uncut.
         policies: of documents that do not use `replay`.
         held: where bytes are counted; the stages of a rank share one.
+        shard: of a tensor-parallel rank, which rows it has of what is recorded as own rows.
         copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
     """
 
@@ -98,12 +98,16 @@ class ActivationStore:
         policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
         held: HeldBytes | None = None,
         copies: HostCopies | None = None,
+        shard: RowShard | None = None,
     ) -> None:
+        self._shard = shard
+        self._own_rows_keys: set[Hashable] = set()
         self._num_tokens = num_tokens
         self._whole_packs = set(whole_packs)
         self._policies = policies
         self._copies = copies
-        self._blocks: dict[int, list[tuple[Range, int, _Block]]] = defaultdict(list)
+        self._device: torch.device | None = None
+        self._blocks: dict[int, list[tuple[Range, tuple[int, int], _Block]]] = defaultdict(list)
         self._buffers: dict[int, _DocumentBuffers] = {}
         self._open: list[_Block] = []
         self._leaving: deque[tuple[list[Copy], int]] = deque()
@@ -119,26 +123,36 @@ class ActivationStore:
 
     # ---- forward -------------------------------------------------------------------------------
 
+    def _num_rows(self, key: Hashable, ranges: Iterable[Range]) -> int:
+        """Rows of what is recorded under a key."""
+        if self._shard is not None and key in self._own_rows_keys:
+            return self._shard.num_rows(ranges)
+        return num_rows(ranges)
+
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         """Start recording a forward pack."""
         is_whole = ranges in self._whole_packs and len({self.policy(r[0]) for r in ranges}) == 1
         groups = [ranges] if is_whole else [(r,) for r in ranges]
         self._open = [_Block(group, self.policy(group[0][0]), len(group)) for group in groups]
         for block in self._open:
-            row = 0
+            row = own_row = 0
             for r in block.ranges:
-                self._blocks[r[0]].append((r, row, block))
+                self._blocks[r[0]].append((r, (row, own_row), block))
                 row += r[2] - r[1]
+                own_row += 0 if self._shard is None else self._shard.num_rows((r,))
 
-    def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False) -> None:
+    def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False, is_own_rows: bool = False) -> None:
         """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
 
         Args:
             is_product: of a linear layer, which recomputed documents do not keep.
+            is_own_rows: a tensor-parallel rank has own rows only, [n, ...].
         """
+        if is_own_rows:
+            self._own_rows_keys.add(key)
         row = 0
         for block in self._open:
-            stop = row + num_rows(block.ranges)
+            stop = row + self._num_rows(key, block.ranges)
             own = rows if len(self._open) == 1 else rows[row:stop]
             row = stop
             if block.policy == "recompute" and is_product:
@@ -151,10 +165,11 @@ class ActivationStore:
             self._keep(block, key, own if len(self._open) == 1 else own.clone())
 
     def record_final(self, rows: Tensor) -> None:
-        """Keep the last layer's output [T, hidden] of the open pack for the head, on the device in any case."""
+        """Keep the last layer's output (own rows) of the open pack for the head, on the device in any case."""
+        self._own_rows_keys.add("final")
         row = 0
         for block in self._open:
-            stop = row + num_rows(block.ranges)
+            stop = row + self._num_rows("final", block.ranges)
             self._keep(block, "final", rows if len(self._open) == 1 else rows[row:stop].clone())
             row = stop
 
@@ -163,7 +178,8 @@ class ActivationStore:
         copies, num_bytes = [], 0
         for block in self._open:
             for key, rows in block.leaving.items():
-                host, copy = self._host_copies(rows).to_host(rows)
+                self._device = rows.device
+                host, copy = self._host_copies(self._device).to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 copies.append(copy)
                 num_bytes += rows.nbytes
@@ -244,14 +260,14 @@ class ActivationStore:
             return
         layer = self._fetch_order.popleft()
         pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for block, a, b in self._rows_of(self._fetch_ranges):
-            for key, rows in block.host[layer].items():
-                pieces[key].append(rows[a:b])
+        for r in self._fetch_ranges:
+            for block, *rows in self._parts_of(r):
+                for key, tensor in block.host[layer].items():
+                    pieces[key].append(tensor[rows[key in self._own_rows_keys]])
         fetch = self._fetched[layer] = _Fetch()
-        # Any buffer of a document has the device that the fetched rows belong on.
-        device = self._buffers[self._fetch_ranges[0][0]].keys[layer].device
+        assert self._device is not None, "rows to fetch were sent away from some device"
         for key, parts in pieces.items():
-            fetch.tensors[key], copy = self._host_copies(parts[0]).to_device(parts, device)
+            fetch.tensors[key], copy = self._host_copies(self._device).to_device(parts, self._device)
             fetch.copies.append(copy)
             fetch.num_bytes += fetch.tensors[key].nbytes
         self.held.count("offload_buffers", fetch.num_bytes)
@@ -267,18 +283,28 @@ class ActivationStore:
         parts, row = [], 0
         for r in ranges:
             if fetched is not None and r in self._fetch_ranges:
-                parts.append(fetched[row : row + r[2] - r[1]])
-                row += r[2] - r[1]
+                stop = row + self._num_rows(key, (r,))
+                parts.append(fetched[row:stop])
+                row = stop
                 continue
-            parts += [block.tensors[key][a:b] for block, a, b in self._rows_of((r,))]
+            kind = key in self._own_rows_keys
+            parts += [block.tensors[key][rows[kind]] for block, *rows in self._parts_of(r)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _rows_of(self, ranges: Iterable[Range]) -> Iterable[tuple[_Block, int, int]]:
-        """Blocks that hold the ranges' tokens, in row order, and which of their rows."""
-        for doc_id, start, stop in ranges:
-            for (_, lo, hi), row, block in self._blocks[doc_id]:
-                if lo < stop and start < hi:
-                    yield block, max(lo, start) - lo + row, min(hi, stop) - lo + row
+    def _parts_of(self, wanted: Range) -> Iterable[tuple[_Block, slice, slice]]:
+        """Blocks that hold a range's tokens, in row order; which rows they are of all rows, and of own rows."""
+        doc_id, start, stop = wanted
+        for (_, lo, hi), (row, own_row), block in self._blocks[doc_id]:
+            if lo < stop and start < hi:
+                first, last = max(lo, start), min(hi, stop)
+                rows = slice(first - lo + row, last - lo + row)
+                if self._shard is None:
+                    yield block, rows, rows
+                    continue
+                own_start, own_stop = (
+                    own_row + self._shard.num_rows(((doc_id, lo, position),)) for position in (first, last)
+                )
+                yield block, rows, slice(own_start, own_stop)
 
     def add_key_grads(
         self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
@@ -342,9 +368,9 @@ class ActivationStore:
         buffers.num_bytes[kind] += num_bytes
         self.held.count(kind, num_bytes)
 
-    def _host_copies(self, rows: Tensor) -> HostCopies:
+    def _host_copies(self, device: torch.device) -> HostCopies:
         if self._copies is None:
-            self._copies = host_copies(rows.device)
+            self._copies = host_copies(device)
         return self._copies
 
 

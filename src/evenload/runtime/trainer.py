@@ -114,6 +114,7 @@ class Trainer:
             self.hf_config,
             layout=mesh.layout,
             pp_rank=mesh.pp_rank,
+            tp_rank=mesh.tp_rank,
             dtype=getattr(torch, config.model.dtype),
             device=mesh.device,
             weights=weights,
@@ -124,7 +125,7 @@ class Trainer:
         self._frozen_bytes = frozen_bytes(tuple(models.values()))
         self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
         backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
-        self.stages = {stage: PipelineStage(model, backend) for stage, model in models.items()}
+        self.stages = {stage: PipelineStage(model, backend, mesh.tensor) for stage, model in models.items()}
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
         if config.parallel.cp_exchange == "ring":
             require_ring(backend, max(self.model.windows))

@@ -1,0 +1,138 @@
+"""Which part of every weight a tensor-parallel rank holds, and which models can be cut at all.
+
+    cut by output (rows)     q k v, gate, up, their biases; embedding and head by words
+    cut by input (columns)   o, down
+    whole on every rank      norms, biases behind a sum over ranks
+
+A parameter that is cut carries a `TensorSplit`; gradient sums and norms, checkpoints and exports read it. Weights are
+filled whole, unit by unit, and cut at once: so every tp starts from the same weights, and a rank holds one whole unit
+at a time. Words that do not divide give the last ranks fewer, as `torch.distributed.tensor.Shard` would.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.recipes import check_supported
+from evenload.runtime.tensor_group import TensorGroup
+
+COLUMN_LINEARS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Cut by output."""
+ROW_LINEARS = ("o_proj", "down_proj")
+"""Cut by input."""
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """A part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all.
+
+    Args:
+        part: rows or columns of the parts of all ranks but the last, which may have fewer.
+    """
+
+    dim: int
+    start: int
+    size: int
+    whole_size: int
+    part: int
+
+
+def tensor_split(parameter: Tensor) -> TensorSplit | None:
+    """How a parameter is cut; None = this rank holds it whole."""
+    return getattr(parameter, "tp_split", None)
+
+
+def require_tensor_parallel(config: PretrainedConfig, tp: int, *, has_adapters: bool) -> None:
+    """Refuse what would not be cut right.
+
+    Raises:
+        ConfigError: heads or feed-forward columns that do not divide.
+        UnsupportedModelError: an architecture whose blocks mix what lies on different ranks.
+    """
+    if tp == 1:
+        return
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"parallel.tp is {tp}, but {name} of the model is {size}, which does not divide by it; choose a tp "
+                f"that divides {', '.join(f'{n} {s}' for n, s in sizes.items())}"
+            )
+    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
+        raise ConfigError(
+            f"parallel.tp is {tp}, but vocab_size of the model is {config.vocab_size}: some rank would have no word; "
+            "choose a smaller tp"
+        )
+    if check_supported(config).router is not None:
+        raise UnsupportedModelError(
+            f"parallel.tp is {tp} and the model has experts: their matrices are not cut in this version; use "
+            "parallel.dp, parallel.pp or parallel.cp"
+        )
+    if config.model_type == "olmo2":
+        raise UnsupportedModelError(
+            f"parallel.tp is {tp} and the model norms all query heads together, which lie on different ranks; use "
+            "parallel.dp, parallel.pp or parallel.cp"
+        )
+    if has_adapters:
+        raise ConfigError(
+            f"parallel.tp is {tp} and model.lora is set: adapters are not cut in this version; set parallel.tp = 1"
+        )
+
+
+def split_weights(modules: Iterable[tuple[str, nn.Module]], rank: int, tp: int) -> None:
+    """Leave in every module, in place, what a tensor-parallel rank holds of it.
+
+    Args:
+        modules: with their names; all modules inside them are cut, too.
+    """
+    for prefix, unit in modules:
+        for name, module in unit.named_modules(prefix=prefix):
+            kind = name.rsplit(".", 1)[-1]
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                dim = _split_dim(kind, parameter_name)
+                if dim is not None and tensor_split(parameter) is None:
+                    _cut(parameter, dim, rank, tp)
+            if kind in COLUMN_LINEARS:
+                module.out_features = module.weight.shape[0]  # type: ignore[union-attr,assignment]
+            elif kind in ROW_LINEARS:
+                module.in_features = module.weight.shape[1]  # type: ignore[union-attr,assignment]
+
+
+def _split_dim(kind: str, parameter_name: str) -> int | None:
+    """The dimension that is cut, by the last name of a module; None = every rank holds it whole."""
+    if kind in (*COLUMN_LINEARS, "embed_tokens", "lm_head"):
+        return 0
+    return 1 if kind in ROW_LINEARS and parameter_name == "weight" else None
+
+
+def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int) -> None:
+    whole = parameter.shape[dim]
+    part = -(-whole // tp)
+    start = min(rank * part, whole)
+    size = min(part, whole - start)
+    # A copy, so that the whole tensor is freed.
+    parameter.data = parameter.data.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    parameter.tp_split = TensorSplit(dim, start, size, whole, part)  # type: ignore[attr-defined]
+
+
+def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | None) -> Tensor:
+    """A whole tensor from the parts of a group, on every rank of it. Collective; nothing to do where it is whole.
+
+    Args:
+        local: this rank's part, of the shape that `split` says.
+    """
+    if split is None or group is None:
+        return local
+    rows = local.movedim(split.dim, 0)
+    padded = rows.new_zeros(split.part, *rows.shape[1:])
+    padded[: split.size] = rows
+    whole = group.all_gather(padded, "parts of a tensor")[: split.whole_size]
+    return whole.movedim(0, split.dim).contiguous()
