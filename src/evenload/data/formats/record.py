@@ -6,6 +6,7 @@ says where to go on. Nothing else is needed to resume, and nothing of the record
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from evenload.data.files import SourceFile
@@ -14,7 +15,8 @@ FILE_END = -1
 """`next_offset` after the last record of a part whose reader cannot or need not go on."""
 
 
-class FilePart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FilePart:
     """The `index`-th of `count` shares of a file. Every record belongs to exactly one of them, in file order."""
 
     index: int = 0
