@@ -276,7 +276,8 @@ class GatherAttention:
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self._group.rank))
             for piece in (self._slices[index] for index in self._again.slices)
         ]
-        return self._gather(self._again, *(torch.cat(parts) for parts in zip(*own, strict=True)), call)
+        keys, values = (torch.cat(parts) for parts in zip(*own, strict=True))
+        return self._gather(self._again, keys, values, call)
 
     def _keep(self, call: AttentionCall, index: int, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
         """Of a cut document the gathered slice, of others this rank's rows."""
