@@ -2,7 +2,9 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from packed_cases import batch_fingerprint, documents_of, gradient_of, loader_of, packed_loss, tiny_model
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from evenload.errors import EvenloadError
@@ -63,3 +65,17 @@ def read_in_group(root, settings):
     answer = loader.rank, loader.world_size, documents
     loader.close()
     return answer
+
+
+def save_and_load(root, directory):
+    """What is left after the first step; what another loader gives that loaded the checkpoint."""
+    settings = {"format": "torchtitan", "epochs": 1}
+    loader = loader_of(root, **settings)
+    assert isinstance(loader, Stateful)
+    steps = loader.steps()
+    next(steps)
+    dcp.save({"dataloader": loader}, checkpoint_id=str(directory))
+    rest = [inputs["input"].tolist() for step in steps for inputs, _ in step]
+    other = loader_of(root, **settings)
+    dcp.load({"dataloader": other}, checkpoint_id=str(directory))
+    return rest, [inputs["input"].tolist() for inputs, _ in other]

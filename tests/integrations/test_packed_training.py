@@ -107,3 +107,29 @@ def test_groups_of_ranks_each_read_everything(tmp_path, gloo_pool):
     assert [(rank, size) for rank, size, _ in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert ranks[0][2] == ranks[2][2]
     assert Counter(ranks[0][2] + ranks[1][2]) == texts
+
+
+def test_accelerate_leaves_the_loader_alone(tmp_path):
+    """`prepare` deals a DataLoader's batches over ranks; here they are dealt already."""
+    accelerate = pytest.importorskip("accelerate")
+    write_texts(tmp_path, num_documents=8, longest=40)
+    accelerator = accelerate.Accelerator(cpu=True)
+    plain = tiny_model()
+    loader = loader_of(tmp_path, epochs=1)
+    model, optimizer, prepared = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0), loader)
+    assert prepared is loader
+    (step,) = prepared.steps()
+    for batch in step:
+        accelerator.backward(packed_loss(model, batch) * accelerator.num_processes)
+    optimizer.step()
+    found = gradient_of(plain)
+    _, gradient = reference_gradient(tiny_model(), list(all_documents(step).elements()))
+    torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13)
+
+
+def test_the_state_goes_through_a_distributed_checkpoint(tmp_path, gloo_pool):
+    """torchtitan saves every loader that is `Stateful` with `torch.distributed.checkpoint`."""
+    write_texts(tmp_path)
+    for rest, resumed in gloo_pool.run(2, gloo_cases.save_and_load, tmp_path, tmp_path / "checkpoint"):
+        assert rest
+        assert resumed == rest
