@@ -13,7 +13,7 @@ import numpy as np
 
 from evenload.data.loader import GlobalBatch
 from evenload.data.peers import Peers
-from evenload.data.token_table import Span, TokenTable, join_spans
+from evenload.data.token_table import TokenTable, join_tables
 from evenload.errors import InvalidPlanError
 from evenload.types.plan import StepPlan
 
@@ -69,14 +69,12 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     copies = 2 if batch.has_labels else 1
     sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
     received = peers.exchange([_flatten(table, batch.has_labels) for table in tables], sizes)
-    spans: list[Span] = []
+    arrived: list[TokenTable] = []
     for documents, content in zip(incoming, received, strict=True):
         tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
-        at = 0
-        for doc_id in documents:
-            spans.append((tokens, labels, at, at + lengths[doc_id]))
-            at += lengths[doc_id]
-    return join_spans(np.array([doc_id for documents in incoming for doc_id in documents], np.int64), spans)
+        edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
+        arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
+    return join_tables(arrived)
 
 
 def _flatten(table: TokenTable, has_labels: bool) -> np.ndarray:

@@ -40,6 +40,10 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows)
 
+    def __contains__(self, doc_id: object) -> bool:
+        # `Mapping`'s own cuts the tokens out, or raises and catches: a microsecond a question.
+        return doc_id in self._rows
+
     def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
         row = self._rows[doc_id]
         return self.tokens[self.edges[row] : self.edges[row + 1]]
