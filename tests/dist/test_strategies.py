@@ -1,27 +1,21 @@
 """The test that matters most: every strategy, layout and cut trains like plain single-process training."""
 
-import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.memory import backward_temp_estimate
 from evenload.cost.pack_cost import PackCosts
 from evenload.plan.detailed_timeline import detailed_timeline
 from evenload.plan.options import PlanOptions
-from evenload.plan.plan_tasks import replica_tasks
 from evenload.plan.planner import StepPlanner
 from evenload.plan.validate import validate_plan
-from evenload.runtime.rank_packs import num_pack_rows
-from evenload.simulate.simulate import simulate
+from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from evenload.types.pipeline import action_columns
 from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
 
@@ -82,38 +76,17 @@ def assert_peaks_match_the_memory_model(plan, measured):
     """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte: the peak, what is
     held after every action, and the peak of every kind."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
-    assert_kinds_match_the_memory_model(plan, model, measured)
-    for dp_rank in range(plan.layout.dp):
-        tasks = replica_tasks(plan, dp_rank, model)
-        rows = np.array([num_pack_rows(pack) for pack in plan.pack_plans[dp_rank].backward], np.int64)
-        exact = dataclasses.replace(
-            tasks,
-            static_bytes=np.zeros_like(tasks.static_bytes),
-            forward_temp_bytes=np.zeros_like(tasks.forward_temp_bytes),
-            backward_temp_bytes=tasks.backward_temp_bytes - backward_temp_estimate(model, plan.layout, rows),
-        )
-        peaks = simulate(exact, action_columns(plan.schedules[dp_rank])).peak_bytes
-        for pp_rank, peak in enumerate(peaks.tolist()):
-            assert measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)].peak == peak
-
-
-def assert_kinds_match_the_memory_model(plan, model, measured):
     timeline = detailed_timeline(plan, PackCosts(model, COSTS, plan.layout))
-    kinds = {
-        "activations": ("activations_replay", "activations_recompute", "activations_offload"),
-        "keys_and_values": ("keys_and_values",),
-        "key_value_gradients": ("key_value_gradients",),
-    }
     for dp_rank in range(plan.layout.dp):
         for pp_rank in range(plan.layout.pp):
             stored = measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)]
             own = (timeline.memory_dp_rank == dp_rank) & (timeline.memory_rank == pp_rank)
             held = timeline.memory_kind_bytes[own]
-            predicted = {
-                name: held[:, [MEMORY_KINDS.index(part) for part in parts]].sum(axis=1) for name, parts in kinds.items()
-            }
+            predicted = {name: held[:, MEMORY_KINDS.index(name)] for name in STORE_KINDS}
+            total = sum(predicted.values())
             # A rank's samples: the start of the step, then the start and the end of every action.
-            assert sum(predicted.values())[2::2].tolist() == stored.after_actions
+            assert total[2::2].tolist() == stored.after_actions
+            assert total.max() == stored.peak
             assert {name: int(column.max()) for name, column in predicted.items()} == stored.peak_by_kind
 
 
