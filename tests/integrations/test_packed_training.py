@@ -129,7 +129,7 @@ def test_accelerate_leaves_the_loader_alone(tmp_path):
 
 def test_the_state_goes_through_a_distributed_checkpoint(tmp_path, gloo_pool):
     """torchtitan saves every loader that is `Stateful` with `torch.distributed.checkpoint`."""
-    write_texts(tmp_path)
-    for rest, resumed in gloo_pool.run(2, gloo_cases.save_and_load, tmp_path, tmp_path / "checkpoint"):
+    write_texts(tmp_path / "data")
+    for rest, resumed in gloo_pool.run(2, gloo_cases.save_and_load, tmp_path / "data", tmp_path / "checkpoint"):
         assert rest
         assert resumed == rest
