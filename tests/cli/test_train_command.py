@@ -115,6 +115,52 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 
+def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
+    """SIGSTOP: nothing breaks, nothing answers. The launcher ends the stopped rank once it goes on."""
+    process = start(project, "train.steps=100000", "train.timeout_s=6")
+    wait_for_rows(project, 1, process)
+    ranks = ranks_of(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    while process.poll() is None and time.monotonic() - stopped_s < 90:
+        if not Path(f"/proc/{ranks[0]}").exists() and Path(f"/proc/{ranks[1]}").exists():
+            os.kill(ranks[1], signal.SIGCONT)
+        time.sleep(0.2)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2, output
+    (error,) = (line for line in output.splitlines() if line.startswith("evenload: error:"))
+    assert "rank 0 (dp 0, stage 0) waited for" in error
+    assert re.search(r"of step \d+ from (rank 1|all ranks|the ranks|rank 0)", error), error
+    assert "nothing for 6 s. No sign of life from rank 1 (last seen at " in error
+    assert "Traceback" not in output
+
+
+def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
+    """A real file system without room for a second checkpoint."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small file system in a name space of its own")
+    (project / "run" / "checkpoints").mkdir(parents=True)
+    train = f"{sys.executable} -m evenload.cli.main train config.toml train.checkpoint_every_steps=1"
+    mount = "mount -t tmpfs -o size=2m tmpfs run/checkpoints"
+    shell = (
+        f"{mount} && {{ {train}; code=$?; ls -A run/checkpoints; cp -r run/checkpoints/step-00000001 .; exit $code; }}"
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", shell],
+        cwd=project, env={**os.environ, "XDG_CACHE_HOME": str(project / "cache")}, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("evenload: error:"))
+    for part in ("checkpoint step-00000002 of ", "MB are free", "No space left on device", "step-00000001, is intact"):
+        assert part in error, error
+    assert done.stdout.split() == ["step-00000001"]
+    (project / "step-00000001").rename(project / "run" / "checkpoints" / "step-00000001")
+    code, output = run(project, "train.steps=2")
+    assert code == 0, output
+    assert "resumed from run/checkpoints/step-00000001 after 1 steps" in output
+
+
 def test_ctrl_c_stops_all_ranks(project):
     process = start(project, "train.steps=100000")
     wait_for_rows(project, 1, process)
