@@ -9,9 +9,10 @@ longest of all ranks, over the step's time; the first step, which nothing can pr
     synchronous           data.prefetch_steps = 0, data.workers = 1: one block of each lane is still read ahead
     synchronous, thread   data.prefetch_steps = 0, data.workers = 0
 
-    python benchmarks/loader_overlap.py [--quick] [--append]
+    python benchmarks/loader_overlap.py [--quick] [--append] [--part demo|skewed]
 """
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from loader_training import LENGTHS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "stdlib_demo"
-STEPS, QUICK_STEPS = 10, 3
+STEPS, QUICK_STEPS = 8, 3
 CONTEXT, SCALE = 8_192, 8
 VOCABULARY = 2_048
 VARIANTS = {
@@ -68,38 +69,42 @@ def train(settings: list[str], output: Path, steps: int) -> list[dict[str, float
     return latest_per_step(read_metrics(output / "metrics.jsonl"))[1:]  # type: ignore[return-value]
 
 
-def measure(quick: bool) -> list[LoaderRow]:
-    """Both data sets, every variant."""
+def measure(name: str, quick: bool) -> list[LoaderRow]:
+    """Every variant on one data set."""
     rows = []
     steps = QUICK_STEPS if quick else STEPS
     with work_directory() as directory:
-        for name, make in (("demo", demo_settings), ("skewed", skewed_settings)):
-            settings = make(directory)
-            step_s = {}
-            for index, (variant, changes) in enumerate(VARIANTS.items()):
-                metrics = train([*settings, *changes], directory / f"{name}{index}", steps)
-                waits = [float(row["data_wait_s"]) for row in metrics]
-                times = [float(row["step_time_s"]) for row in metrics]
-                step_s[variant] = [wait + time for wait, time in zip(waits, times, strict=True)]
-                shares = [wait / time for wait, time in zip(waits, times, strict=True)]
-                case = f"{name}, pp=2, slimpack, {variant}, {len(metrics)} steps"
-                baseline = "step time"
-                rows += [
-                    LoaderRow("overlap", case, "data wait, median", statistics.median(shares), "share", 1.0, baseline),
-                    LoaderRow("overlap", case, "data wait, largest", max(shares), "share", 1.0, baseline),
-                    LoaderRow("overlap", case, "data wait, all steps", sum(waits) / sum(times), "share", 1.0, baseline),
-                    LoaderRow("overlap", case, "data wait, median step", statistics.median(waits) * 1e3, "ms"),
-                    LoaderRow("overlap", case, "step time, median", statistics.median(times) * 1e3, "ms"),
-                ]
-            for variant, taken_s in step_s.items():
-                if variant != "prefetch 2":
-                    ratio = statistics.median(taken_s) / statistics.median(step_s["prefetch 2"])
-                    case = f"{name}, pp=2, slimpack, {variant}, {steps - 1} steps"
-                    rows.append(LoaderRow("overlap", case, "wait and step", ratio, "x", 1.0, "prefetch 2"))
+        settings = DATA[name](directory)
+        step_s = {}
+        for index, (variant, changes) in enumerate(VARIANTS.items()):
+            metrics = train([*settings, *changes], directory / f"{name}{index}", steps)
+            waits = [float(row["data_wait_s"]) for row in metrics]
+            times = [float(row["step_time_s"]) for row in metrics]
+            step_s[variant] = [wait + time for wait, time in zip(waits, times, strict=True)]
+            shares = [wait / time for wait, time in zip(waits, times, strict=True)]
+            case = f"{name}, pp=2, slimpack, {variant}, {len(metrics)} steps"
+            baseline = "step time"
+            rows += [
+                LoaderRow(
+                    f"overlap {name}", case, "data wait, median", statistics.median(shares), "share", 1.0, baseline
+                ),
+                LoaderRow(f"overlap {name}", case, "data wait, largest", max(shares), "share", 1.0, baseline),
+                LoaderRow(
+                    f"overlap {name}", case, "data wait, all steps", sum(waits) / sum(times), "share", 1.0, baseline
+                ),
+                LoaderRow(f"overlap {name}", case, "data wait, median step", statistics.median(waits) * 1e3, "ms"),
+                LoaderRow(f"overlap {name}", case, "step time, median", statistics.median(times) * 1e3, "ms"),
+            ]
+        for variant, taken_s in step_s.items():
+            if variant != "prefetch 2":
+                ratio = statistics.median(taken_s) / statistics.median(step_s["prefetch 2"])
+                case = f"{name}, pp=2, slimpack, {variant}, {steps - 1} steps"
+                rows.append(LoaderRow(f"overlap {name}", case, "wait and step", ratio, "x", 1.0, "prefetch 2"))
     return rows
 
 
-PARTS = {"overlap": measure}
+DATA = {"demo": demo_settings, "skewed": skewed_settings}
+PARTS = {name: functools.partial(measure, name) for name in DATA}
 
 if __name__ == "__main__":
     run_benchmark(PARTS, "waiting for data")

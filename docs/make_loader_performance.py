@@ -125,7 +125,7 @@ def performance_page() -> str:
         *_section(MEMORY, rows["memory"], _wide),
         *_section(RESUME, rows["resume"], _wide),
         *_section(TRAINING, rows["training"], _training),
-        *_section(OVERLAP, rows["overlap"], _wide),
+        *_section(OVERLAP, rows["overlap demo"] + rows["overlap skewed"], _wide),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -133,7 +133,8 @@ def performance_page() -> str:
 def _newest() -> dict[str, list[Row]]:
     """Per benchmark the rows of its last run: those of the last row's date and commit, of two equal ones the later."""
     found: dict[str, list[Row]] = {name: [] for name in (
-        "packed", "planned", "ranks", "text", "start", "memory", "resume", "training", "overlap",
+        "packed", "planned", "ranks", "text", "start", "memory", "resume", "training",
+        "overlap demo", "overlap skewed",
     )}  # fmt: skip
     if ROWS.is_file():
         with ROWS.open(newline="") as file:
