@@ -71,7 +71,8 @@ def train(settings: list[str], output: Path, steps: int) -> list[dict[str, float
 
 def measure(name: str, quick: bool) -> list[LoaderRow]:
     """Every variant on one data set."""
-    rows = []
+    rows: list[LoaderRow] = []
+    benchmark = f"overlap {name}"
     steps = QUICK_STEPS if quick else STEPS
     with work_directory() as directory:
         settings = DATA[name](directory)
@@ -83,23 +84,21 @@ def measure(name: str, quick: bool) -> list[LoaderRow]:
             step_s[variant] = [wait + time for wait, time in zip(waits, times, strict=True)]
             shares = [wait / time for wait, time in zip(waits, times, strict=True)]
             case = f"{name}, pp=2, slimpack, {variant}, {len(metrics)} steps"
-            baseline = "step time"
+            figures = {
+                "data wait, median": statistics.median(shares),
+                "data wait, largest": max(shares),
+                "data wait, all steps": sum(waits) / sum(times),
+            }
             rows += [
-                LoaderRow(
-                    f"overlap {name}", case, "data wait, median", statistics.median(shares), "share", 1.0, baseline
-                ),
-                LoaderRow(f"overlap {name}", case, "data wait, largest", max(shares), "share", 1.0, baseline),
-                LoaderRow(
-                    f"overlap {name}", case, "data wait, all steps", sum(waits) / sum(times), "share", 1.0, baseline
-                ),
-                LoaderRow(f"overlap {name}", case, "data wait, median step", statistics.median(waits) * 1e3, "ms"),
-                LoaderRow(f"overlap {name}", case, "step time, median", statistics.median(times) * 1e3, "ms"),
+                LoaderRow(benchmark, case, key, value, "share", 1.0, "step time") for key, value in figures.items()
             ]
+            rows.append(LoaderRow(benchmark, case, "data wait, median step", statistics.median(waits) * 1e3, "ms"))
+            rows.append(LoaderRow(benchmark, case, "step time, median", statistics.median(times) * 1e3, "ms"))
         for variant, taken_s in step_s.items():
             if variant != "prefetch 2":
                 ratio = statistics.median(taken_s) / statistics.median(step_s["prefetch 2"])
                 case = f"{name}, pp=2, slimpack, {variant}, {steps - 1} steps"
-                rows.append(LoaderRow(f"overlap {name}", case, "wait and step", ratio, "x", 1.0, "prefetch 2"))
+                rows.append(LoaderRow(benchmark, case, "wait and step", ratio, "x", 1.0, "prefetch 2"))
     return rows
 
 
