@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward, rows_of_all
 from evenload.plan.rank_rows import PackRows, SharedSlice, Span
 from evenload.runtime.cp_groups import ContextGroup, Transfer
 from evenload.runtime.hf_model import StageModel
@@ -82,10 +84,9 @@ class LocalAttention:
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill the rows of `out` and `lse`."""
-        for rows, (doc_id, start, stop) in self.ranges:
+        for rows, (doc_id, start, _) in self.ranges:
             call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
-            keys, values = call.store.keys_and_values(doc_id, call.layer, first_visible_key(start, call.window), stop)
-            out[rows], lse[rows] = call.backend.forward(q[rows], keys, values, scale=call.scale, window=call.window)
+        attend_into(call, q, self._seen(call), out, lse)
 
     def backward(
         self,
@@ -98,13 +99,22 @@ class LocalAttention:
     ) -> None:
         """Fill the rows of the gradients of q, k and v."""
         dq, dk, dv = gradients
-        for rows, (doc_id, start, stop) in self.ranges:
+        parts = attend_ranges_backward(
+            call.backend, grad, q, self._seen(call), out, lse, scale=call.scale, window=call.window
+        )
+        for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
             first = first_visible_key(start, call.window)
-            keys, values = call.store.keys_and_values(doc_id, call.layer, first, stop)
-            dq[rows], part_k, part_v = call.backend.backward(
-                grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=call.scale, window=call.window
-            )
+            dq[rows] = part_q
             dk[rows], dv[rows] = call.store.add_key_grads(doc_id, call.layer, first, part_k, part_v, start, stop)
+
+    def _seen(self, call: AttentionCall) -> list[KeyRange]:
+        return [
+            KeyRange(
+                rows,
+                *call.store.keys_and_values(doc_id, call.layer, first_visible_key(start, call.window), stop),
+            )
+            for rows, (doc_id, start, stop) in self.ranges
+        ]
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """The first ranges, with about this share of the rows, and the others."""
@@ -186,6 +196,7 @@ class GatherAttention:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         gathered = under_way.wait()
+        seen: list[KeyRange] = []
         for index, places in zip(self._all.slices, self._all.places, strict=True):
             keys, values = (gathered[:, side][places] for side in (0, 1))
             self._keep(call, index, keys, values, k, v)
@@ -194,9 +205,8 @@ class GatherAttention:
                 keys, values = call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
             for rows, (start, stop) in self._spans[index]:
                 first = first_visible_key(start, call.window)
-                out[rows], lse[rows] = call.backend.forward(
-                    q[rows], keys[first:stop], values[first:stop], scale=call.scale, window=call.window
-                )
+                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
+        attend_into(call, q, seen, out, lse)
         return out, lse
 
     def backward(
@@ -224,12 +234,16 @@ class GatherAttention:
                 keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
             first = first_visible_key(piece.start, call.window)
             total_k, total_v = (like.new_zeros((piece.stop - first, *like.shape[1:])) for _ in range(2))
-            for rows, (start, stop) in self._spans[index]:
-                low = first_visible_key(start, call.window)
-                dq[rows], part_k, part_v = call.backend.backward(
-                    grad[rows], q[rows], keys[low:stop], values[low:stop], out[rows], lse[rows],
-                    scale=call.scale, window=call.window,
-                )  # fmt: skip
+            visible = [(first_visible_key(start, call.window), stop) for _, (start, stop) in self._spans[index]]
+            seen = [
+                KeyRange(rows, keys[low:stop], values[low:stop])
+                for (rows, _), (low, stop) in zip(self._spans[index], visible, strict=True)
+            ]
+            parts = attend_ranges_backward(
+                call.backend, grad, q, seen, out, lse, scale=call.scale, window=call.window
+            )
+            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
+                dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v
             if index in places:
@@ -257,12 +271,12 @@ class GatherAttention:
         at = [rank * padded for rank in range(size)]
         for index in slices:
             piece = self._slices[index]
-            place = torch.empty(piece.stop - piece.start, dtype=torch.int64)
+            place = np.empty(piece.stop - piece.start, np.int64)
             for rank in range(size):
                 for start, stop in piece.spans[rank]:
-                    place[start - piece.start : stop - piece.start] = torch.arange(at[rank], at[rank] + stop - start)
+                    place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
-            places.append(place.to(device))
+            places.append(torch.from_numpy(place).to(device))
         return _Exchange(tuple(slices), slice(0, sum(counts[self._group.rank])), padded, tuple(places))
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
@@ -293,6 +307,13 @@ class GatherAttention:
         """(G, D)."""
         keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
         return keys.shape[1:]
+
+
+def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:
+    """Fill the rows of `out` [T, H, D] and `lse` [T, H] that belong to ranges, if there are any."""
+    if seen:
+        rows = rows_of_all(seen)
+        out[rows], lse[rows] = attend_ranges(call.backend, q, seen, scale=call.scale, window=call.window)
 
 
 def join_forward(

@@ -57,7 +57,7 @@ class RankPacks:
         self._device = device
         everything = (*self._packs.forward, *self._packs.backward)
         self._rows: ReplicaRows | None = None
-        self._columns: dict[tuple[Direction, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._ready: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
             self._rows = replica_rows(plan, dp_rank, cost)
             missing = next(
@@ -94,7 +94,7 @@ class RankPacks:
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]]) -> "RankPacks":
-        """Make ids, targets and positions of all packs ready.
+        """Make all packs ready: ids, targets and positions, and where the rows of shared ones travel.
 
         Args:
             tokens: of every document of the replica.
@@ -104,40 +104,34 @@ class RankPacks:
         """
         documents = table_of(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
-            self._columns[pack.direction, pack.index] = self._collated(pack, documents)
+            self._ready[pack.direction, pack.index] = self._collated(pack, documents)
         return self
 
     def load(self, pack: MicroPack) -> PackTokens:
         """This rank's rows of a collated pack, ready to run once; every virtual stage loads it."""
-        shared = self._shared(pack)
-        ids, targets, positions = self._columns[pack.direction, pack.index]
-        if shared is None:
-            return PackTokens(pack_ranges(pack), ids, targets, positions)
-        rank = self._rank_in(shared)
-        return PackTokens(
-            shared.ranges(rank),
-            ids,
-            targets,
-            positions,
-            shared=self._attention(pack, shared) if shared.shared else None,
-            closes=shared.held(rank),
-        )
+        return self._ready[pack.direction, pack.index]
 
-    def _collated(self, pack: MicroPack, documents: TokenTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _collated(self, pack: MicroPack, documents: TokenTable) -> PackTokens:
         shared = self._shared(pack)
         if shared is None:
             batch = collate_pack(pack, documents)
-            columns = (batch.token_ids, batch.targets, batch.positions)
-        else:
-            ranges = shared.ranges(self._rank_in(shared))
-            columns = collate_ranges(
-                [doc_id for doc_id, _, _ in ranges],
-                np.array([start for _, start, _ in ranges], dtype=np.int64),
-                np.array([stop for _, _, stop in ranges], dtype=np.int64),
-                documents,
-            )
-        ids, targets, positions = (torch.from_numpy(column).to(self._device) for column in columns)
-        return ids, targets, positions
+            return PackTokens(pack_ranges(pack), *self._on_device(batch.token_ids, batch.targets, batch.positions))
+        rank = self._rank_in(shared)
+        ranges = shared.ranges(rank)
+        columns = collate_ranges(
+            [doc_id for doc_id, _, _ in ranges],
+            np.array([start for _, start, _ in ranges], dtype=np.int64),
+            np.array([stop for _, _, stop in ranges], dtype=np.int64),
+            documents,
+        )
+        attention = self._attention(pack, shared) if shared.shared else None
+        return PackTokens(ranges, *self._on_device(*columns), shared=attention, closes=shared.held(rank))
+
+    def _on_device(
+        self, ids: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids_, targets_, positions_ = (torch.from_numpy(column).to(self._device) for column in (ids, targets, positions))
+        return ids_, targets_, positions_
 
     def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:
         group = self._groups[shared.block]
