@@ -1,0 +1,64 @@
+"""Waits that fail name themselves; other errors stay what they are."""
+
+import pytest
+import torch.distributed as dist
+
+from evenload.errors import RankLostError
+from evenload.runtime.watch import RankWatch
+from evenload.types.schedule import parse_action
+
+BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+LATE = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"
+
+
+def test_a_broken_transfer_is_told_with_its_step() -> None:
+    watch = RankWatch(3, "rank 3 (dp 1, stage 1)", 4)
+    watch.step = 12
+    with pytest.raises(RankLostError) as caught, watch.waiting("the gradient of backward pack 7", "rank 1"):
+        raise RuntimeError(BROKEN)
+    assert str(caught.value).startswith(
+        "rank 3 (dp 1, stage 1) waited for the gradient of backward pack 7 of step 12 from rank 1: the connection broke. "
+    )
+
+
+def test_a_step_that_is_named_is_not_named_twice() -> None:
+    watch = RankWatch(0, "rank 0", 2)
+    watch.step = 4
+    with pytest.raises(RankLostError) as caught, watch.waiting("the plan of step 6", "rank 0"):
+        raise RuntimeError(LATE)
+    assert "waited for the plan of step 6 from rank 0: nothing for 0 s" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("gloo")])
+def test_other_errors_pass_unchanged(error) -> None:
+    """An out-of-memory inside a collective's call is not a lost rank."""
+    watch = RankWatch(0, "rank 0", 2)
+    with pytest.raises(type(error)) as caught, watch.waiting("the barrier"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_inner_of_two_waits_is_told_once() -> None:
+    watch = RankWatch(0, "rank 0", 2)
+    with pytest.raises(RankLostError) as caught, watch.waiting("the outer one"), watch.waiting("the inner one"):
+        raise RuntimeError(BROKEN)
+    assert str(caught.value).startswith("rank 0 waited for the inner one from all ranks")
+    with watch.waiting("another"):
+        pass
+
+
+def test_the_silent_rank_is_told_from_one_that_lives() -> None:
+    store = dist.HashStore()
+    watches = [RankWatch(rank, f"rank {rank}", 3, store) for rank in range(3)]
+    for watch in watches:
+        watch.step = 5
+        watch.note(parse_action("1F7"))
+    watches[2].close()  # shows no more signs, as a dead one
+    try:
+        with pytest.raises(RankLostError) as caught, watches[0].waiting("the barrier"):
+            raise RuntimeError(LATE)
+    finally:
+        watches[0].close()
+        watches[1].close()
+    assert "No sign of life from rank 2 (last seen at " in str(caught.value)
+    assert "rank 1" not in str(caught.value)
