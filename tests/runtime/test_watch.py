@@ -16,9 +16,8 @@ def test_a_broken_transfer_is_told_with_its_step() -> None:
     watch.step = 12
     with pytest.raises(RankLostError) as caught, watch.waiting("the gradient of backward pack 7", "rank 1"):
         raise RuntimeError(BROKEN)
-    assert str(caught.value).startswith(
-        "rank 3 (dp 1, stage 1) waited for the gradient of backward pack 7 of step 12 from rank 1: the connection broke. "
-    )
+    told = "waited for the gradient of backward pack 7 of step 12 from rank 1: the connection broke. "
+    assert str(caught.value).startswith(f"rank 3 (dp 1, stage 1) {told}")
 
 
 def test_a_step_that_is_named_is_not_named_twice() -> None:
