@@ -73,7 +73,7 @@ def calibrate(
         max_document_tokens: no longer documents are tried.
     """
     dist.barrier(group=mesh.control)
-    layers = _time_layers(stages[min(stages)], model, max_document_tokens)
+    layers = _time_layers(stages[min(stages)], model, max_document_tokens, mesh)
     last = stages[max(stages)]
     head = _time_head(last, model.vocab_size) if last.model.is_last else []
     mine = {
@@ -83,22 +83,24 @@ def calibrate(
         "optimizer": _optimizer_s_per_parameter(),
         "link": _time_link(mesh),
         "context": _time_context(mesh),
+        "tensor": _time_tensor(mesh),
     }
     everyone: list[dict] = [{} for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    return _fit(everyone, model, device_name)
+    return _fit(everyone, model, device_name, mesh.layout.tp)
 
 
-def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoefficients:
+def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> CostCoefficients:
     samples = [s for rank in everyone for s in rank["layers"]]
     passes = {}
     for direction in ("forward", "backward"):
         chosen = [s for s in samples if s.direction == direction]
         tokens, slices, packs, pairs, prefix = _fit_relative([s.features for s in chosen], [s.seconds for s in chosen])
         passes[direction] = PassCoefficients(
-            linear_s_per_token=tokens,
-            attention_s_per_pair=pairs,
-            prefix_s_per_token=prefix,
+            # Measured on a part of every matrix; coefficients are of whole ones.
+            linear_s_per_token=tokens * tp,
+            attention_s_per_pair=pairs * tp,
+            prefix_s_per_token=prefix * tp,
             slice_s=slices,
             pack_s=packs,
         )
@@ -107,7 +109,7 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoeffi
     links = [rank["link"] for rank in everyone if rank["link"] is not None]
     # Without a neighbour nothing is sent; any positive bandwidth will do.
     latency_s, bandwidth = np.median(links, axis=0).tolist() if links else (0.0, 1e12)
-    contexts = [rank["context"] for rank in everyone if rank["context"] is not None]
+    contexts = [rank["context"] or rank["tensor"] for rank in everyone if rank["context"] or rank["tensor"]]
     context = None
     if contexts:
         context_bandwidth, context_latency_s = np.median(contexts, axis=0).tolist()
@@ -119,17 +121,19 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str) -> CostCoeffi
         forward=passes["forward"],
         backward=passes["backward"],
         attention_tile=1,
-        head_s_per_token=head_s_per_token,
+        head_s_per_token=head_s_per_token * tp,
         head_pack_s=head_pack_s,
         optimizer_s_per_parameter=float(np.median([rank["optimizer"] for rank in everyone])),
         p2p_bandwidth_bytes_per_s=bandwidth,
         p2p_latency_s=latency_s,
         reduce_bandwidth_bytes_per_s=bandwidth,
         reduce_latency_s=latency_s,
-        # Measured over the largest group that shares documents, wherever its ranks lie.
+        # Measured over the largest group that shares documents, wherever its ranks lie, else over one that shares
+        # matrices; that one's transfers are in the layers' seconds already.
         intra_node=context,
         inter_node=context,
         devices_per_node=len(everyone),
+        tensor_exposed_share=0.0 if tp > 1 else 0.5,
         model=model.name,
     )
 
@@ -145,13 +149,13 @@ def _fit_relative(features: list[tuple[float, ...]], seconds: list[float]) -> tu
     return tuple((solution / norms).tolist())
 
 
-def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: int) -> list[_Sample]:
+def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: int, mesh: Mesh) -> list[_Sample]:
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds = []
     # The first pass warms caches and allocators up, and tells which rounds the budget allows.
     for documents in _ROUNDS:
         if documents[0][-1] <= max(max_document_tokens, _ROUNDS[0][0][-1]):
-            if len(rounds) >= _MIN_ROUNDS and time.perf_counter() > deadline_s:
+            if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):
                 break
             rounds.append(documents)
             for _ in _time_round(stage, model, documents):
@@ -159,7 +163,7 @@ def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: in
     best: dict[tuple[str, int, int], tuple[tuple[float, ...], float]] = {}
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     repeats = 0
-    while repeats < _MIN_REPEATS or (time.perf_counter() < deadline_s and repeats < _MAX_REPEATS):
+    while repeats < _MIN_REPEATS or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
         for number, documents in enumerate(rounds):
             for key, features, seconds in _time_round(stage, model, documents):
                 if seconds < best.get((*key, number), (None, np.inf))[1]:
@@ -169,22 +173,30 @@ def _time_layers(stage: PipelineStage, model: ModelSpec, max_document_tokens: in
     return [_Sample(key[0], features, seconds / layers) for key, (features, seconds) in best.items()]
 
 
+def _is_over(deadline_s: float, mesh: Mesh) -> bool:
+    """Time is up on one of the ranks that have to time the same packs together."""
+    is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
+    if mesh.tensor is not None:
+        mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
+    return bool(is_over)
+
+
 def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[int, ...], ...]):
     """Forward cut by cut, backward in reverse; yields ((direction, pack), features, seconds)."""
     cuts = list(zip(documents[0][:-1], documents[0][1:], strict=True))
     packs = [tuple((doc, a, b) for doc in range(len(documents))) for a, b in cuts]
     num_tokens = dict.fromkeys(range(len(documents)), documents[0][-1])
     stage.begin_step(num_tokens)
-    store = ActivationStore(num_tokens, packs)
+    store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
     for index, ranges in enumerate(packs):
         pack = _pack(ranges, stage)
-        hidden = torch.randn(len(pack.positions), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         start_s = time.perf_counter()
         stage.forward_layers(pack, hidden, store)
         yield ("forward", index), _features(ranges, stage, model), time.perf_counter() - start_s
     for index, ranges in reversed(list(enumerate(packs))):
         pack = _pack(ranges, stage)
-        grad = torch.randn(len(pack.positions), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        grad = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         start_s = time.perf_counter()
         stage.backward_layers(pack, grad, store)
         yield ("backward", index), _features(ranges, stage, model), time.perf_counter() - start_s
@@ -206,9 +218,10 @@ def _features(ranges: tuple[Range, ...], stage: PipelineStage, model: ModelSpec)
 def _time_head(stage: PipelineStage, vocab_size: int) -> list[tuple[float, float]]:
     points = []
     for rows in (64, 512, 2048):
-        hidden = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        ranges = ((0, 0, rows),)
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
-        points.append((float(rows), _fastest(lambda h=hidden, t=targets: stage.head(h, t, 1))))
+        points.append((float(rows), _fastest(lambda h=hidden, t=targets, r=ranges: stage.head(h, t, 1, r))))
     return points
 
 
@@ -256,6 +269,18 @@ def _time_context(mesh: Mesh) -> tuple[float, float] | None:
 
     small, large = both(16), both(1 << 20)
     hops = group.size - 1
+    return hops * 4 * (1 << 20) / max(large - small, 1e-9), small / hops
+
+
+def _time_tensor(mesh: Mesh) -> tuple[float, float] | None:
+    """(bytes per second, latency_s) of one hop round a tensor-parallel group; None where there is none."""
+    group = mesh.tensor
+    if group is None:
+        return None
+    small, large = (
+        _fastest(lambda n=n: group.all_gather(torch.zeros(n, device=mesh.device), "calibration")) for n in (16, 1 << 20)
+    )
+    hops = group.shard.size - 1
     return hops * 4 * (1 << 20) / max(large - small, 1e-9), small / hops
 
 

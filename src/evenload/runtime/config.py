@@ -44,7 +44,8 @@ class ParallelConfig(Frozen):
         cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and every rank keeps
             all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
             that are cut travel again with every slice; refused for models with a sliding window.
-        tp: tensor parallel; anything but 1 is refused in this version.
+        tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
+            model's heads, key/value heads and feed-forward columns. Refused with LoRA and for models with experts.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.

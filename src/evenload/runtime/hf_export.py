@@ -1,7 +1,8 @@
 """The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory.
 
-Every stage's first replica writes its own tensors, so no rank ever holds the whole model. Adapters are small: rank 0
-collects them and writes the one file that `peft` reads.
+Every stage's first replica writes its own tensors, so no rank ever holds the whole model; parts of matrices are joined
+by the first rank of the tensor-parallel group. Adapters are small: rank 0 collects them and writes the one file that
+`peft` reads.
 """
 
 import json
@@ -17,6 +18,7 @@ from evenload.runtime.lora import LoraConfig, write_adapter
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.parameter_units import FlatBuffer
 from evenload.runtime.recipes import check_supported
+from evenload.runtime.tensor_weights import join_parts, tensor_split
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
@@ -34,7 +36,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
         for parameter_name, parameter in _own_parameters(buffers, mesh).items()
         for stored, view in stored_tensors(parameter_name, parameter, experts)
     }
-    if mesh.data_rank == 0:
+    if tensors:
         save_file(tensors, directory / name, metadata={"format": "pt"})
     sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
     everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.layout.world_size)]
@@ -64,13 +66,15 @@ def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig,
 
 
 def _own_parameters(buffers: list[FlatBuffer], mesh: Mesh) -> dict[str, Tensor]:
-    """What this rank writes, by name: its stages' trained parameters, on the first replica only."""
+    """What this rank writes, by name: its stages' trained parameters, on the first replica only. Collective."""
     if mesh.data_rank != 0:
         return {}
-    return {
-        name: parameter.detach()
+    whole = {
+        # Joined by all ranks of the group, together; in host memory, where they are written from.
+        name: join_parts(parameter.detach(), tensor_split(parameter), mesh.tensor).cpu()
         for buffer in buffers
         # transformers stores a tied weight once, under the embedding's name.
         if not (buffer.tied and mesh.is_last_stage)
         for name, parameter in zip(buffer.names, buffer.parameters, strict=True)
     }
+    return whole if mesh.tp_rank == 0 else {}

@@ -40,13 +40,14 @@ class PackRows:
     """Rows of the running pack on a tensor-parallel group.
 
     Args:
-        block_input: own rows of the running block's input.
+        block_input: own rows of the running block's input; block_key names them.
         again: gathers rows in W.
     """
 
     rows: RowExchange
     ranges: tuple[Range, ...]
     block_input: Tensor | None = None
+    block_key: object = None
     again: "_GatherOnce" = field(init=False)
     _remade: tuple[RowExchange, Tensor, Tensor] | None = None
 
@@ -72,11 +73,13 @@ class _GatherOnce:
 
     def __init__(self, rows: RowExchange) -> None:
         self._rows = rows
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[object, Tensor] | None = None
 
-    def __call__(self, own: Tensor) -> Tensor:
-        if self._last is None or self._last[0] is not own:
-            self._last = own, self._rows.gather(own)
+    def __call__(self, own: Tensor, key: object) -> Tensor:
+        """`key` names the rows. The tensor cannot: where a rank has no rows, all its tensors are alike, and it would
+        leave out transfers that the others make."""
+        if self._last is None or self._last[0] is not key:
+            self._last = key, self._rows.gather(own)
         return self._last[1]
 
 
@@ -100,7 +103,7 @@ def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: di
     pack = state.tensor_rows
     assert pack is not None
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    pack.block_input = own.detach()[0]
+    pack.block_input, pack.block_key = own.detach()[0], object()
     gathered = gather_rows(own[0], pack.rows)[None]
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
@@ -117,7 +120,7 @@ class ColumnLinear(ReplayLinear):
             return super().forward(input)
         assert pack is not None
         output = state.read_or_remake(self.site, self._product, input[0].detach())[None]
-        late = _Late(self.weight, self.bias, state.products, pack.rows, pack.again)
+        late = _Late(self.weight, self.bias, state.products, pack.rows, pack.again, pack.block_key)
         return _LateColumn.apply(input, (late, pack.block_input), output)  # type: ignore[return-value]
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ class RowLinear(ReplayLinear):
             output = state.store.read(self.site, state.ranges)
         else:
             output = self._remake(input[0].detach(), state.remade, pack)
-        late = _Late(self.weight, self.bias, state.products, pack.rows, pack.again)
+        late = _Late(self.weight, self.bias, state.products, pack.rows, pack.again, object())
         return _KnownRow.apply(input, late, output[None])  # type: ignore[return-value]
 
     def _product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
@@ -171,7 +174,7 @@ class _Late:
 
     Args:
         products: it waits there; None = it is added at once.
-        again: gathers, in W, what waited.
+        again: gathers, in W, what waited; key names it.
     """
 
     weight: Tensor
@@ -179,6 +182,7 @@ class _Late:
     products: WeightProducts | None
     rows: RowExchange
     again: _GatherOnce
+    key: object
 
 
 class _LateColumn(torch.autograd.Function):
@@ -225,13 +229,13 @@ class _KnownRow(torch.autograd.Function):
 
 def _add_column(late: _Late) -> Callable[[Tensor, Tensor], None]:
     def add(own_input: Tensor, grad_rows: Tensor) -> None:
-        add_weight_gradient(late.weight, late.bias, late.again(own_input), grad_rows)
+        add_weight_gradient(late.weight, late.bias, late.again(own_input, late.key), grad_rows)
 
     return add
 
 
 def _add_row(late: _Late) -> Callable[[Tensor, Tensor], None]:
     def add(input_rows: Tensor, own_grad: Tensor) -> None:
-        add_weight_gradient(late.weight, None, input_rows, late.again(own_grad))
+        add_weight_gradient(late.weight, None, input_rows, late.again(own_grad, late.key))
 
     return add
