@@ -1,8 +1,8 @@
 """Plain matrix-product attention: any dtype and device. The oracle of the other backends, and what runs models that
 cap attention scores (Gemma 2), because no kernel does.
 
-Rows go in blocks, so that memory is O(rows of a block · s) and not O(n · s); time is that of every (row, key) pair,
-also those that the mask hides.
+Rows go in blocks, each against the keys that any of its rows sees, so that memory is O(rows of a block · s) and not
+O(n · s), and little is computed that the mask hides.
 """
 
 import torch
@@ -35,9 +35,10 @@ class ReferenceAttention:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         outs, lses = [], []
         for rows in _blocks(q.shape[0]):
-            scores = self._scores(q, keys, rows, scale, window)
+            seen = _seen_keys(rows, q.shape[0], keys.shape[0], window)
+            scores = self._scores(q, keys, rows, seen, scale, window)
             lse = torch.logsumexp(scores, dim=-1)  # [H, n]
-            outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values))
+            outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values[seen]))
             lses.append(lse.transpose(0, 1))
         return torch.cat(outs).to(q.dtype), torch.cat(lses).contiguous()
 
@@ -60,17 +61,18 @@ class ReferenceAttention:
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _blocks(q.shape[0]):
-            scores = self._scores(q, keys, rows, scale, window)
+            seen = _seen_keys(rows, q.shape[0], keys.shape[0], window)
+            scores = self._scores(q, keys, rows, seen, scale, window)
             block_grad, block_out = grad[rows].to(work), out[rows].to(work)
             p = (scores - lse[rows].transpose(0, 1)[..., None]).exp()  # [H, n, s]
-            dv += torch.einsum("hts,thd->shd", p, block_grad)
-            dp = torch.einsum("thd,shd->hts", block_grad, values)
+            dv[seen] += torch.einsum("hts,thd->shd", p, block_grad)
+            dp = torch.einsum("thd,shd->hts", block_grad, values[seen])
             ds = p * (dp - (block_grad * block_out).sum(-1).transpose(0, 1)[..., None]) * scale
             if self.soft_cap:
                 # d tanh; a hidden score is -inf and has no probability, so its factor may be anything finite.
                 ds = ds * (1 - (scores.masked_fill(scores.isinf(), 0.0) / self.soft_cap).square())
-            dqs.append(torch.einsum("hts,shd->thd", ds, keys))
-            dk += torch.einsum("hts,thd->shd", ds, q[rows].to(work))
+            dqs.append(torch.einsum("hts,shd->thd", ds, keys[seen]))
+            dk[seen] += torch.einsum("hts,thd->shd", ds, q[rows].to(work))
         count, groups = k.shape[0], k.shape[1]
         dk, dv = (t.reshape(count, groups, -1, t.shape[-1]).sum(2) for t in (dk, dv))
         return torch.cat(dqs).to(q.dtype), dk, dv
@@ -80,19 +82,27 @@ class ReferenceAttention:
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         return k.to(work).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _scores(self, q: Tensor, keys: Tensor, rows: slice, scale: float, window: int | None) -> Tensor:
-        """[H, rows, s], -inf where a row does not see a key; window None = every row sees every key."""
-        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys) * scale
+    def _scores(self, q: Tensor, keys: Tensor, rows: slice, seen: slice, scale: float, window: int | None) -> Tensor:
+        """[H, rows, keys of `seen`], -inf where a row does not see a key; window None = every row sees every key."""
+        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scale
         if self.soft_cap:
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
         if window is None:
             return scores
         row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
-        column = torch.arange(keys.shape[0], device=q.device)[None]
+        column = torch.arange(seen.start, seen.stop, device=q.device)[None]
         visible = column <= row
         if window:
             visible &= column > row - window
         return scores.masked_fill(~visible, float("-inf"))
+
+
+def _seen_keys(rows: slice, num_rows: int, num_keys: int, window: int | None) -> slice:
+    """The keys that any of the rows sees."""
+    if window is None:
+        return slice(0, num_keys)
+    prefix = num_keys - num_rows
+    return slice(max(0, prefix + rows.start - window + 1) if window else 0, prefix + rows.stop)
 
 
 def _blocks(num_rows: int) -> list[slice]:
