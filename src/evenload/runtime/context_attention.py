@@ -239,9 +239,7 @@ class GatherAttention:
                 KeyRange(rows, keys[low:stop], values[low:stop])
                 for (rows, _), (low, stop) in zip(self._spans[index], visible, strict=True)
             ]
-            parts = attend_ranges_backward(
-                call.backend, grad, q, seen, out, lse, scale=call.scale, window=call.window
-            )
+            parts = attend_ranges_backward(call.backend, grad, q, seen, out, lse, scale=call.scale, window=call.window)
             for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
                 dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k

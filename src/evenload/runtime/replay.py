@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.attention.range_attention import RangeAttention, first_visible_key
+from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward
 from evenload.runtime.context_attention import AttentionCall, PackAttention
 from evenload.runtime.experts import ReplayExperts, ReplayRouter, RouterBalance
 from evenload.runtime.lora import is_adapter
@@ -173,14 +174,10 @@ class _RangeAttentionFunction(torch.autograd.Function):
             store.record((layer, "attention"), out)
             store.record((layer, "lse"), lse)
             return out
-        outs, lses = [], []
-        for rows, (doc_id, start, stop) in _rows_of(state.ranges):
+        for rows, (doc_id, start, _) in _rows_of(state.ranges):
             store.record_keys(doc_id, layer, start, k[rows], v[rows])
-            keys, values = store.keys_and_values(doc_id, layer, first_visible_key(start, window), stop)
-            out, lse = state.backend.forward(q[rows], keys, values, scale=scale, window=window)
-            outs.append(out)
-            lses.append(lse)
-        out, lse = torch.cat(outs), torch.cat(lses)
+        seen = _key_ranges(store, state.ranges, layer, window)
+        out, lse = attend_ranges(state.backend, q, seen, scale=scale, window=window)
         store.record((layer, "attention"), out)
         store.record((layer, "lse"), lse)
         return out
@@ -194,17 +191,21 @@ class _RangeAttentionFunction(torch.autograd.Function):
             call = AttentionCall(backend, store, layer, scale, window)
             return *ctx.shared.backward(call, grad, q, out, lse), None, None, None, None
         dqs, dks, dvs = [], [], []
-        for rows, (doc_id, start, stop) in _rows_of(ranges):
-            first = first_visible_key(start, window)
-            keys, values = store.keys_and_values(doc_id, layer, first, stop)
-            dq, dk, dv = backend.backward(
-                grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=scale, window=window
-            )
-            dk, dv = store.add_key_grads(doc_id, layer, first, dk, dv, start, stop)
+        seen = _key_ranges(store, ranges, layer, window)
+        parts = attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window)
+        for (doc_id, start, stop), (dq, dk, dv) in zip(ranges, parts, strict=True):
+            dk, dv = store.add_key_grads(doc_id, layer, first_visible_key(start, window), dk, dv, start, stop)
             dqs.append(dq)
             dks.append(dk)
             dvs.append(dv)
         return *(torch.cat(parts).to(q.dtype) for parts in (dqs, dks, dvs)), None, None, None, None
+
+
+def _key_ranges(store: ActivationStore, ranges: tuple[Range, ...], layer: int, window: int) -> list[KeyRange]:
+    return [
+        KeyRange(rows, *store.keys_and_values(doc_id, layer, first_visible_key(start, window), stop))
+        for rows, (doc_id, start, stop) in _rows_of(ranges)
+    ]
 
 
 def _rows_of(ranges: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:

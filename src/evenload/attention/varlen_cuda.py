@@ -1,0 +1,253 @@
+"""Range attention on a GPU's flash-attention kernels, through torch's operators for packed sequences.
+
+    q       rows of all ranges of a pack            cu_q = 0, n1, n1 + n2, ...
+    k, v    the keys that each range sees, packed   cu_k = 0, s1, s1 + s2, ...
+
+One kernel call a layer and direction for a whole pack. `torch_attn::_varlen_attn` masks *bottom-right*: of n queries
+and s keys, row i sees keys up to s - n + i, which is exactly a range of a document against its prefix. Backward is
+`torch_attn::_varlen_attn_backward`, called by hand: it takes any output and log-sum-exp, so those of merged parts
+(context parallelism) are fine. (The autograd formula that torch registers for the operator is not used.)
+
+The kernel's gradients of keys are in compute precision; each call's are handed on in fp32, and a document's slices add
+up in fp32 (`store.add_key_grads`). With fewer key heads than query heads the kernel itself rounds every query head's
+part before it adds them.
+
+Price: a copy of the pack's keys and values, prefixes included (none for a pack of one range), and of their gradients
+in fp32. Lengths of a pack go to the device once, for all its layers, from pinned memory, so the host never waits.
+
+FlashAttention 3 and 4 take the place of version 2 behind the same operators
+(`torch.nn.attention.activate_flash_attention_impl`, which is for the whole process), where their packages are
+installed; that is all `varlen_cuda_fa3` and `varlen_cuda_fa4` do.
+
+Written from torch 2.13's sources. tests/attention/test_varlen_calls.py runs every call made here against the
+operators' schema with kernels written out on the CPU; the GPU kernels themselves are tested by tests/gpu, which has
+not run on hardware yet.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenload.attention.range_batch import KeyRange, RangeGradients, rows_of_all
+from evenload.errors import ConfigError
+
+IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_fa4": "FA4"}
+"""Backend name -> name that torch knows the kernels by; None = those of torch itself (FlashAttention 2)."""
+
+_MAX_HEAD_DIM = 256
+_MIN_CAPABILITY = 8  # Ampere
+_NO_WINDOW = [-1, -1]
+# Lengths of this many packs stay on the device: full and windowed layers of a forward and a backward pack.
+_KEPT_LENGTHS = 8
+
+
+class _Lengths(NamedTuple):
+    """cu_q, cu_k: int32[ranges + 1] on the device; max_q, max_k: upper bounds of single ranges."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class VarlenCudaAttention:
+    """fp16 and bf16; head dims up to 256 that are multiples of 8.
+
+    Args:
+        name: of `IMPLEMENTATIONS`; other than the first, the kernels of the process are switched over.
+
+    Raises:
+        ConfigError: torch does not know the kernels, or their package is missing.
+    """
+
+    soft_cap = 0.0  # torch's operators have none
+
+    def __init__(self, name: str = "varlen_cuda") -> None:
+        # Makes torch register the operators; takes a second.
+        import torch.nn.attention.varlen  # noqa: F401
+
+        self.name = name
+        _activate(name)
+        self._lengths = functools.lru_cache(maxsize=_KEPT_LENGTHS)(_cumulative_lengths)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
+        """See `RangeAttention.forward`."""
+        return self._forward(q, k, v, (q.shape[0],), (k.shape[0],), scale, *_mask(window))
+
+    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """See `FullAttention.forward_full`."""
+        return self._forward(q, k, v, (q.shape[0],), (k.shape[0],), scale, False, _NO_WINDOW)
+
+    def forward_ranges(
+        self, q: Tensor, ranges: Sequence[KeyRange], *, scale: float, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `BatchedAttention.forward_ranges`."""
+        keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
+        rows = rows_of_all(ranges)
+        return self._forward(q[rows], keys, values, *_sizes(ranges), scale, *_mask(window))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
+    ) -> RangeGradients:
+        """See `RangeAttention.backward`."""
+        dq, dk, dv = self._backward(
+            grad, q, k, v, out, lse, (q.shape[0],), (k.shape[0],), scale, *_mask(window)
+        )  # fmt: skip
+        return dq, dk.float(), dv.float()
+
+    def backward_full(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    ) -> RangeGradients:
+        """See `FullAttention.backward_full`."""
+        dq, dk, dv = self._backward(
+            grad, q, k, v, out, lse, (q.shape[0],), (k.shape[0],), scale, False, _NO_WINDOW
+        )  # fmt: skip
+        return dq, dk.float(), dv.float()
+
+    def backward_ranges(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        ranges: Sequence[KeyRange],
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        window: int,
+    ) -> Iterator[RangeGradients]:
+        """See `BatchedAttention.backward_ranges`."""
+        keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
+        rows = rows_of_all(ranges)
+        num_rows, num_keys = _sizes(ranges)
+        dq, dk, dv = self._backward(
+            grad[rows], q[rows], keys, values, out[rows], lse[rows], num_rows, num_keys, scale, *_mask(window)
+        )
+        del keys, values
+        pieces = zip(dq.split(num_rows), dk.split(num_keys), dv.split(num_keys), strict=True)
+        for piece_q, piece_k, piece_v in pieces:
+            yield piece_q, piece_k.float(), piece_v.float()
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        num_rows: tuple[int, ...],
+        num_keys: tuple[int, ...],
+        scale: float,
+        is_causal: bool,
+        window: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        lengths = self._lengths(num_rows, num_keys, q.device)
+        # The last four: grouped heads, and three of inference (used keys, page table, splits).
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(
+            _dense_rows(q), _dense_rows(k), _dense_rows(v), *lengths, is_causal, scale, window,
+            q.shape[1] != k.shape[1], None, None, None,
+        )  # fmt: skip
+        return out, lse.transpose(0, 1)  # the operator's are [H, T]
+
+    def _backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        num_rows: tuple[int, ...],
+        num_keys: tuple[int, ...],
+        scale: float,
+        is_causal: bool,
+        window: list[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = self._lengths(num_rows, num_keys, q.device)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # The kernel reads log-sum-exps as one block of memory [H, T].
+        return torch.ops.torch_attn._varlen_attn_backward(
+            _dense_rows(grad), _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(out),
+            lse.transpose(0, 1).contiguous(), *lengths, is_causal, no_dropout, scale, window,
+        )  # fmt: skip
+
+
+def require_varlen(name: str, dtype: torch.dtype | None, head_dim: int | None) -> None:
+    """Refuse what the kernels cannot compute.
+
+    Raises:
+        ConfigError: the precision, the head dimension or this machine's GPU.
+    """
+    if (why := _unsupported(dtype, head_dim)) is not None:
+        raise ConfigError(f"attention backend {name} {why}; or use train.attention = 'reference'")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"attention backend {name} needs a GPU that torch can use; use train.attention = 'auto'")
+    if (major := torch.cuda.get_device_capability()[0]) < _MIN_CAPABILITY:
+        raise ConfigError(
+            f"attention backend {name} needs a GPU of compute capability {_MIN_CAPABILITY}.0 (Ampere) or newer, this "
+            f"one has {major}.x; use train.attention = 'reference'"
+        )
+
+
+def runs_varlen(dtype: torch.dtype | None, head_dim: int | None) -> bool:
+    """`auto` may take these kernels on this machine's GPU."""
+    fits = _unsupported(dtype, head_dim) is None and torch.cuda.is_available()
+    return fits and torch.cuda.get_device_capability()[0] >= _MIN_CAPABILITY
+
+
+def _unsupported(dtype: torch.dtype | None, head_dim: int | None) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        given = str(dtype).removeprefix("torch.")
+        return f"computes in bfloat16 or float16, the model's precision is {given}; set model.dtype = 'bfloat16'"
+    if head_dim is None or head_dim > _MAX_HEAD_DIM or head_dim % 8:
+        return f"needs a head dimension of at most {_MAX_HEAD_DIM} that is a multiple of 8, the model's is {head_dim}"
+    return None
+
+
+def _activate(name: str) -> None:
+    """Have torch use the kernels of that name from now on."""
+    from torch.nn import attention
+
+    implementation: Any = IMPLEMENTATIONS[name]
+    if attention.current_flash_attention_impl() == implementation:
+        return
+    if implementation is None:
+        attention.restore_flash_attention_impl()
+        return
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"attention backend {name} needs the kernels that torch calls {implementation}, which cannot be used here "
+            f"({error}); install their package, or use train.attention = 'varlen_cuda'"
+        ) from error
+
+
+def _mask(window: int) -> tuple[bool, list[int]]:
+    """(is causal, [keys to the left, to the right]) of the operators; their window does not count the row itself."""
+    return (False, [window - 1, 0]) if window else (True, [-1, 0])
+
+
+def _sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """The kernels take any strides but the last."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _cumulative_lengths(num_rows: tuple[int, ...], num_keys: tuple[int, ...], device: torch.device) -> _Lengths:
+    pinned = device.type == "cuda"
+    cu_q, cu_k = (
+        torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0, dtype=torch.int32) for sizes in (num_rows, num_keys)
+    )
+    if pinned:
+        cu_q, cu_k = (lengths.pin_memory().to(device, non_blocking=True) for lengths in (cu_q, cu_k))
+    # With one query a sequence FlashAttention 2 lays heads out in another way (its decoding path), which is wrong
+    # where only the longest of several has one; a larger bound keeps it away.
+    return _Lengths(cu_q, cu_k, max(2, *num_rows), max(num_keys))

@@ -1,0 +1,253 @@
+"""Every call that the `varlen_cuda` backend makes of torch's packed attention, without a GPU.
+
+torch has no CPU kernel behind `torch_attn::_varlen_attn`. Here `aten::_flash_attention_forward` and `..._backward`,
+which it calls, get one for the duration of a test, written from their documented contract: packed sequences of
+different query and key lengths, bottom-right causal mask, window, grouped heads, log-sum-exps [H, T], any output and
+log-sum-exp in backward. So our lengths, packing, shapes and signs are executed against torch's own schema. What this
+cannot show is that the GPU's kernels keep that contract: tests/gpu does.
+"""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.attention.range_attention import FullAttention, first_visible_key, select_backend
+from evenload.attention.range_batch import BatchedAttention, KeyRange, attend_ranges, attend_ranges_backward
+from evenload.attention.reference import ReferenceAttention
+from evenload.attention.varlen_cuda import VarlenCudaAttention, require_varlen
+from evenload.errors import ConfigError
+
+REFERENCE = ReferenceAttention()
+
+
+def visible_pairs(n, s, is_causal, left, right):
+    """bool[n, s], aligned at the bottom right; -1 = no limit to that side."""
+    row, column = torch.arange(n)[:, None] + s - n, torch.arange(s)[None]
+    visible = torch.ones(n, s, dtype=torch.bool)
+    if is_causal or right >= 0:
+        visible &= column <= row + (0 if is_causal else right)
+    if left >= 0:
+        visible &= column >= row - left
+    return visible
+
+
+def sequences(cu_q, cu_k, max_q, max_k):
+    """(query rows, key rows) of every sequence, after checking what the kernels would read beyond."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert cu_q.is_contiguous()
+    assert cu_k.is_contiguous()
+    q, k = cu_q.tolist(), cu_k.tolist()
+    assert q[0] == k[0] == 0
+    # A longest query of 1 is FlashAttention 2's decoding path, which takes one query from *every* sequence.
+    assert max_q >= max(2, *(b - a for a, b in itertools.pairwise(q)))
+    assert max_k >= max(b - a for a, b in itertools.pairwise(k))
+    pairs = zip(itertools.pairwise(q), itertools.pairwise(k), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
+
+
+def probabilities(q, k, scale, visible, lse=None):
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, -1) if lse is None else lse
+    return (scores - lse[..., None]).exp(), lse
+
+
+def flash_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    assert query.dtype in (torch.bfloat16, torch.float16)
+    assert query.dtype == key.dtype == value.dtype
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert dropout_p == 0
+    assert seqused_k is None
+    assert alibi_slopes is None
+    assert block_table is None
+    calls.append("forward")
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[1], query.shape[0])
+    pieces = sequences(cum_seq_q, cum_seq_k, max_q, max_k)
+    assert pieces[-1][0].stop == query.shape[0]
+    assert pieces[-1][1].stop == key.shape[0]
+    for rows, keys in pieces:
+        visible = visible_pairs(
+            rows.stop - rows.start, keys.stop - keys.start, is_causal, window_size_left, window_size_right
+        )
+        p, lse[:, rows] = probabilities(query[rows], key[keys], scale, visible)
+        values = value[keys].float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        out[rows] = torch.einsum("hts,shd->thd", p, values).to(out.dtype)
+    unused = torch.empty(0, dtype=torch.uint64)
+    return out, lse, unused, unused, torch.empty(0)
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    tensors = (grad_out, query, key, value, out)
+    assert len({t.dtype for t in tensors}) == 1
+    assert all(t.stride(-1) == 1 for t in tensors)
+    assert logsumexp.shape == (query.shape[1], query.shape[0])
+    assert logsumexp.dtype == torch.float32
+    assert logsumexp.is_contiguous(), "kernels read it as one block"
+    calls.append("backward")
+    repeat = query.shape[1] // key.shape[1]
+    dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
+    for rows, keys in sequences(cum_seq_q, cum_seq_k, max_q, max_k):
+        n, s = rows.stop - rows.start, keys.stop - keys.start
+        visible = visible_pairs(n, s, is_causal, window_size_left, window_size_right)
+        p, _ = probabilities(query[rows], key[keys], scale, visible, logsumexp[:, rows])
+        all_k, all_v = (t[keys].float().repeat_interleave(repeat, dim=1) for t in (key, value))
+        grad = grad_out[rows].float()
+        dp = torch.einsum("thd,shd->hts", grad, all_v)
+        ds = p * (dp - (grad * out[rows].float()).sum(-1).t()[..., None]) * scale
+        dq[rows] = torch.einsum("hts,shd->thd", ds, all_k).to(dq.dtype)
+        for total, part in (
+            (dk, torch.einsum("hts,thd->shd", ds, query[rows].float())),
+            (dv, torch.einsum("hts,thd->shd", p, grad)),
+        ):
+            total[keys] = part.unflatten(1, (-1, repeat)).sum(2).to(total.dtype)
+    return dq, dk, dv
+
+
+calls: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels():
+    """Kernels for the CPU while this file's tests run."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    yield
+    library._destroy()
+
+
+def pack(ranges, heads, groups, dim, window, seed):
+    """Queries, gradient and `KeyRange`s of (start, stop) ranges of documents of their own; bf16."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    total = sum(stop - start for start, stop in ranges)
+    seen, row = [], 0
+    for start, stop in ranges:
+        first = first_visible_key(start, window)
+        rows = slice(row, row + stop - start)
+        seen.append(KeyRange(rows, random(stop - first, groups, dim), random(stop - first, groups, dim)))
+        row = rows.stop
+    # As transformers hands them over: heads first in memory.
+    q, grad = (random(heads, total, dim).transpose(0, 1) for _ in range(2))
+    return q, grad.contiguous(), seen
+
+
+def close(ours, exact):
+    torch.testing.assert_close(ours.double(), exact.double(), rtol=0.03, atol=0.03)
+
+
+RANGES = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 40)).map(lambda r: (r[0], r[0] + r[1])), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranges=RANGES, window=st.sampled_from([0, 1, 7, 64]), shape=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shape):
+    """Wrong cumulative lengths, mask alignment, or an off-by-one window would mix or lose documents' tokens."""
+    backend, (heads, groups), scale = VarlenCudaAttention(), shape, 0.3
+    q, grad, seen = pack(ranges, heads, groups, 16, window, len(ranges))
+    calls.clear()
+    out, lse = attend_ranges(backend, q, seen, scale=scale, window=window)
+    parts = list(attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window))
+    assert calls == ["forward", "backward"], "a kernel call a range costs more in launches than in work"
+    for r, (dq, dk, dv) in zip(seen, parts, strict=True):
+        rows, keys, values = r
+        single, single_lse = REFERENCE.forward(q[rows], keys, values, scale=scale, window=window)
+        close(out[rows], single)
+        torch.testing.assert_close(lse[rows], single_lse, rtol=1e-5, atol=1e-5)
+        expected = REFERENCE.backward(
+            grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=scale, window=window
+        )
+        for ours, theirs in zip((dq, dk, dv), expected, strict=True):
+            close(ours, theirs)
+        assert dk.dtype == dv.dtype == torch.float32, "a document's slices add up in fp32"
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_one_range_alone_equals_reference(window):
+    backend, scale = VarlenCudaAttention(), 0.25
+    q, grad, [(_, keys, values)] = pack([(13, 30)], 4, 2, 16, window, 0)
+    out, lse = backend.forward(q, keys, values, scale=scale, window=window)
+    expected = REFERENCE.forward(q, keys, values, scale=scale, window=window)
+    close(out, expected[0])
+    close(lse, expected[1])
+    ours = backend.backward(grad, q, keys, values, out, lse, scale=scale, window=window)
+    theirs = REFERENCE.backward(grad, q, keys, values, out, lse, scale=scale, window=window)
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine, other)
+
+
+def test_ring_hops_see_every_key():
+    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
+    backend, scale = VarlenCudaAttention(), 0.25
+    assert isinstance(backend, FullAttention)
+    q, grad, _ = pack([(0, 9)], 4, 2, 16, 0, 1)
+    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
+    out, lse = backend.forward_full(q, keys, values, scale=scale)
+    expected = REFERENCE.forward_full(q, keys, values, scale=scale)
+    close(out, expected[0])
+    close(lse, expected[1])
+    ours = backend.backward_full(grad, q, keys, values, out, lse, scale=scale)
+    theirs = REFERENCE.backward_full(grad, q, keys, values, out, lse, scale=scale)
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine, other)
+
+
+def test_backward_uses_the_merged_output_and_log_sum_exp():
+    """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
+    backend, scale = VarlenCudaAttention(), 0.25
+    q, grad, [(_, keys, values)] = pack([(8, 20)], 2, 2, 16, 0, 2)
+    out, lse = REFERENCE.forward(q, keys, values, scale=scale, window=0)
+    out, lse = (out * 0.5).bfloat16(), lse + 0.7  # as if other keys had taken their share
+    ours = backend.backward(grad, q, keys, values, out, lse, scale=scale, window=0)
+    theirs = REFERENCE.backward(grad, q, keys, values, out, lse, scale=scale, window=0)
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine, other)
+
+
+def test_lengths_of_a_pack_are_made_once_for_all_layers():
+    """They go to the device; once a layer would be a transfer a layer."""
+    backend = VarlenCudaAttention()
+    q, _, seen = pack([(0, 4), (3, 9)], 2, 2, 16, 0, 3)
+    for _ in range(3):
+        attend_ranges(backend, q, seen, scale=1.0, window=0)
+    assert backend._lengths.cache_info().misses == 1
+
+
+def test_what_the_kernels_cannot_compute_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"float64; set model\.dtype = 'bfloat16'"):
+        require_varlen("varlen_cuda", torch.float64, 64)
+    with pytest.raises(ConfigError, match=r"at most 256 .* the model's is 288"):
+        require_varlen("varlen_cuda", torch.bfloat16, 288)
+    with pytest.raises(ConfigError, match=r"multiple of 8, the model's is 36"):
+        require_varlen("varlen_cuda", torch.bfloat16, 36)
+    with pytest.raises(ConfigError, match="runs on a GPU only, the device is cpu"):
+        select_backend("varlen_cuda", "cpu", dtype=torch.bfloat16, head_dim=64)
+    with pytest.raises(ConfigError, match="varlen_cuda has no soft cap"):
+        select_backend("varlen_cuda", "cuda", 50.0, dtype=torch.bfloat16, head_dim=64)
+
+
+@pytest.mark.parametrize("name", ["varlen_cuda_fa3", "varlen_cuda_fa4"])
+def test_kernels_whose_package_is_missing_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=rf"attention backend {name} needs the kernels that torch calls FA\d"):
+        VarlenCudaAttention(name)
+
+
+def test_the_backend_takes_packs():
+    assert isinstance(VarlenCudaAttention(), BatchedAttention)
+    assert not isinstance(REFERENCE, BatchedAttention)
