@@ -31,9 +31,10 @@ from evenload.data.read_ahead import ReadAhead
 from evenload.data.state import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.step_maker import StepMaker
 from evenload.errors import ConfigError, DataError
-from evenload.integrations.batch_formats import BATCH_FORMATS, BatchFormat
+from evenload.integrations.batch_formats import BatchFormat
 from evenload.integrations.data_source import data_config
-from evenload.integrations.loader_peers import LoaderPlace, find_place
+from evenload.integrations.loader_checks import check_numbers, check_together
+from evenload.integrations.loader_peers import find_place
 from evenload.integrations.packed_step import PackedStep, StepShape, pack_step
 from evenload.integrations.start_lines import first_step_line, start_lines
 from evenload.integrations.step_planner import DEFAULT_MODEL, check_strategy, make_planner, may_delay
@@ -107,7 +108,7 @@ class PackedLoader:
         peer_timeout_s: float = 1800.0,
         **settings: Any,
     ) -> None:
-        _check_numbers(max_tokens, micro_batches, format)
+        check_numbers(max_tokens, micro_batches, format)
         check_strategy(strategy, format, accept_slices=accept_slices)
         place = find_place(rank, world_size, group, peer_timeout_s)
         config, datasets = data_config(
@@ -121,7 +122,7 @@ class PackedLoader:
             **({"max_pack_tokens": max_tokens, "micro_batches": micro_batches} | (plan_options or {}))
         )
         delays = may_delay(strategy, options) and not evaluation
-        _check_together(config, place, strategy, max_tokens, micro_batches, equal_micro_batches, evaluation)
+        check_together(config, place, strategy, max_tokens, micro_batches, equal_micro_batches, evaluation)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets)
         planner = make_planner(model, costs, place.world_size, options)
@@ -363,47 +364,3 @@ class PackedLoader:
                 "saved run to go on inside a step"
             )
         return mid.given
-
-
-def _check_numbers(max_tokens: int, micro_batches: int | None, format: str) -> None:
-    if max_tokens < 1:
-        raise ConfigError(f"max_tokens is {max_tokens}, must be at least 1")
-    if micro_batches is not None and micro_batches < 1:
-        raise ConfigError(f"micro_batches is {micro_batches}, must be at least 1, or None")
-    if format not in BATCH_FORMATS:
-        raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
-
-
-def _check_together(
-    config: DataConfig,
-    place: LoaderPlace,
-    strategy: str,
-    max_tokens: int,
-    micro_batches: int | None,
-    equal: bool,
-    evaluation: bool,
-) -> None:
-    """Settings that contradict each other."""
-    if config.max_document_tokens > max_tokens and strategy != "sequential":
-        raise ConfigError(
-            f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {max_tokens}: such a document "
-            "fits no pack; raise max_tokens, or lower max_document_tokens and choose overlong"
-        )
-    if micro_batches is not None and config.batch_tokens is not None:
-        room = micro_batches * place.world_size * max_tokens
-        if config.batch_tokens > room:
-            raise ConfigError(
-                f"batch_tokens is {config.batch_tokens}, but {place.world_size} ranks x {micro_batches} micro_batches "
-                f"x {max_tokens} max_tokens hold {room}; lower batch_tokens (packs of whole documents are seldom "
-                "full), or raise one of the others"
-            )
-    if strategy == "fixed_exact" and place.reads_alone and place.world_size > 1:
-        raise ConfigError(
-            "strategy 'fixed_exact' depends on the time its solver takes, and ranks that do not talk (rank and "
-            "world_size given) would plan differently; use fixed_greedy, or group"
-        )
-    if evaluation and (micro_batches is not None or not equal):
-        raise ConfigError(
-            f"evaluation=True with micro_batches = {micro_batches}, equal_micro_batches = {equal}; in evaluation every "
-            "rank runs as many as the rank with the most: leave both out"
-        )
