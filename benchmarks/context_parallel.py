@@ -1,7 +1,7 @@
 """Sharding of the same micro-batches over context ranks: bytes received from other ranks, and time of a step.
 
-Lengths are drawn from Skrull's Table 1 as in `paper_skrull.py`, divided by 8 and cut at 4,096 tokens, 48 documents a
-step; a Llama of 4 layers on 4 CPU processes (`parallel.cp = 4`). Micro-batches are those that `skrull` plans.
+Lengths are drawn from Skrull's Table 1 as in `paper_skrull.py`, divided and cut at 4,096 tokens, 32 documents a step; a
+Llama of 4 layers on 4 CPU processes (`parallel.cp = 4`). Micro-batches are those that `skrull` plans.
 
     dacp           short documents whole on one rank, long ones shared by all, as `skrull` decides
     per_document   the same packs, every document shared by all ranks: static context parallelism
@@ -43,8 +43,9 @@ from paper_skrull import DATA_SETS, table_lengths
 from results import Row, median_ratio, run_benchmark
 
 CP = 4
-DOCUMENTS = 48
+DOCUMENTS = 32
 MAX_TOKENS = 4096
+DIVISORS = {"LMSysChat1M": 8, "ChatQA2": 32}
 # Of one CPU core for this model; what matters is the ratio of work to messages.
 COSTS = CostCoefficients(
     source="analytic",
@@ -85,7 +86,7 @@ def shared_by_all(plan: StepPlan) -> StepPlan:
 
 def plans_of(name: str, num_documents: int) -> dict[str, tuple[StepPlan, str]]:
     """Variant -> plan and exchange."""
-    lengths = np.clip(table_lengths(DATA_SETS[name], num_documents, 0) // 8, 1, MAX_TOKENS)
+    lengths = np.clip(table_lengths(DATA_SETS[name], num_documents, 0) // DIVISORS[name], 1, MAX_TOKENS)
     model = model_from_hf_config(model_config().to_dict(), "llama", 4)
     layout = even_layout(model.num_layers, cp=CP)
     planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=4 * MAX_TOKENS))
@@ -141,12 +142,12 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
     rows = []
-    for name in ("LMSysChat1M", "ChatQA2"):
+    for name, divisor in DIVISORS.items():
         with tempfile.TemporaryDirectory() as directory:
-            arguments = (directory, name, 12 if quick else DOCUMENTS, 1 if quick else 5)
+            arguments = (directory, name, 12 if quick else DOCUMENTS, 1 if quick else 3)
             torch.multiprocessing.spawn(run_rank, arguments, nprocs=CP)
             found, moved, shares, packs = msgspec.json.decode(Path(f"{directory}/{name}.json").read_bytes())
-        case = f"{name} / 8, {packs} micro-batches, {shares} of {arguments[2]} documents shared, cp 4"
+        case = f"{name} / {divisor}, {packs} micro-batches, {shares} of {arguments[2]} documents shared, cp 4"
         baseline = "per_document, every document shared"
         for variant in ("dacp", "ring"):
             seconds = median_ratio(found[variant], found["per_document"])

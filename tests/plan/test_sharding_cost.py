@@ -1,0 +1,42 @@
+"""What sharding by predicted seconds is decided by: the work of a whole document, of both directions."""
+
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.plan.sharding_cost import sharding_cost
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import even_layout
+
+LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_work_is_that_of_one_rank_alone(cp) -> None:
+    """However many ranks the layout has: pieces are priced whole and then dealt."""
+    coefficients = sample_coefficients(intra_node=LINK, devices_per_node=8)
+    found = sharding_cost(PackCosts(sample_model(), coefficients, even_layout(3, cp=cp)), dp_merge=False)
+    assert found is not None
+    alone = PackCosts(sample_model(), coefficients, even_layout(3))
+    expected = alone.document_seconds(np.array([7, 40]))
+    ours = found.work.slice_works_s(np.zeros(2, np.int64), np.array([7, 40]))
+    np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+def test_transfers_are_those_of_the_largest_group() -> None:
+    coefficients = sample_coefficients(intra_node=LINK, devices_per_node=8)
+    costs = PackCosts(sample_model(), coefficients, even_layout(3, dp=4, cp=2))
+    alone, merged = (sharding_cost(costs, dp_merge=merge) for merge in (False, True))
+    assert alone is not None
+    assert merged is not None
+    # (n - 1) / n of a token's bytes come from others.
+    assert merged.gather_s_per_token / alone.gather_s_per_token == pytest.approx((7 / 8) / (1 / 2))
+
+
+def test_no_group_no_cost_and_no_link_is_refused() -> None:
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, dp=2))
+    assert sharding_cost(costs, dp_merge=False) is None
+    with pytest.raises(ConfigError, match="know no link for a group over 2 devices"):
+        sharding_cost(costs, dp_merge=True)
