@@ -52,10 +52,10 @@ RANKS = """\
 
 Processor time of a rank's thread per document of the *global* batch of 4,096, waiting not counted, over gloo. With n
 documents a step and R ranks, every rank does O(n) small work (draws, lengths, plan decoded and checked), which is
-nearly all there is; rank 0 also plans in O(n log n); reading, encoding and collating fall as n / R. So a global batch of
-100,000 short documents costs every rank about half a second a step in the background, however many ranks there are. On
-the wire are 8 bytes a document from its reader to all (lengths and label counts), the plan from rank 0 to all, and 4
-bytes a token (8 with labels of its own) from its reader to each rank that trains it.
+nearly all there is; rank 0 also plans in O(n log n); reading, encoding and collating fall as n / R. So a global batch
+of 100,000 short documents costs every rank about half a second a step in the background, however many ranks there are.
+On the wire are 8 bytes a document from its reader to all (lengths and label counts), the plan from rank 0 to all, and
+4 bytes a token (8 with labels of its own) from its reader to each rank that trains it.
 """
 TEXT = """\
 ## Text, tokenised while it is read
