@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
@@ -16,6 +17,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.profile.calibrate import calibrate
 from evenload.runtime.config import load_train_config
+from evenload.runtime.hf_model import load_config
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.trainer import Trainer, layout_of, model_spec
 from lost_rank_cases import run_rank
@@ -91,6 +93,34 @@ def test_the_exported_model_is_that_of_one_rank(gloo_pool, config_file, tmp_path
     assert models[0].keys() == models[1].keys()
     for name, tensor in models[1].items():
         torch.testing.assert_close(models[0][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
+    """Of an adapter the matrix beside the cut is cut, the other one is whole; under policies and split backwards, and
+    back from a checkpoint of another tp. (Training on one rank equals peft: test_models_in_and_out.)"""
+    hf = load_config(str(tmp_path / "model"))
+    AutoModelForCausalLM.from_config(hf, dtype=torch.float64).save_pretrained(tmp_path / "base")
+    common = [
+        f"model.path={tmp_path / 'base'}",
+        "model.random_init=false",
+        "model.lora={rank=3, alpha=6.0}",
+        "plan.options.policy=recompute",
+        "plan.strategy=auto",
+    ]
+    runs = []
+    for name, parts in (("whole", [({}, 4)]), ("parts", [({"tp": 2, "pp": 2}, 2), ({"tp": 2, "dp": 2}, 4)])):
+        losses = []
+        for sizes, stop_after in parts:
+            here = [*common, *layout_settings(**sizes), f"train.output_dir={tmp_path / name}"]
+            world_size = 4 if sizes else 1
+            losses += gloo_pool.run(world_size, train_steps, str(config_file), here, stop_after, True)[0]
+        runs.append((losses, load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")))
+    (whole, whole_adapter), (parts, parts_adapter) = runs
+    assert parts == pytest.approx(whole, rel=1e-9)
+    assert whole_adapter.keys() == parts_adapter.keys()
+    for name, tensor in whole_adapter.items():
+        torch.testing.assert_close(parts_adapter[name], tensor, rtol=1e-8, atol=1e-10)
 
 
 def test_sizes_that_do_not_divide_are_refused_at_start(gloo_pool, config_file):

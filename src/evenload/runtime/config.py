@@ -45,7 +45,7 @@ class ParallelConfig(Frozen):
             all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
             that are cut travel again with every slice; refused for models with a sliding window.
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
-            model's heads, key/value heads and feed-forward columns. Refused with LoRA and for models with experts.
+            model's heads, key/value heads and feed-forward columns. Refused for models with experts and for OLMo 2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.

@@ -150,7 +150,7 @@ def build_stage_model(
         ConfigError: the weights lack a needed tensor, adapters fit nowhere, or sizes do not divide by tp.
     """
     recipe = check_supported(config)
-    require_tensor_parallel(config, tp, has_adapters=lora is not None)
+    require_tensor_parallel(config, tp)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     decoder: Any = whole.model
@@ -193,9 +193,12 @@ def build_stage_model(
             initialise_weights(whole, {name: module}, seed)
         else:
             load_weights({name: module}, Path(weights), tied=tied_copy, experts=recipe.expert_names)
-        if tp > 1:
+        if tp > 1 and lora is None:
             split_weights([(name, module)], tp_rank, tp)
     fill_constants(modules)
     if lora is not None:
         add_adapters(whole, kept, lora, seed)
+        if tp > 1:
+            # Adapters take their sizes and random values from whole linears.
+            split_weights([(name, module) for name, module in modules.items() if module is not None], tp_rank, tp)
     return stage

@@ -80,7 +80,7 @@ class RowExchange:
     def __init__(self, group: TensorGroup, owners: NDArray[np.int64], device: torch.device, what: str) -> None:
         self._group, self._owners, self._device, self._what = group, owners, device, what
         counts = np.bincount(owners, minlength=group.shard.size)
-        order = np.argsort(owners, kind="stable")
+        order = np.concatenate([np.flatnonzero(owners == rank) for rank in range(group.shard.size)])
         first = np.cumsum(counts) - counts
         self._counts: list[int] = counts.tolist()
         self._padded = int(counts.max(initial=0))

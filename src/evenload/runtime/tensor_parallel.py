@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from evenload.runtime.replay import ReplayLinear, ReplayState
 from evenload.runtime.row_shard import Range
 from evenload.runtime.store import ActivationStore
-from evenload.runtime.tensor_group import RowExchange, TensorGroup, exchange_ranges, gather_rows
-from evenload.runtime.tensor_weights import COLUMN_LINEARS, ROW_LINEARS
+from evenload.runtime.tensor_group import RowExchange, TensorGroup, exchange_ranges, gather_rows, sum_scatter_rows
+from evenload.runtime.tensor_weights import COLUMN_LINEARS, ROW_LINEARS, feeds_row_adapter, linear_kind
 from evenload.runtime.weight_products import WeightProducts, add_weight_gradient, is_frozen
 
 _BLOCKS = ("self_attn", "mlp")
@@ -90,9 +90,11 @@ def make_tensor_parallel(layer: nn.Module, state: ReplayState) -> None:
     """
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
-            kind = name.rsplit(".", 1)[-1]
+            kind = linear_kind(name)
             assert kind in (*COLUMN_LINEARS, *ROW_LINEARS), f"{name} is cut in no known way"
             module.__class__ = ColumnLinear if kind in COLUMN_LINEARS else RowLinear
+        elif feeds_row_adapter(name):
+            module.register_forward_hook(functools.partial(_scatter_output, state))
     for name in _BLOCKS:
         block: nn.Module = getattr(layer, name)
         block.register_forward_pre_hook(functools.partial(_gather_input, state), with_kwargs=True)
@@ -108,6 +110,12 @@ def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: di
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
+
+
+def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """An adapter's thin product [1, T, rank], partial sums, -> own rows [1, n, rank], as those of its linear."""
+    assert state.tensor_rows is not None
+    return sum_scatter_rows(output[0], state.tensor_rows.rows)[None]
 
 
 class ColumnLinear(ReplayLinear):

@@ -3,6 +3,7 @@
     cut by output (rows)     q k v, gate, up, their biases; embedding and head by words
     cut by input (columns)   o, down
     whole on every rank      norms, biases behind a sum over ranks
+    adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
 A parameter that is cut carries a `TensorSplit`; gradient sums and norms, checkpoints and exports read it. Weights are
 filled whole, unit by unit, and cut at once: so every tp starts from the same weights, and a rank holds one whole unit
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.lora import is_adapter
 from evenload.runtime.recipes import check_supported
 from evenload.runtime.tensor_group import TensorGroup
 
@@ -46,7 +48,7 @@ def tensor_split(parameter: Tensor) -> TensorSplit | None:
     return getattr(parameter, "tp_split", None)
 
 
-def require_tensor_parallel(config: PretrainedConfig, tp: int, *, has_adapters: bool) -> None:
+def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
     """Refuse what would not be cut right.
 
     Raises:
@@ -81,10 +83,6 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int, *, has_adapters: 
             f"parallel.tp is {tp} and the model norms all query heads together, which lie on different ranks; use "
             "parallel.dp, parallel.pp or parallel.cp"
         )
-    if has_adapters:
-        raise ConfigError(
-            f"parallel.tp is {tp} and model.lora is set: adapters are not cut in this version; set parallel.tp = 1"
-        )
 
 
 def split_weights(modules: Iterable[tuple[str, nn.Module]], rank: int, tp: int) -> None:
@@ -95,19 +93,34 @@ def split_weights(modules: Iterable[tuple[str, nn.Module]], rank: int, tp: int) 
     """
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
-            kind = name.rsplit(".", 1)[-1]
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                dim = _split_dim(kind, parameter_name)
+                dim = _split_dim(name, parameter_name)
                 if dim is not None and tensor_split(parameter) is None:
                     _cut(parameter, dim, rank, tp)
-            if kind in COLUMN_LINEARS:
-                module.out_features = module.weight.shape[0]  # type: ignore[union-attr,assignment]
-            elif kind in ROW_LINEARS:
-                module.in_features = module.weight.shape[1]  # type: ignore[union-attr,assignment]
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
 
 
-def _split_dim(kind: str, parameter_name: str) -> int | None:
-    """The dimension that is cut, by the last name of a module; None = every rank holds it whole."""
+def linear_kind(name: str) -> str:
+    """The name in `COLUMN_LINEARS` or `ROW_LINEARS` of a linear, which an adapter may be wrapped around; or of another
+    module its last name."""
+    return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
+
+
+def feeds_row_adapter(name: str) -> bool:
+    """The first matrix of an adapter whose linear is cut by input: it makes partial sums, too."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[-2] == "lora_A" and parts[-3] in ROW_LINEARS
+
+
+def _split_dim(name: str, parameter_name: str) -> int | None:
+    """The dimension of a module's parameter that is cut; None = every rank holds it whole."""
+    if is_adapter(name):
+        if feeds_row_adapter(name):
+            return 1
+        parts = name.split(".")
+        return 0 if len(parts) > 2 and parts[-2] == "lora_B" and parts[-3] in COLUMN_LINEARS else None
+    kind = linear_kind(name)
     if kind in (*COLUMN_LINEARS, "embed_tokens", "lm_head"):
         return 0
     return 1 if kind in ROW_LINEARS and parameter_name == "weight" else None
