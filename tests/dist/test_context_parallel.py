@@ -60,7 +60,7 @@ def assert_equal(pool, plans, exchange="all_gather", **options):
 @pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
     """Every sharding rule, random cuts that differ between forward and backward, any length, in a pipeline too."""
-    plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=RULES[i % len(RULES)]) for i in range(10)]
+    plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=RULES[i % len(RULES)]) for i in range(6)]
     assert any(d.num_tokens < cp for plan in plans for d in plan.documents)
     assert any(s.start for plan in plans for p in plan.pack_plans for pack in p.forward for s in pack.slices)
     assert_equal(gloo_pool, plans, exchange)
@@ -71,11 +71,11 @@ def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
 def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     """Documents of all replicas, of blocks inside and of single replicas in one step."""
     rules = ["per_document", "mixed", "dacp"]
-    plans = [merged_plan(100 * dp + 10 * pp + i, dp=dp, pp=pp, cp=cp, rule=rules[i % len(rules)]) for i in range(6)]
+    plans = [merged_plan(100 * dp + 10 * pp + i, dp=dp, pp=pp, cp=cp, rule=rules[i % len(rules)]) for i in range(3)]
     assert_equal(gloo_pool, plans, exchange)
 
 
-@pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
+@pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (3, 1, 1)])
 def test_every_strategy_with_context_ranks_equals_plain_training(gloo_pool, cp, pp, dp):
     """As planned, padded packs too; the sharding that the run's own costs choose."""
     layout = even_layout(4, cp=cp, pp=pp, dp=dp)
@@ -91,7 +91,7 @@ def test_every_strategy_with_context_ranks_equals_plain_training(gloo_pool, cp, 
     assert_plans_equal_plain(gloo_pool, plans[::3], exchange="ring", sharding_cost=found[0][1])
 
 
-@pytest.mark.parametrize(("dp", "pp", "cp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_planned_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp):
     """One document twenty times the mean: SlimPack and auto give it to several replicas."""
     layout = even_layout(4, cp=cp, pp=pp, dp=dp)
