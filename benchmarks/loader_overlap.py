@@ -29,7 +29,7 @@ from loader_training import LENGTHS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "stdlib_demo"
-STEPS, QUICK_STEPS = 8, 3
+STEPS, QUICK_STEPS = {"demo": 5, "skewed": 8}, 3
 CONTEXT, SCALE = 8_192, 8
 VOCABULARY = 2_048
 VARIANTS = {
@@ -73,7 +73,7 @@ def measure(name: str, quick: bool) -> list[LoaderRow]:
     """Every variant on one data set."""
     rows: list[LoaderRow] = []
     benchmark = f"overlap {name}"
-    steps = QUICK_STEPS if quick else STEPS
+    steps = QUICK_STEPS if quick else STEPS[name]
     with work_directory() as directory:
         settings = DATA[name](directory)
         step_s = {}
