@@ -28,6 +28,8 @@ from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore, num_rows
+from evenload.runtime.tensor_group import TensorGroup
+from evenload.runtime.tensor_weights import join_parts, tensor_split
 from evenload.runtime.trainer import model_spec
 from evenload.runtime.weight_products import WeightProducts
 from evenload.types.plan import StepPlan
@@ -43,7 +45,7 @@ class StepOutcome:
     Args:
         loss: of the whole global batch.
         gradients: summed over replicas, of this rank's parameters by Hugging Face name.
-        seen: this rank's rows.
+        seen: this rank's rows; nothing with tensor parallelism.
     """
 
     loss: float
@@ -54,14 +56,16 @@ class StepOutcome:
 class ObservedStage(PipelineStage):
     """A stage that copies what passes its ends."""
 
-    def __init__(self, model: StageModel, backend: RangeAttention) -> None:
-        super().__init__(model, backend)
+    def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None) -> None:
+        super().__init__(model, backend, tensor)
+        # Ranks of a tensor-parallel group hold parts of a pack's rows between layers.
+        self._holds_rows = tensor is None
         self.seen: Seen = {}
 
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
         """As the stage's."""
         hidden = super().forward_layers(pack, hidden, store)
-        if self.model.is_last:
+        if self.model.is_last and self._holds_rows:
             self._see("output", pack, hidden)
         return hidden
 
@@ -70,7 +74,7 @@ class ObservedStage(PipelineStage):
     ) -> Tensor:
         """As the stage's."""
         grad = super().backward_layers(pack, grad, store, products)
-        if self.model.is_first:
+        if self.model.is_first and self._holds_rows:
             self._see("gradient", pack, grad)
         return grad
 
@@ -103,11 +107,12 @@ class StepRunner:
             weights=None if config.model.random_init else config.model.path,
             seed=config.train.seed,
             lora=config.model.lora,
+            tp_rank=mesh.tp_rank,
         )
         self._mesh = mesh
         self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
         backend = backend or select_backend(config.train.attention, mesh.device.type, attention_soft_cap(hf))
-        self._stages = {stage: ObservedStage(model, backend) for stage, model in models.items()}
+        self._stages = {stage: ObservedStage(model, backend, mesh.tensor) for stage, model in models.items()}
         costs = PackCosts(model_spec(config), coefficients, mesh.layout)
         self._executor = Executor(
             self._stages,
@@ -141,7 +146,8 @@ class StepRunner:
                 flat.copy_(shard)
             start = 0
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                gradients[name] = flat[start : start + parameter.numel()].view(parameter.shape)
+                own = flat[start : start + parameter.numel()].view(parameter.shape)
+                gradients[name] = join_parts(own, tensor_split(parameter), mesh.tensor)
                 start += parameter.numel()
         seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
         return StepOutcome(float(loss), gradients, seen)
