@@ -2,15 +2,17 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from context_plans import RULES, context_plan
+from context_plans import RULES, context_plan, merged_plan
 from evenload.errors import InvalidPlanError
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.plan.rank_rows import replica_rows
 from evenload.plan.validate import validate_plan
+from evenload.types.plan import seal
 from evenload.types.work import WorkCurve
 
 COST = ShardingCost(WorkCurve(1.0, ((0.1, 0),), 0.5), tile=4, gather_s_per_token=0.1)
@@ -98,3 +100,20 @@ def test_what_cannot_be_told_apart_is_refused(rule, message) -> None:
     plan = context_plan(3, cp=2, rule=rule, lengths={0: 5, 1: 9}, whole=True)
     with pytest.raises(InvalidPlanError, match=message):
         replica_rows(plan, 0)
+
+
+def test_members_that_would_share_rows_differently_are_refused() -> None:
+    """They would wait for each other at transfers of different sizes."""
+    plan = merged_plan(0, dp=2)
+    validate_plan(plan)
+    last = plan.pack_plans[1]
+    shared = [pack for pack in last.forward if pack.sharding]
+    assert shared
+    other = tuple(
+        msgspec.structs.replace(pack, sharding="per_sequence") if pack is shared[0] else pack for pack in last.forward
+    )
+    broken = msgspec.structs.replace(
+        plan, pack_plans=(plan.pack_plans[0], msgspec.structs.replace(last, forward=other))
+    )
+    with pytest.raises(InvalidPlanError, match="different orders or shardings"):
+        validate_plan(seal(broken))

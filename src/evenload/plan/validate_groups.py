@@ -3,8 +3,8 @@
 sharing    a slice is shared by the layout's context ranks, by one of them (DACP), or by a whole block of replicas:
            aligned, as many as a power of two
 members    every replica of the block, and no other, has the document
-order      all members run the shared packs, larger blocks first, in the same order in both directions, and on every
-           rank in the same order of actions: else they meet at different collectives and hang
+order      all members run the shared packs, larger blocks first, in the same order in both directions, with the same
+           sharding, and on every rank in the same order of actions: else they meet at different collectives and hang
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def _order_offences(plan: StepPlan, block: Block) -> Iterator[str]:
         packs = plan.pack_plans[dp_rank]
         # Larger blocks that hold this replica hold the whole block, so their order counts too.
         shared = [
-            {pack.index: pack.slices for pack in listed if block_of(plan, dp_rank, pack)[1] >= size}
+            {pack.index: (pack.slices, pack.sharding) for pack in listed if block_of(plan, dp_rank, pack)[1] >= size}
             for listed in (packs.forward, packs.backward)
         ]
         actions = [
@@ -76,4 +76,4 @@ def _order_offences(plan: StepPlan, block: Block) -> Iterator[str]:
         if expected is None:
             expected = found
         elif found != expected:
-            yield f"replicas {first} and {dp_rank} run the packs that they share in different orders"
+            yield f"replicas {first} and {dp_rank} run the packs that they share in different orders or shardings"
