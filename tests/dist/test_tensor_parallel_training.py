@@ -1,6 +1,7 @@
 """Whole training runs with tensor parallelism: every update equals plain AdamW, checkpoints move between layouts, the
 exported model is the trained one, calibration measures a part as a part, a lost peer is named."""
 
+import math
 import multiprocessing
 import signal
 from pathlib import Path
@@ -24,14 +25,20 @@ from lost_rank_cases import run_rank
 from training_cases import STEPS, plain_losses, write_training_config
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny tied Llama of 257 words, which do not divide by 2, on documents of very different lengths."""
-    corpus = tmp_path / "corpus"
+    directory = tmp_path_factory.mktemp("run")
+    corpus = directory / "corpus"
     corpus.mkdir()
     for i in range(40):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (10 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus)
+    return write_training_config(directory, corpus)
+
+
+@pytest.fixture(scope="module")
+def expected_losses(config_file: Path) -> list[float]:
+    return plain_losses(load_train_config(config_file, []))
 
 
 def layout_settings(**sizes: int) -> list[str]:
@@ -48,15 +55,16 @@ def layout_settings(**sizes: int) -> list[str]:
         ({"tp": 2, "cp": 2}, "skrull", "choose"),
     ],
 )
-def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, sizes, strategy, policy):
+def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, expected_losses, tmp_path, sizes, strategy, policy):
     """Parts of matrices, copies of norms and their optimizer shards: six updates with clipping, to 1e-9."""
     overrides = [*layout_settings(**sizes), f"plan.strategy={strategy}", f"plan.options.policy={policy}"]
-    world_size = 2 * sizes.get("pp", 1) * sizes.get("dp", 1) * sizes.get("cp", 1)
+    overrides.append(f"train.output_dir={tmp_path}")
+    world_size = math.prod(size for name, size in sizes.items() if name != "virtual")
     losses = gloo_pool.run(world_size, train_steps, str(config_file), overrides, STEPS)[0]
-    assert losses == pytest.approx(plain_losses(load_train_config(config_file, overrides)), rel=1e-9)
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
 
 
-def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file):
+def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file, expected_losses, tmp_path):
     """Parts of matrices over tp and ranges of elements over dp: two parts go on as two replicas of whole ones, those as
     a pipeline of parts, that as one rank."""
     losses = []
@@ -67,11 +75,9 @@ def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file):
         ({"tp": 2, "dp": 2}, 5),
         ({}, 6),
     ):
-        world_size = 1
-        for size in sizes.values():
-            world_size *= size
-        losses += gloo_pool.run(world_size, train_steps, str(config_file), layout_settings(**sizes), stop_after)[0]
-    assert losses == pytest.approx(plain_losses(load_train_config(config_file, [])), rel=1e-9)
+        here = [*layout_settings(**sizes), f"train.output_dir={tmp_path}"]
+        losses += gloo_pool.run(math.prod(sizes.values()), train_steps, str(config_file), here, stop_after)[0]
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
 
 
 def test_resuming_at_the_same_layout_is_exact(gloo_pool, config_file, tmp_path):
@@ -99,7 +105,7 @@ def test_the_exported_model_is_that_of_one_rank(gloo_pool, config_file, tmp_path
 def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
     """Of an adapter the matrix beside the cut is cut, the other one is whole; under policies and split backwards, and
     back from a checkpoint of another tp. (Training on one rank equals peft: test_models_in_and_out.)"""
-    hf = load_config(str(tmp_path / "model"))
+    hf = load_config(str(config_file.parent / "model"))
     AutoModelForCausalLM.from_config(hf, dtype=torch.float64).save_pretrained(tmp_path / "base")
     common = [
         f"model.path={tmp_path / 'base'}",
@@ -113,8 +119,7 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
         losses = []
         for sizes, stop_after in parts:
             here = [*common, *layout_settings(**sizes), f"train.output_dir={tmp_path / name}"]
-            world_size = 4 if sizes else 1
-            losses += gloo_pool.run(world_size, train_steps, str(config_file), here, stop_after, True)[0]
+            losses += gloo_pool.run(math.prod(sizes.values()), train_steps, str(config_file), here, stop_after, True)[0]
         runs.append((losses, load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")))
     (whole, whole_adapter), (parts, parts_adapter) = runs
     assert parts == pytest.approx(whole, rel=1e-9)

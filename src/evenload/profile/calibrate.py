@@ -9,6 +9,7 @@ Price: at most 16 packs of up to 4,096 tokens forward and backward, once to warm
 time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from scipy.optimize import nnls
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.flops import slice_pairs
 from evenload.runtime.cp_groups import ContextGroup
+from evenload.runtime.device import seconds_now
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore, Range
@@ -79,8 +81,8 @@ def calibrate(
     mine = {
         "layers": layers,
         "head": head,
-        "peak": _matmul_flops_per_s(),
-        "optimizer": _optimizer_s_per_parameter(),
+        "peak": _matmul_flops_per_s(last.device, last.dtype),
+        "optimizer": _optimizer_s_per_parameter(mesh.device),
         "link": _time_link(mesh),
         "context": _time_context(mesh),
         "tensor": _time_tensor(mesh),
@@ -191,15 +193,15 @@ def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[i
     for index, ranges in enumerate(packs):
         pack = _pack(ranges, stage)
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
-        start_s = time.perf_counter()
+        start_s = seconds_now(stage.device)
         stage.forward_layers(pack, hidden, store)
-        yield ("forward", index), _features(ranges, stage, model), time.perf_counter() - start_s
+        yield ("forward", index), _features(ranges, stage, model), seconds_now(stage.device) - start_s
     for index, ranges in reversed(list(enumerate(packs))):
         pack = _pack(ranges, stage)
         grad = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
-        start_s = time.perf_counter()
+        start_s = seconds_now(stage.device)
         stage.backward_layers(pack, grad, store)
-        yield ("backward", index), _features(ranges, stage, model), time.perf_counter() - start_s
+        yield ("backward", index), _features(ranges, stage, model), seconds_now(stage.device) - start_s
 
 
 def _pack(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
@@ -221,21 +223,22 @@ def _time_head(stage: PipelineStage, vocab_size: int) -> list[tuple[float, float
         ranges = ((0, 0, rows),)
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
-        points.append((float(rows), _fastest(lambda h=hidden, t=targets, r=ranges: stage.head(h, t, 1, r))))
+        points.append((float(rows), _fastest(lambda h=hidden, t=targets, r=ranges: stage.head(h, t, 1, r), stage.device)))
     return points
 
 
-def _matmul_flops_per_s() -> float:
-    n = 1024
-    a, b = torch.randn(n, n), torch.randn(n, n)
-    return 2.0 * n**3 / _fastest(lambda: a @ b)
+def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    # A GPU is judged by the precision it computes in, and is busy only with large matrices.
+    n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * n**3 / _fastest(lambda: a @ b, device)
 
 
-def _optimizer_s_per_parameter() -> float:
-    parameter = torch.zeros(1 << 20)
+def _optimizer_s_per_parameter(device: torch.device) -> float:
+    parameter = torch.zeros(1 << 20, device=device)
     parameter.grad = torch.zeros_like(parameter)
     adamw = torch.optim.AdamW([parameter], fused=True)
-    return _fastest(adamw.step) / parameter.numel()
+    return _fastest(adamw.step, device) / parameter.numel()
 
 
 def _time_link(mesh: Mesh) -> tuple[float, float] | None:
@@ -249,7 +252,7 @@ def _time_link(mesh: Mesh) -> tuple[float, float] | None:
         group, me = mesh.data, mesh.data_rank
         if mesh.data_size == 1 or me > 1:
             return None
-    small, large = (_ping(torch.zeros(n), group, me) for n in (16, 1 << 20))
+    small, large = (_ping(torch.zeros(n, device=mesh.device), group, me) for n in (16, 1 << 20))
     return small, max(4 * (1 << 20) / max(large - small, 1e-9), 1.0)
 
 
@@ -264,8 +267,8 @@ def _time_context(mesh: Mesh) -> tuple[float, float] | None:
     def both(num_elements: int) -> float:
         rows = torch.zeros(num_elements, device=mesh.device)
         gathered = torch.zeros(group.size * num_elements, device=mesh.device)
-        gather_s = _fastest(lambda: group.all_gather(rows, "calibration").wait())
-        return (gather_s + _fastest(lambda: group.reduce_scatter(gathered, "calibration").wait())) / 2
+        gather_s = _fastest(lambda: group.all_gather(rows, "calibration").wait(), mesh.device)
+        return (gather_s + _fastest(lambda: group.reduce_scatter(gathered, "calibration").wait(), mesh.device)) / 2
 
     small, large = both(16), both(1 << 20)
     hops = group.size - 1
@@ -277,9 +280,8 @@ def _time_tensor(mesh: Mesh) -> tuple[float, float] | None:
     group = mesh.tensor
     if group is None:
         return None
-    small, large = (
-        _fastest(lambda n=n: group.all_gather(torch.zeros(n, device=mesh.device), "calibration")) for n in (16, 1 << 20)
-    )
+    rows = [torch.zeros(n, device=mesh.device) for n in (16, 1 << 20)]
+    small, large = (_fastest(functools.partial(group.all_gather, own, "calibration"), mesh.device) for own in rows)
     hops = group.shard.size - 1
     return hops * 4 * (1 << 20) / max(large - small, 1e-9), small / hops
 
@@ -296,15 +298,15 @@ def _ping(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> float:
             dist.recv(tensor, peer, group=group)
             dist.send(tensor, peer, group=group)
 
-    return _fastest(there_and_back) / 2
+    return _fastest(there_and_back, tensor.device) / 2
 
 
-def _fastest(work: Callable[[], object], repeats: int = 5) -> float:
+def _fastest(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """Seconds of the fastest of some runs, after one that does not count."""
     work()
     seconds = []
     for _ in range(repeats):
-        start_s = time.perf_counter()
+        start_s = seconds_now(device)
         work()
-        seconds.append(time.perf_counter() - start_s)
+        seconds.append(seconds_now(device) - start_s)
     return min(seconds)
