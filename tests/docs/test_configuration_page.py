@@ -1,7 +1,9 @@
 """docs/configuration.md, and the configuration that the README shows."""
 
+import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 from evenload.runtime.config import load_train_config
@@ -20,7 +22,17 @@ def test_configurations_in_the_docs_are_valid(tmp_path):
     for page in (ROOT / "README.md", ROOT / "docs" / "training.md"):
         examples = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
         assert examples, page.name
-        for example in examples:
-            file = tmp_path / "config.toml"
-            file.write_text(example)
-            load_train_config(file, [])
+        # The first one stands alone; the others are parts of a configuration, tried on top of it.
+        file = tmp_path / "config.toml"
+        file.write_text(examples[0])
+        load_train_config(file, [])
+        for part in examples[1:]:
+            load_train_config(file, list(overrides_of(tomllib.loads(part))))
+
+
+def overrides_of(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from overrides_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value)}"
