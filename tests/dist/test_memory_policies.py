@@ -4,14 +4,22 @@ I and W, several stages on a rank; alone and together, through the real executor
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
+from dist_training import COSTS
+from evenload.plan.options import PlanOptions
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.send_releases import LAG
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from evenload.types.plan import encode_plan, seal
+from evenload.types.plan import StepPlan, encode_plan, seal
 from plan_building import word_schedule
 from reference_training import KINDS, make_tokens, plain_loss_and_gradients, tiny_config
 from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
@@ -46,19 +54,62 @@ def assert_bytes_match_the_memory_model(plan, kind, measured):
     for dp_rank in range(plan.layout.dp):
         for pp_rank, predicted in enumerate(predicted_kind_bytes(plan, model, dp_rank)):
             stored = measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)]
+            total = np.sum([[*predicted[name]["running"], *predicted[name]["after"]] for name in STORE_KINDS], axis=0)
+            # A forward's final hidden states come after its offloaded layers have left, so its peak may be lower.
+            is_offloaded = stored.peak_host > 0
+            assert stored.peak == total.max(initial=0) or (is_offloaded and stored.peak < total.max())
             for name, column in stored.after_kinds.items():
                 assert column == predicted[name]["after"], (pp_rank, name)
                 highest = max([*predicted[name]["running"], *predicted[name]["after"]], default=0)
                 assert stored.peak_by_kind[name] == highest, (pp_rank, name)
 
 
-@pytest.mark.parametrize("policies", ["recompute", "offload", "mixed", "replay"])
-@pytest.mark.parametrize(("pp", "dp", "virtual"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("pp", "dp", "virtual", "policies"),
+    [
+        *((*layout, "mixed") for layout in LAYOUTS),
+        *((*layout, policies) for layout in LAYOUTS[-2:] for policies in ("replay", "recompute", "offload")),
+        *((4, 1, 1, policies) for policies in ("replay", "recompute", "offload")),
+    ],
+)
 def test_policies_and_splits_equal_plain_training(gloo_pool, pp, dp, virtual, policies):
-    plans = plans_of(pp, dp, virtual, policies, 3 if policies == "mixed" else 2)
+    plans = plans_of(pp, dp, virtual, policies, 2)
     assert any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
     for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans), strict=True):
         assert_bytes_match_the_memory_model(plan, "llama", measured)
+
+
+@pytest.mark.parametrize(("pp", "dp", "virtual"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool, pp, dp, virtual):
+    """`choose` under ever smaller limits: other documents under other policies, until everything is offloaded."""
+    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    layout = even_layout(LAYERS, pp=pp, dp=dp, virtual=virtual)
+    documents = tuple(
+        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)
+        for i, n in enumerate([64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25])
+    )
+
+    def planned(link: float, cap: int | None, strategy: str, **options) -> StepPlan:
+        slow_or_fast = LinkSpec(bandwidth_bytes_per_s=link, latency_s=0.0)
+        costs = msgspec.structs.replace(COSTS, host_link=slow_or_fast)
+        planner = StepPlanner(model, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options))
+        return planner.plan(0, documents, strategy)
+
+    plans = []
+    # Over a slow link it pays to recompute before anything is offloaded.
+    for link in (1e9, 1e6):
+        most, least = (
+            planned(link, None, "slimpack", policy=policy).predicted.peak_memory_bytes
+            for policy in ("replay", "offload")
+        )
+        for cap in (None, *np.linspace(most, least, 4).astype(int).tolist()):
+            plans += [planned(link, cap, strategy) for strategy in ("slimpack", "auto")]
+    chosen = {str([sorted(packs.policies.items()) for packs in plan.pack_plans]) for plan in plans}
+    assert len(chosen) >= 4, "replay, and several mixtures"
+    # In parts: tokens are seeded by position, and with seed 12 a rounding of transformers' shows (test_strategies).
+    for same in (plans[: len(plans) // 2], plans[len(plans) // 2 :]):
+        for plan, measured in zip(same, assert_plans_equal_plain(gloo_pool, same), strict=True):
+            assert_bytes_match_the_memory_model(plan, "llama", measured)
 
 
 @pytest.mark.parametrize("kind", KINDS)
