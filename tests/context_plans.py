@@ -77,7 +77,7 @@ def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "pe
     sizes = [size for size in (2**k for k in range(dp.bit_length())) if dp % size == 0]
     for size in reversed(sizes):
         for first in range(0, dp, size):
-            low = 1 if size == 1 else 0
+            low = 0 if 1 < size < dp else 1
             new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(rng.randint(low, 2))}
             lengths |= new
             owner = {doc: rng.randrange(-1, size * cp) for doc in new}

@@ -85,7 +85,7 @@ def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
 
 def test_a_ring_refuses_sliding_windows(gloo_pool):
     with pytest.raises(RuntimeError, match=r"parallel\.cp_exchange 'ring' and sliding windows"):
-        assert_equals_whole(gloo_pool, [context_plan(1, cp=2, rule="per_document")], "ring", window=5)
+        assert_equals_whole(gloo_pool, [context_plan(1, cp=2, rule="per_document", lengths={0: 30})], "ring", window=5)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
