@@ -19,6 +19,7 @@ from evenload.attention.range_batch import BatchedAttention, KeyRange, attend_ra
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, require_varlen
 from evenload.errors import ConfigError
+from single_stage import assert_bf16_as_good_as_plain
 
 REFERENCE = ReferenceAttention()
 
@@ -246,6 +247,12 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name():
 def test_kernels_whose_package_is_missing_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=rf"attention backend {name} needs the kernels that torch calls FA\d"):
         VarlenCudaAttention(name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_a_model_in_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
+    """All layers, asymmetric packs, grouped heads, windows: the whole path but the kernels themselves."""
+    assert_bf16_as_good_as_plain(kind, VarlenCudaAttention())
 
 
 def test_the_backend_takes_packs():

@@ -204,7 +204,7 @@ def test_a_broken_jsonl_line_is_named(project):
         (["model.path=nowhere"], "no config.json there"),
         (["parallel.tp=2"], "tp"),
         (["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
-        (["train.device=cuda"], "this version trains on 'cpu' only"),
+        (["train.device=tpu"], "configuration key 'train.device'"),
     ],
 )
 def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):

@@ -111,7 +111,13 @@ class StepRunner:
         )
         self._mesh = mesh
         self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
-        backend = backend or select_backend(config.train.attention, mesh.device.type, attention_soft_cap(hf))
+        backend = backend or select_backend(
+            config.train.attention,
+            mesh.device.type,
+            attention_soft_cap(hf),
+            dtype=getattr(torch, config.model.dtype),
+            head_dim=model_spec(config).head_dim,
+        )
         self._stages = {stage: ObservedStage(model, backend, mesh.tensor) for stage, model in models.items()}
         costs = PackCosts(model_spec(config), coefficients, mesh.layout)
         self._executor = Executor(

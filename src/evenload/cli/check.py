@@ -41,6 +41,7 @@ def check_command(
     from evenload.cli.launch import run_local
     from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
+    from evenload.runtime.device import require_device
     from evenload.runtime.trainer import layout_of, model_spec
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -57,6 +58,7 @@ def check_command(
         console = Console(stderr=True, highlight=False)
         smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
         console.print(f"checking {settings.model.path} on layout {layout.describe()}{smaller}", soft_wrap=True)
+        require_device(scope.config.train.device, layout.world_size)
         run_local(run_check_worker, (settings, scope, cache, str(answer)), layout.world_size)
         verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
@@ -75,13 +77,13 @@ def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) 
     from rich.console import Console
 
     from evenload.check.run_checks import run_checks
-    from evenload.cli.worker_setup import run_coefficients, share_of_memory, started_rank
+    from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
     from evenload.runtime.trainer import Trainer, layout_of, model_spec
 
     layout = layout_of(scope.config, model_spec(scope.config).num_layers)
     users = layout_of(config, model_spec(config).num_layers)
-    cap_bytes = config.plan.memory_bytes or share_of_memory(users.world_size)
     with started_rank(scope.config, layout) as setup:
+        cap_bytes = config.plan.memory_bytes or memory_for_rank(setup.mesh.device, users.world_size)
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         trainer = Trainer(scope.config, setup.mesh)
         coefficients = run_coefficients(trainer, cache, setup.threads, console, config.data.max_document_tokens)

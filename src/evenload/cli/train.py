@@ -37,6 +37,7 @@ def train_command(
     from evenload.cli.train_worker import run_worker
     from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
+    from evenload.runtime.device import require_device
     from evenload.runtime.trainer import layout_of, model_spec
 
     settings = load_train_config(config, overrides or [])
@@ -54,4 +55,5 @@ def train_command(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {layout.world_size} processes; "
             "change --nproc, or parallel.dp / parallel.pp"
         )
+    require_device(settings.train.device, layout.world_size)
     run_local(run_worker, (settings, cache), layout.world_size)

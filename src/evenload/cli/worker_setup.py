@@ -16,12 +16,16 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.profile.calibrate import calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
 from evenload.runtime.config import TrainConfig
+from evenload.runtime.device import device_memory_bytes, rank_device, require_device
 from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.runtime.trainer import Trainer
+from evenload.runtime.warm_up import warm_up
 from evenload.types.layout import ParallelLayout
 
 # Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
 _FREE_SHARE = 0.2
+# Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
+_FREE_DEVICE_SHARE = 0.1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,15 +48,19 @@ def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSe
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = config.train.threads_per_process or max(1, len(os.sched_getaffinity(0)) // local_world)
     torch.set_num_threads(threads)
+    require_device(config.train.device, local_world)
+    device = rank_device(config.train.device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
     mesh = create_mesh(
         layout,
-        torch.device("cpu"),
+        device,
         config.train.timeout_s,
         config.train.checkpoint_timeout_s,
         signs=_store_of_signs(),
     )
-    cap = config.plan.memory_bytes or share_of_memory(local_world)
+    if device.type == "cuda":
+        warm_up(mesh)
+    cap = config.plan.memory_bytes or memory_for_rank(device, local_world)
     yield RankSetup(mesh=mesh, threads=threads, memory_cap_bytes=cap)
     # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
     mesh.watch.close()
@@ -72,6 +80,8 @@ def run_coefficients(
         return trainer.coefficients
     mesh, configured = trainer.mesh, trainer.config.train.cost_file
     name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
+    if mesh.device.type == "cuda":
+        name = torch.cuda.get_device_name(mesh.device)
     backend = trainer.config.train.attention
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
@@ -93,6 +103,13 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False)  # type: ignore[reportPrivateImportUsage]
     return dist.PrefixStore("evenload", store)  # type: ignore[reportPrivateImportUsage]
+
+
+def memory_for_rank(device: torch.device, local_world: int) -> int:
+    """Bytes for one process: of its GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return int(device_memory_bytes(device) * (1 - _FREE_DEVICE_SHARE))
+    return share_of_memory(local_world)
 
 
 def share_of_memory(local_world: int) -> int:

@@ -223,7 +223,9 @@ def _time_head(stage: PipelineStage, vocab_size: int) -> list[tuple[float, float
         ranges = ((0, 0, rows),)
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
-        points.append((float(rows), _fastest(lambda h=hidden, t=targets, r=ranges: stage.head(h, t, 1, r), stage.device)))
+        points.append(
+            (float(rows), _fastest(lambda h=hidden, t=targets, r=ranges: stage.head(h, t, 1, r), stage.device))
+        )
     return points
 
 

@@ -8,10 +8,14 @@ hand tensors over without a transfer.
 Receives are posted a little ahead, in the order in which the schedule will ask for them, so that a transfer runs while
 the stage computes. Sends are asynchronous; a sent tensor is kept until it is safe to wait for its receipt
 (`send_releases.py`), a few packs later.
+
+On a GPU "wait" orders the computing stream behind the transfer and the host goes on. Receives are posted on a stream of
+their own: a transfer waits for work queued before it on the stream that posts it, and a receive depends on none.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -39,12 +43,14 @@ class _Receiver:
     dtype: torch.dtype
     device: torch.device
     watch: RankWatch
+    stream: torch.cuda.Stream | None
 
     def post(self) -> None:
         while self.waiting and len(self.posted) < _POSTED_AHEAD:
             pack, rows = self.waiting.popleft()
-            tensor = torch.empty(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-            with self.watch.waiting(f"a connection for {self.what} pack {pack}", f"rank {self.peer}"):
+            where = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+            with where, self.watch.waiting(f"a connection for {self.what} pack {pack}", f"rank {self.peer}"):
+                tensor = torch.empty(rows, self.hidden_size, dtype=self.dtype, device=self.device)
                 work = dist.irecv(tensor, self.peer, group=self.group)
             assert work is not None
             self.posted.append((pack, tensor, work))
@@ -54,6 +60,9 @@ class _Receiver:
         assert expected == pack, f"{self.what}: pack {pack} asked for, pack {expected} is next"
         with self.watch.waiting(f"{self.what} pack {pack}", f"rank {self.peer}"):
             work.wait()
+        if self.stream is not None:
+            # Made on the stream of receives, read on this one: its memory is not reused before that is done.
+            tensor.record_stream(torch.cuda.current_stream(self.device))
         self.post()
         return tensor
 
@@ -93,6 +102,7 @@ class Channels:
     Args:
         mesh: names peers and groups.
         rows: by channel of this rank's stages, (pack, rows) in the order in which they receive them.
+        stream: receives are posted on it; None = the device has no streams.
 
     Raises:
         RankLostError: from any transfer, when a neighbour died or is stuck.
@@ -106,12 +116,19 @@ class Channels:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._num_stages = mesh.layout.num_stages
         self._receivers: dict[Channel, _Receiver] = {}
         self._senders: dict[Channel, _Sender] = {}
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
-        shape = {"hidden_size": hidden_size, "dtype": dtype, "device": device, "watch": mesh.watch}
+        shape = {
+            "hidden_size": hidden_size,
+            "dtype": dtype,
+            "device": device,
+            "watch": mesh.watch,
+            "stream": stream,
+        }
         for kind, groups, step in (("F", mesh.forward, 1), ("B", mesh.backward, -1)):
             for stage, group in sorted(groups.items()):
                 sender, receiver = mesh.rank_of_stage(stage - step), mesh.rank_of_stage(stage)

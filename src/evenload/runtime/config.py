@@ -10,6 +10,7 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.options import PlanOptions
+from evenload.runtime.device import DeviceKind
 from evenload.runtime.lora import LoraConfig
 from evenload.runtime.optimizer import OptimizerConfig
 from evenload.types.base import Frozen
@@ -93,8 +94,9 @@ class RunConfig(Frozen):
         output_dir: metrics, checkpoints, report and final weights go here.
         steps: optimizer steps in all; None = until `data.epochs` are done.
         seed: of random weights (data has its own).
-        device: "cpu" in this version.
-        attention: backend of range attention, "auto" = the fastest for the device.
+        device: "cpu", or "cuda": one GPU for each process. The GPU path has not been run on hardware yet.
+        attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
+            "varlen_cuda_fa4"; "auto" = the fastest for device and model.
         threads_per_process: None = the machine's cores divided by the processes on it.
         cost_file: cost coefficients (`cost.json` of another run); None = measure this device at start, which takes
             seconds and is cached, so that predictions are in its seconds.
@@ -115,7 +117,7 @@ class RunConfig(Frozen):
     output_dir: str
     steps: int | None = None
     seed: int = 0
-    device: str = "cpu"
+    device: DeviceKind = "cpu"
     attention: str = "auto"
     threads_per_process: int | None = None
     cost_file: str | None = None
@@ -129,8 +131,6 @@ class RunConfig(Frozen):
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.device != "cpu":
-            raise ConfigError(f"train.device is '{self.device}'; this version trains on 'cpu' only")
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:

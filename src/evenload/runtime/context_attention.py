@@ -29,6 +29,7 @@ from evenload.attention.range_attention import RangeAttention, first_visible_key
 from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward, rows_of_all
 from evenload.plan.rank_rows import PackRows, SharedSlice, Span
 from evenload.runtime.cp_groups import ContextGroup, Transfer
+from evenload.runtime.device import to_device
 from evenload.runtime.hf_model import StageModel
 from evenload.runtime.store import ActivationStore, Range
 
@@ -274,7 +275,7 @@ class GatherAttention:
                 for start, stop in piece.spans[rank]:
                     place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
-            places.append(torch.from_numpy(place).to(device))
+            places.append(to_device(torch.from_numpy(place), device))
         return _Exchange(tuple(slices), slice(0, sum(counts[self._group.rank])), padded, tuple(places))
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:

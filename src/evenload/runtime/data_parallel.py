@@ -46,11 +46,12 @@ def global_gradient_norm(buffers: list[FlatBuffer], shards: list[Tensor], mesh: 
 
     Collective over the control group.
     """
-    total = torch.zeros(1, dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for buffer, shard in zip(buffers, shards, strict=True):
         # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
         # every rank of a tensor-parallel group.
         if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
-            total += shard.double().square().sum().cpu()
+            total += torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+    total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
     dist.all_reduce(total, group=mesh.control)
     return float(total.sqrt())

@@ -9,18 +9,22 @@ An action names its virtual stage: a rank with several runs the layers of one of
 backward starts to come back before its gradient is waited for.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from evenload.errors import InvalidPlanError
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.channels import Channels
 from evenload.runtime.cp_groups import ContextGroup
+from evenload.runtime.device import StepClock, step_clock
 from evenload.runtime.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.host_copies import host_copies
 from evenload.runtime.mesh import Mesh
@@ -57,7 +61,8 @@ class RankRun:
     """Result of one rank's part of a step.
 
     Args:
-        loss: this rank's share of the global mean loss (0 except on last stages).
+        loss_sum: see `loss`; fp64 scalar on the device.
+        read_trace: see `trace`.
         peak_bytes: the most the activation stores held.
         peak_by_kind: the most they held of each kind, at different times.
         peak_host_bytes: the most that was offloaded to host memory.
@@ -65,13 +70,23 @@ class RankRun:
         context_bytes: received from ranks that share documents with this one.
     """
 
-    loss: float
-    trace: RankTrace
+    loss_sum: Tensor
+    read_trace: Callable[[], RankTrace]
     peak_bytes: int
     peak_by_kind: dict[StoreKind, int]
     peak_host_bytes: int
     most_sends_kept: int
     context_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """This rank's share of the global mean loss (0 except on last stages). Waits for a GPU."""
+        return float(self.loss_sum)
+
+    @property
+    def trace(self) -> RankTrace:
+        """When its actions ran. Waits for a GPU; read before the next run."""
+        return self.read_trace()
 
 
 class Executor:
@@ -95,7 +110,8 @@ class Executor:
     ) -> None:
         self._stages = stages
         self._mesh = mesh
-        self._clock = clock
+        self._clock = step_clock(mesh.device, clock)
+        self._receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copies = host_copies(mesh.device)
         self._groups = {block: ContextGroup(group, mesh.watch) for block, group in mesh.context.items()}
         self._exchange: Exchange = exchange
@@ -146,36 +162,37 @@ class Executor:
         channels = self._open_channels(plan, mine, actions)
         releases = send_releases(plan, self._mesh.dp_rank, self._mesh.pp_rank)
         rows: list[_Row] = []
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        self._clock.start()
         for action, released in zip(actions, releases, strict=True):
             self._mesh.watch.note(action)
             channels.release(released)
             stage, store = self._stages[action.stage], stores[action.stage]
             if action.kind == "W":
-                start_s = self._clock()
+                start = self._clock.mark()
                 store.add_put_off_weights(action.pack)
             elif action.kind == "F":
                 batch = mine.load(packs.forward[action.pack])
                 hidden = channels.receive_hidden(action.stage, action.pack)
-                start_s = self._clock()
+                start = self._clock.mark()
                 channels.send_hidden(action.stage, action.pack, stage.forward(batch, hidden, store))
             else:
                 batch = mine.load(packs.backward[action.pack])
                 stage.announce_backward(batch.ranges, store)
                 grad = channels.receive_grad(action.stage, action.pack)
-                start_s = self._clock()
+                start = self._clock.mark()
                 products = store.put_off_weights(action.pack) if action.kind == "I" else None
                 grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products)
-                loss += float(share)
+                loss += share
                 channels.send_grad(action.stage, action.pack, grad)
-            rows.append(_Row(action, start_s, self._clock(), tuple(held.held_by_kind.values())))
+            rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
         channels.close()
         for store in stores.values():
             store.check_empty()
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         return RankRun(
             loss,
-            _trace(rows),
+            functools.partial(_trace, rows, self._clock),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -198,24 +215,32 @@ class Executor:
             elif action.kind != "W":
                 rows["B", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.backward[action.pack]))))
         like = next(iter(self._stages.values()))
-        return Channels(self._mesh, rows=rows, hidden_size=like.hidden_size, dtype=like.dtype, device=like.device)
+        return Channels(
+            self._mesh,
+            rows=rows,
+            hidden_size=like.hidden_size,
+            dtype=like.dtype,
+            device=like.device,
+            stream=self._receives,
+        )
 
 
 class _Row(NamedTuple):
     action: Action
-    start_s: float
-    end_s: float
+    start: object
+    end: object
     held_bytes: tuple[int, ...]
 
 
-def _trace(rows: list[_Row]) -> RankTrace:
+def _trace(rows: list[_Row], clock: StepClock) -> RankTrace:
+    starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
         kind=np.array([KINDS.index(row.action.kind) for row in rows], dtype=np.uint8),
         stage=np.array([row.action.stage for row in rows], dtype=np.int32),
         pack=np.array([row.action.pack for row in rows], dtype=np.int32),
-        start_s=np.array([row.start_s for row in rows], dtype=np.float64),
-        end_s=np.array([row.end_s for row in rows], dtype=np.float64),
+        start_s=np.array(starts, dtype=np.float64),
+        end_s=np.array(ends, dtype=np.float64),
         memory_bytes=kinds.sum(axis=1),
         memory_kind_bytes=kinds,
     )

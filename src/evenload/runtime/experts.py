@@ -127,8 +127,8 @@ class RouterBalance:
         return _AddGradient.apply(logits, grad.to(logits.dtype))  # type: ignore[return-value]
 
     def take_loss(self) -> Tensor:
-        """The loss of all packs since the last call; fp64 scalar on the CPU."""
-        loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64).cpu(), 0.0
+        """The loss of all packs since the last call; fp64 scalar on the device."""
+        loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64), 0.0
         return loss
 
 

@@ -110,12 +110,14 @@ def create_mesh(
             f"start with --nproc {layout.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     timeout = timedelta(seconds=timeout_s)
+    # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
+    device_backend = "nccl" if device.type == "cuda" else "gloo"
     rank = dist.get_rank()
     column, tp_rank = divmod(rank, layout.tp)
     pp_rank, data_rank = divmod(column, layout.dp * layout.cp)
     dp_rank, cp_rank = divmod(data_rank, layout.cp)
 
-    def group(members: list[int], backend: str | None = None, timeout: timedelta = timeout) -> dist.ProcessGroup:
+    def group(members: list[int], backend: str = device_backend, timeout: timedelta = timeout) -> dist.ProcessGroup:
         return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
 
     everyone = list(range(world_size))

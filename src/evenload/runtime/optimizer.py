@@ -82,7 +82,7 @@ class ShardedAdamW:
         # State exists from the start, so that a checkpoint of step 0 and a load have the same shape.
         for master in self._masters:
             self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }

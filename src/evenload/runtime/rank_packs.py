@@ -22,6 +22,7 @@ from evenload.plan.validate_groups import Block
 from evenload.runtime.context_attention import GatherAttention, PackAttention
 from evenload.runtime.context_ring import RingAttention
 from evenload.runtime.cp_groups import ContextGroup
+from evenload.runtime.device import to_device
 from evenload.runtime.stage import PackTokens
 from evenload.runtime.store import Range, num_rows
 from evenload.types.micropack import Direction, MicroPack
@@ -130,7 +131,9 @@ class RankPacks:
     def _on_device(
         self, ids: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids_, targets_, positions_ = (torch.from_numpy(column).to(self._device) for column in (ids, targets, positions))
+        ids_, targets_, positions_ = (
+            to_device(torch.from_numpy(column), self._device) for column in (ids, targets, positions)
+        )
         return ids_, targets_, positions_
 
     def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from evenload.attention.range_attention import RangeAttention, first_visible_key
 from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward
 from evenload.runtime.context_attention import AttentionCall, PackAttention
+from evenload.runtime.device import to_device
 from evenload.runtime.experts import ReplayExperts, ReplayRouter, RouterBalance
 from evenload.runtime.lora import is_adapter
 from evenload.runtime.recipes import ReplayRecipe
@@ -75,9 +76,9 @@ class ReplayState:
             return
         rows = torch.arange(num_rows(self.ranges))
         is_again = torch.repeat_interleave(torch.tensor(again), torch.tensor([b - a for _, a, b in self.ranges]))
-        self.remade = rows[is_again].to(device)
+        self.remade = to_device(rows[is_again], device)
         if not all(again):
-            self.kept = rows[~is_again].to(device)
+            self.kept = to_device(rows[~is_again], device)
             self.kept_ranges = tuple(r for r, remade in zip(self.ranges, again, strict=True) if not remade)
 
     def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evenload.attention.range_attention import RangeAttention
 from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.context_attention import PackAttention, join_backward, join_forward
+from evenload.runtime.cross_entropy import cross_entropy_and_gradient
 from evenload.runtime.experts import RouterBalance
 from evenload.runtime.hf_model import StageModel
 from evenload.runtime.recipes import experts_per_layer
@@ -173,7 +174,7 @@ class PipelineStage:
             Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
             global mean loss (fp64 scalar; on other stages than the last that of the routers' balance, if any).
         """
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.model.is_last and not pack.ranges:
             grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
         elif self.model.is_last:
@@ -232,7 +233,7 @@ class PipelineStage:
         norm, head = self.model.norm, self.model.head
         assert norm is not None
         assert head is not None
-        grads, total = [], torch.zeros((), dtype=torch.float64)
+        grads, total = [], torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, hidden.shape[0], HEAD_ROWS):
             rows = hidden[start : start + HEAD_ROWS].detach().requires_grad_()
             with torch.enable_grad():
@@ -240,14 +241,14 @@ class PipelineStage:
                 with torch.no_grad():
                     logits = nn.functional.linear(normed, head.weight, head.bias)
                 logits = self.model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-                exact = logits if logits.dtype == torch.float64 else logits.float()
-                loss = nn.functional.cross_entropy(exact, targets[start : start + HEAD_ROWS], reduction="sum")
-                # A batch without any label has a zero loss and zero gradients, not 0/0.
-                loss = loss / max(1, num_label_tokens)
-            loss.backward()
+            # A batch without any label has a zero loss and zero gradients, not 0/0.
+            loss, grad = cross_entropy_and_gradient(
+                logits, targets[start : start + HEAD_ROWS], 1 / max(1, num_label_tokens)
+            )
+            logits.backward(grad)
             assert rows.grad is not None
             grads.append(rows.grad)
-            total += loss.detach().double().cpu()
+            total += loss
         return torch.cat(grads), total
 
     def _embed(self, pack: PackTokens) -> Tensor:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenload.runtime.device import to_device
 from evenload.runtime.row_shard import Range, RowShard, row_owners
 from evenload.runtime.watch import RankWatch
 
@@ -122,7 +123,7 @@ class RowExchange:
         return part, self._on_device(np.flatnonzero(own)), self._on_device(np.flatnonzero(~own))
 
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(index).to(self._device)
+        return to_device(torch.from_numpy(index), self._device)
 
 
 def exchange_ranges(group: TensorGroup, ranges: Iterable[Range], device: torch.device, what: str) -> RowExchange:

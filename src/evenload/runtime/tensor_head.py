@@ -65,7 +65,7 @@ def divided_head(
     block = -(-HEAD_ROWS // group.shard.size)
     # Rows of each rank in pack order; block k has rows [k·block, (k + 1)·block) of every rank.
     rows_of_rank = [np.flatnonzero(owners == rank) for rank in range(group.shard.size)]
-    grads, total = [hidden.new_zeros(0, hidden.shape[1])], torch.zeros((), dtype=torch.float64)
+    grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
     for first in range(0, max(map(len, rows_of_rank)), block):
         in_block = [rows[first : first + block] for rows in rows_of_rank]
         block_owners = np.repeat(np.arange(group.shard.size), [len(rows) for rows in in_block])
@@ -85,7 +85,7 @@ def divided_head(
         loss.backward()  # type: ignore[union-attr]
         assert own.grad is not None
         grads.append(own.grad)
-        total += loss.detach().double().cpu()  # type: ignore[union-attr]
+        total += loss.detach().double()  # type: ignore[union-attr]
     return torch.cat(grads), total
 
 

@@ -26,6 +26,7 @@ from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_ring
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
+from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
 from evenload.runtime.executor import Executor
 from evenload.runtime.hf_export import export_adapter, export_hf
 from evenload.runtime.hf_model import load_config
@@ -124,7 +125,13 @@ class Trainer:
         )
         self._frozen_bytes = frozen_bytes(tuple(models.values()))
         self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
-        backend = select_backend(config.train.attention, mesh.device.type, attention_soft_cap(self.hf_config))
+        backend = select_backend(
+            config.train.attention,
+            mesh.device.type,
+            attention_soft_cap(self.hf_config),
+            dtype=getattr(torch, config.model.dtype),
+            head_dim=self.model.head_dim,
+        )
         self.stages = {stage: PipelineStage(model, backend, mesh.tensor) for stage, model in models.items()}
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
         if config.parallel.cp_exchange == "ring":
@@ -285,7 +292,8 @@ class Trainer:
         watch.step = plan.step
         with watch.waiting("the barrier at the start"):
             dist.barrier(group=mesh.control)
-        zero_s = time.perf_counter()
+        zero_s = seconds_now(mesh.device)
+        forget_peak_bytes(mesh.device)
         self._optimizer.zero_gradients()
         run = self._executor.run(plan, prepared.packs)
         with watch.waiting("the sum of gradients", replicas):
@@ -294,11 +302,13 @@ class Trainer:
             grad_norm = global_gradient_norm(self._buffers, shards, mesh)
         with watch.waiting("the updated weights", replicas):
             self._optimizer.step(shards, grad_norm, learning_rate)
-        step_time_s = time.perf_counter() - zero_s
+        step_time_s = seconds_now(mesh.device) - zero_s
 
         static = self._optimizer.static_bytes() + self._frozen_bytes
+        # On a CPU the store's own count, without temporary buffers.
+        peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
         sums = torch.tensor([run.loss], dtype=torch.float64)
-        peaks = torch.tensor([step_time_s, float(static + run.peak_bytes), data_wait_s], dtype=torch.float64)
+        peaks = torch.tensor([step_time_s, float(peak_bytes), data_wait_s], dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
             dist.all_reduce(sums, group=mesh.control)
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)

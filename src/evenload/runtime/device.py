@@ -1,0 +1,156 @@
+"""The device of a rank: its choice, copies to it that the host does not wait for, its clock and its peak memory.
+
+On a GPU the host only queues work, so a host clock between actions would show the queueing. `EventClock` marks the
+computing stream instead and is read after the step; `HostClock` is the same interface where calls are synchronous.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from evenload.errors import ConfigError
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+def require_device(kind: DeviceKind, processes_here: int) -> None:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        processes_here: ranks on this machine.
+
+    Raises:
+        ConfigError: no GPU, or fewer than ranks.
+    """
+    if kind == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "train.device is 'cuda', but torch finds no GPU here (torch.cuda.is_available() is false); install a CUDA "
+            "build of torch and its driver, or use train.device = 'cpu'"
+        )
+    if (found := torch.cuda.device_count()) < processes_here:
+        raise ConfigError(
+            f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows {found} "
+            f"GPU{'s' if found > 1 else ''}; a process needs one of its own: lower parallel.dp / cp / pp / tp, or "
+            "start with torchrun on more machines"
+        )
+
+
+def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
+    """This process's device, made the current one."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor's copy on the device, ordered in its stream; the host does not wait for a GPU.
+
+    Any thread may call it.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything queued is done. Where devices compute in the call, that is now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_now(device: torch.device) -> float:
+    """Host seconds after everything queued is done."""
+    wait_for(device)
+    return time.perf_counter()
+
+
+def forget_peak_bytes(device: torch.device) -> None:
+    """Peak memory counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def measured_peak_bytes(device: torch.device) -> int | None:
+    """Most bytes of tensors at once, by the allocator's own count; None where there is none (CPU)."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class StepClock(Protocol):
+    """Times inside a step, read at its end."""
+
+    def start(self) -> None:
+        """Before a step's first mark."""
+        ...
+
+    def mark(self) -> object:
+        """Now, as the device sees it."""
+        ...
+
+    def seconds(self, marks: Sequence[object]) -> list[float]:
+        """Marks of this step as seconds of the host's clock. Waits for the last one."""
+        ...
+
+
+class HostClock:
+    """Marks are the host's times.
+
+    Args:
+        now: seconds, monotonic.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.mark = now
+
+    def start(self) -> None:
+        """See `StepClock`."""
+
+    def seconds(self, marks: Sequence[object]) -> list[float]:
+        """See `StepClock`."""
+        return [float(mark) for mark in marks]  # type: ignore[arg-type]
+
+
+class EventClock:
+    """Marks are events on a GPU's computing stream. Not run on hardware yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first: torch.cuda.Event | None = None
+        self._first_s = 0.0
+
+    def start(self) -> None:
+        """See `StepClock`. Waits for the device, which is idle between steps, so that both clocks start together."""
+        self._first_s = seconds_now(self._device)
+        self._first = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """See `StepClock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, marks: Sequence[object]) -> list[float]:
+        """See `StepClock`."""
+        assert self._first is not None
+        wait_for(self._device)
+        return [self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in marks]  # type: ignore[arg-type]
+
+
+def step_clock(device: torch.device, now: Callable[[], float] = time.perf_counter) -> StepClock:
+    """That of a device.
+
+    Args:
+        now: the host's clock.
+    """
+    return EventClock(device) if device.type == "cuda" else HostClock(now)

@@ -1,0 +1,35 @@
+"""The first transfer of every group, which NCCL needs before a step; here over gloo."""
+
+import pytest
+import torch
+
+from evenload.runtime.mesh import create_mesh
+from evenload.runtime.warm_up import warm_up
+from evenload.types.layout import even_layout
+
+
+def transfers(sizes: dict) -> int:
+    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=60)
+    return warm_up(mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        # 3 neighbouring pairs, two channels each; the ends also hold a tied embedding together.
+        ({"pp": 4}, [3, 4, 4, 3]),
+        # Two virtual stages a rank: three hops between the same two ranks, in both directions.
+        ({"pp": 2, "virtual": 2}, [7, 7]),
+        # Replicas, both context groups, and the neighbour: data + tie + 2 contexts + 2 channels.
+        ({"pp": 2, "dp": 2}, None),
+        ({"dp": 2, "cp": 2}, None),
+        ({"dp": 2, "tp": 2}, None),
+    ],
+)
+def test_every_group_is_used_once_and_nobody_waits_for_ever(gloo_pool, sizes, counts):
+    """Neighbours that use their channels in different orders would wait for each other."""
+    layout = even_layout(8, **sizes)
+    found = gloo_pool.run(layout.world_size, transfers, sizes)
+    assert all(count >= 1 for count in found)
+    if counts is not None:
+        assert found == counts

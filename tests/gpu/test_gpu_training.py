@@ -1,0 +1,61 @@
+"""`evenload train` with train.device = "cuda". Written without a GPU at hand; nothing here has run on one yet."""
+
+import pytest
+import torch
+
+from gpu_runs import train, write_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch.cuda.is_available() is false"),
+]
+NEEDS_TWO = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs 2 GPUs; torch sees {torch.cuda.device_count()}"
+)
+LENGTHS = [3000, 120, 40, 700, 64, 2000, 333, 90] * 4
+# bf16 losses of the same batches by other kernels and orders of summation.
+TOLERANCE = 5e-3
+
+
+@pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])
+def test_losses_equal_the_cpu_run(tmp_path, policy):
+    """Device, streams, copies to the host: none of it may change what is trained."""
+    config = write_run(tmp_path, LENGTHS, layers=2, vocab_size=512, batch_documents=8, steps=4)
+    gpu = train(config, f"plan.options.policy={policy}")
+    cpu = train(config, "train.device=cpu")
+    assert [row["loss"] for row in gpu] == pytest.approx([row["loss"] for row in cpu], rel=TOLERANCE)
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.tp=2"])
+def test_two_gpus_train_the_same(tmp_path, layout):
+    """NCCL groups, their first transfers, receives on a stream of their own."""
+    config = write_run(tmp_path, LENGTHS, layers=4, vocab_size=512, batch_documents=8, steps=4)
+    one, two = train(config), train(config, layout)
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=TOLERANCE)
+
+
+@NEEDS_TWO
+def test_two_virtual_stages_on_two_gpus_train_the_same(tmp_path):
+    """The same two ranks are neighbours three times, in both directions."""
+    config = write_run(tmp_path, LENGTHS, layers=4, vocab_size=512, batch_documents=8, steps=4)
+    one, two = train(config), train(config, "parallel.pp=2", "parallel.virtual=2")
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["replay", "recompute"])
+def test_peak_memory_is_predicted_within_2_percent(tmp_path, policy):
+    """After the first step, in which libraries make their workspaces."""
+    config = write_run(tmp_path, [8192, 4096, 512, 512, 256, 2048] * 4, layers=24, batch_documents=6, steps=4)
+    for row in train(config, f"plan.options.policy={policy}")[1:]:
+        assert row["predicted_peak_memory_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_document_of_256k_tokens_trains_on_one_gpu(tmp_path):
+    """Slices, prefixes and offloading instead of an activation memory that grows with the document."""
+    length = 256 * 1024
+    config = write_run(tmp_path, [length, 64, 64], layers=24, batch_documents=3, steps=2)
+    rows = train(config, "plan.options.policy=offload", f"plan.options.max_pack_tokens={length}")
+    assert [row["tokens"] for row in rows] == [length + 128] * 2
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in rows)

@@ -1,0 +1,93 @@
+"""The GPU's own kernels against `reference`: what tests/attention/test_varlen_calls.py cannot show without a GPU."""
+
+import pytest
+import torch
+
+from evenload.attention.range_attention import first_visible_key
+from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward
+from evenload.attention.reference import ReferenceAttention
+from evenload.attention.varlen_cuda import VarlenCudaAttention
+from single_stage import assert_bf16_as_good_as_plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch.cuda.is_available() is false"),
+]
+REFERENCE = ReferenceAttention()
+# (start, stop) of ranges of documents of their own: whole, with a long prefix, one token, all sizes beside a tile.
+RANGES = [(0, 700), (1000, 1130), (5, 6), (0, 1), (127, 129), (0, 128), (4000, 4001), (333, 1024)]
+
+
+def packs(window, heads, groups, dim):
+    """(exact in float64, rounded to bf16) inputs of one pack on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(heads + window)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    seen, row = [], 0
+    for start, stop in RANGES:
+        keys = stop - first_visible_key(start, window)
+        rows = slice(row, row + stop - start)
+        seen.append(KeyRange(rows, random(keys, groups, dim), random(keys, groups, dim)))
+        row = rows.stop
+    return random(row, heads, dim), random(row, heads, dim), seen
+
+
+def plain_bf16(q, r, grad, scale, window):
+    """Output and gradients by torch's own autograd in bf16, one range."""
+    n, s = r.rows.stop - r.rows.start, r.keys.shape[0]
+    row, column = torch.arange(n, device="cuda")[:, None] + s - n, torch.arange(s, device="cuda")[None]
+    visible = (column <= row) & ((column > row - window) if window else True)
+    leaves = [t.detach().clone().requires_grad_() for t in (q[r.rows], r.keys, r.values)]
+    heads_first = [t.transpose(0, 1)[None] for t in leaves]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=visible, scale=scale, enable_gqa=True
+    )[0].transpose(0, 1)
+    out.backward(grad[r.rows])
+    return out.detach(), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 5000])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(8, 2, 64), (4, 4, 128), (6, 1, 80), (4, 2, 256)])
+def test_kernels_err_at_most_twice_as_much_as_plain_bf16(window, heads, groups, dim):
+    """Prefix alignment, window, one-token ranges beside long ones, grouped heads, all in one call."""
+    backend, scale = VarlenCudaAttention(), dim**-0.5
+    q, grad, seen = packs(window, heads, groups, dim)
+    out, lse = attend_ranges(backend, q, seen, scale=scale, window=window)
+    parts = list(attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window))
+    for r, (dq, dk, dv) in zip(seen, parts, strict=True):
+        rows, keys, values = r
+        exact = [t.double() for t in (grad[rows], q[rows], keys, values)]
+        exact_out, exact_lse = REFERENCE.forward(*exact[1:], scale=scale, window=window)
+        expected = REFERENCE.backward(*exact, exact_out, exact_lse, scale=scale, window=window)
+        plain = plain_bf16(q, r, grad, scale, window)
+        torch.testing.assert_close(lse[rows].double(), exact_lse, rtol=1e-3, atol=1e-3)
+        for ours, theirs, true in zip((out[rows], dq, dk, dv), plain, (exact_out, *expected), strict=True):
+            error, allowed = (ours.double() - true).norm(), (theirs.double() - true).norm()
+            assert error <= 2 * allowed + 1e-3 * true.norm(), f"range {r.rows}"
+
+
+def test_kernels_accept_merged_log_sum_exps():
+    """Context parallelism hands in output and log-sum-exp of more keys than the call's."""
+    backend, scale = VarlenCudaAttention(), 0.125
+    q, grad, [r, *_] = packs(0, 4, 2, 64)
+    q, grad = q[r.rows], grad[r.rows]
+    more = torch.randn(300, 2, 64, device="cuda").bfloat16()
+    merged_out, merged_lse = REFERENCE.forward(
+        q, torch.cat([more, r.keys]), torch.cat([more, r.values]), scale=scale, window=0
+    )
+    ours = backend.backward(grad, q, r.keys, r.values, merged_out, merged_lse, scale=scale, window=0)
+    theirs = REFERENCE.backward(grad, q, r.keys, r.values, merged_out, merged_lse, scale=scale, window=0)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.double() - other.double()).norm() <= 2e-2 * other.double().norm()
+    full = backend.backward_full(grad, q, more, more, merged_out, merged_lse, scale=scale)
+    expected = REFERENCE.backward_full(grad, q, more, more, merged_out, merged_lse, scale=scale)
+    for mine, other in zip(full, expected, strict=True):
+        assert (mine.double() - other.double()).norm() <= 2e-2 * other.double().norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "olmo2", "gemma3"])
+def test_whole_models_err_at_most_twice_as_much_as_plain_bf16(kind):
+    """Loss and every gradient of asymmetric packs, the model on the GPU."""
+    assert_bf16_as_good_as_plain(kind, None, device="cuda")
