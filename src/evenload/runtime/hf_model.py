@@ -188,9 +188,11 @@ def build_stage_model(
             stage.head.weight = stage.embedding.weight
             continue
         # One unit after the other, so that no more than one is whole where each is cut.
-        module.to_empty(device=device)
+        # Random weights are made on the CPU, so that every device starts from the same ones.
+        module.to_empty(device="cpu" if weights is None else device)
         if weights is None:
             initialise_weights(whole, {name: module}, seed)
+            module.to(device)
         else:
             load_weights({name: module}, Path(weights), tied=tied_copy, experts=recipe.expert_names)
         if tp > 1 and lora is None:
