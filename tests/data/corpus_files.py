@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evenload.data.config import DataConfig
-from evenload.data.loader import GlobalBatch, GlobalBatchLoader
+from evenload.data.global_batch import GlobalBatch
+from evenload.data.loader import GlobalBatchLoader
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import LeftOut, Prediction, StepPlan

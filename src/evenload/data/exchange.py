@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from evenload.data.loader import GlobalBatch
+from evenload.data.global_batch import GlobalBatch
 from evenload.data.peers import Peers
 from evenload.data.token_table import TokenTable, join_tables
 from evenload.errors import InvalidPlanError

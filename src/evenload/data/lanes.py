@@ -17,121 +17,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.drawn import Drawn, OpenBlock, first_drawn
+from evenload.data.lane_state import LaneState, PartState
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.peers import Peers
 from evenload.data.reading.block import Block, BlockCursor, BlockHead
 from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey
 from evenload.errors import DataError, EvenloadError
 from evenload.types.base import Frozen
-
-
-class DocumentPlace(Frozen, array_like=True):
-    """Where a document can be read again: its block, and which one of it. `checksum` is of the block."""
-
-    part: int
-    lane: int
-    epoch: int
-    cursor: BlockCursor
-    index: int
-    checksum: int
-
-
-class LaneState(Frozen, array_like=True):
-    """A lane between two documents.
-
-    Args:
-        cursor: of the open block, or of the next one; None = the lane has ended for this epoch.
-        taken: documents of that block that came already.
-        left: what is left of the open block; it was counted as read.
-        checksum: of the open block, where documents of it came already.
-    """
-
-    cursor: BlockCursor | None = BlockCursor()
-    taken: int = 0
-    left: Tally = Tally()
-    checksum: int | None = None
-
-
-class PartState(Frozen, array_like=True):
-    """A part of the mixture between two documents.
-
-    Args:
-        epoch: pass over this part (the run's epoch, unless parts repeat).
-        turn: lane that is asked next.
-        documents: drawn in this pass.
-        tokens: drawn since the weights began to count.
-    """
-
-    epoch: int
-    turn: int
-    documents: int
-    tokens: int
-    lanes: tuple[LaneState, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class OpenBlock:
-    """A block that documents are drawn from.
-
-    Args:
-        owner: rank that reads the lane.
-        lengths, num_labels: int32[num_documents].
-        block: with tokens, on the owner; None elsewhere.
-    """
-
-    key: LaneKey
-    epoch: int
-    owner: int
-    head: BlockHead
-    lengths: NDArray[np.int32]
-    num_labels: NDArray[np.int32]
-    block: Block | None
-
-    def place(self, row: int) -> DocumentPlace:
-        """Where its `row`-th document can be read again."""
-        return DocumentPlace(
-            part=self.key.part,
-            lane=self.key.lane,
-            epoch=self.epoch,
-            cursor=self.head.cursor,
-            index=row,
-            checksum=self.head.checksum,
-        )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Drawn:
-    """Documents drawn one after the other.
-
-    Args:
-        blocks: that they come from; of each, consecutive rows.
-        block_of, rows: int64[n], the block and the document in it; lengths, num_labels: int32[n].
-    """
-
-    blocks: tuple[OpenBlock, ...]
-    block_of: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    num_labels: NDArray[np.int32]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all of them."""
-        return int(self.lengths.sum())
-
-
-def join_drawn(runs: Sequence[Drawn]) -> Drawn:
-    """Several runs as one; a block that comes several times stays one."""
-    index = {id(block): at for at, block in enumerate({id(b): b for run in runs for b in run.blocks}.values())}
-    blocks = tuple({id(block): block for run in runs for block in run.blocks}.values())
-    block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
-    return Drawn(
-        blocks,
-        np.concatenate([np.zeros(0, np.int64), *block_of]),
-        np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.num_labels for run in runs)]),
-    )
 
 
 @dataclass(slots=True)
@@ -228,7 +121,7 @@ class LaneDraw:
             if num_tokens is not None:
                 count = int(np.searchsorted(np.cumsum(drawn.lengths), num_tokens, side="right"))
                 count = max(count, 1) if at_least_one else count
-                drawn = _first(drawn, count)
+                drawn = first_drawn(drawn, count)
             self._commit(part, lanes, count, drawn.num_tokens)
             return drawn
         return None
@@ -420,10 +313,4 @@ def _rounds(lanes: Sequence[_Lane], rounds: int, most: int) -> Drawn:
         starts[block_of] + order // len(blocks),
         columns([block.lengths for block in blocks]),
         columns([block.num_labels for block in blocks]),
-    )
-
-
-def _first(drawn: Drawn, count: int) -> Drawn:
-    return Drawn(
-        drawn.blocks, drawn.block_of[:count], drawn.rows[:count], drawn.lengths[:count], drawn.num_labels[:count]
     )

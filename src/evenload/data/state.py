@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evenload.data.config import DataConfig
-from evenload.data.lanes import DocumentPlace, LaneState, PartState
+from evenload.data.lane_state import DocumentPlace, LaneState, PartState
 from evenload.data.ledger import LedgerState
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen

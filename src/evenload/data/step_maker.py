@@ -16,7 +16,8 @@ import msgspec
 
 from evenload import errors
 from evenload.data.exchange import documents_by_replica, exchange_tokens
-from evenload.data.loader import GlobalBatch, GlobalBatchLoader
+from evenload.data.global_batch import GlobalBatch
+from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import LoaderState
 from evenload.data.token_table import TokenTable
 from evenload.errors import EvenloadError
