@@ -85,6 +85,7 @@ def calibrate(
         "optimizer": _optimizer_s_per_parameter(mesh.device),
         "link": _time_link(mesh),
         "context": _time_context(mesh),
+        "host": _time_host_link(mesh.device),
         "tensor": _time_tensor(mesh),
     }
     everyone: list[dict] = [{} for _ in range(mesh.layout.world_size)]
@@ -116,6 +117,11 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> C
     if contexts:
         context_bandwidth, context_latency_s = np.median(contexts, axis=0).tolist()
         context = LinkSpec(bandwidth_bytes_per_s=context_bandwidth, latency_s=context_latency_s)
+    hosts = [rank["host"] for rank in everyone if rank["host"] is not None]
+    host_link = None
+    if hosts:
+        host_bandwidth, host_latency_s = np.median(hosts, axis=0).tolist()
+        host_link = LinkSpec(bandwidth_bytes_per_s=host_bandwidth, latency_s=host_latency_s)
     return CostCoefficients(
         source="calibrated",
         device=device_name,
@@ -134,6 +140,7 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> C
         # matrices; that one's transfers are in the layers' seconds already.
         intra_node=context,
         inter_node=context,
+        host_link=host_link,
         devices_per_node=len(everyone),
         tensor_exposed_share=0.0 if tp > 1 else 0.5,
         model=model.name,
@@ -286,6 +293,21 @@ def _time_tensor(mesh: Mesh) -> tuple[float, float] | None:
     small, large = (_fastest(functools.partial(group.all_gather, own, "calibration"), mesh.device) for own in rows)
     hops = group.shard.size - 1
     return hops * 4 * (1 << 20) / max(large - small, 1e-9), small / hops
+
+
+def _time_host_link(device: torch.device) -> tuple[float, float] | None:
+    """(bytes per second, latency_s) of copies to pinned host memory, for offloading; None on a CPU, where it saves
+    nothing. All ranks at once, as in a step."""
+    if device.type != "cuda":
+        return None
+
+    def copy_s(num_bytes: int) -> float:
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        rows = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return _fastest(lambda: host.copy_(rows, non_blocking=True), device)
+
+    small, large = copy_s(64), copy_s(1 << 28)
+    return (1 << 28) / max(large - small, 1e-9), small
 
 
 def _ping(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> float:
