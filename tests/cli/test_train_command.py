@@ -202,7 +202,7 @@ def test_a_broken_jsonl_line_is_named(project):
         (["plan.strategy=flexpipe"], "live switching is not available in this version"),
         (["data.sources=corpus"], "data.sources"),
         (["model.path=nowhere"], "no config.json there"),
-        (["parallel.tp=2"], "tp"),
+        (["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
         (["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
         (["train.device=tpu"], "configuration key 'train.device'"),
     ],

@@ -38,6 +38,8 @@ def train_command(
     from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
     from evenload.runtime.device import require_device
+    from evenload.runtime.hf_model import load_config
+    from evenload.runtime.tensor_weights import require_tensor_parallel
     from evenload.runtime.trainer import layout_of, model_spec
 
     settings = load_train_config(config, overrides or [])
@@ -49,6 +51,7 @@ def train_command(
         return
     # Everything a user can get wrong is checked here, once, before processes start.
     require_trainable(settings.plan.strategy)
+    require_tensor_parallel(load_config(settings.model.path), settings.parallel.tp)
     layout = layout_of(settings, model_spec(settings).num_layers)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
