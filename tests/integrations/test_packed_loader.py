@@ -326,7 +326,7 @@ def test_start_lines_say_what_is_done_and_what_is_not(tmp_path, caplog):
     loader = loader_of(tmp_path, micro_batches=6, model="qwen2.5-0.5b")
     next(iter(loader))
     text = caplog.text
-    for part in ("balanced: equal", "qwen2.5-0.5b", "exactly 6 packs", "no attention_mask", "seed 3", "not done"):
+    for part in ("balanced: whole", "qwen2.5-0.5b", "exactly 6 packs", "no attention_mask", "seed 3", "not done"):
         assert part in text
     assert "first step    8 documents" in text
     # Only once, however long the run.

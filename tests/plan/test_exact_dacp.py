@@ -108,39 +108,36 @@ def test_micro_batches_equal_brute_force(lengths, cp, dp, room, gather, pack_s, 
     assert max(exact_s) == pytest.approx(best_s, rel=2e-6)
 
 
-def test_owners_are_within_three_percent_of_exact_where_it_finishes() -> None:
+@pytest.mark.parametrize("sigma", [0.2, 1.0])
+@pytest.mark.parametrize("count", [8, 12, 16, 24, 32])
+def test_owners_are_within_three_percent_of_exact(count, sigma) -> None:
     """On more documents than brute force can do."""
-    generator = np.random.default_rng(2)
-    finished = 0
-    for count in (8, 12, 16, 24, 32):
-        for sigma in (0.2, 1.0):
-            lengths = np.minimum(np.exp(generator.normal(5, sigma, count)).astype(int) + 1, 2000)
-            bucket = max(int(generator.uniform(1.05, 1.6) * lengths.sum() / 4), -(-int(lengths.max()) // 4))
-            batch = micro_batch(lengths, 4, bucket, float(generator.choice([0.0, 0.3, 1.0])))
-            owner = assign_owners(batch)
-            assert owner is not None
-            found = exact_owners(batch, time_limit_s=0.4, start=owner)
-            assert rank_seconds(batch, owner).max() <= 1.03 * found.seconds
-            # Where the solver stopped early, its bound must still be below what we have.
-            assert found.bound <= found.seconds <= rank_seconds(batch, owner).max() * (1 + 1e-9)
-            finished += found.gap < 2e-3
-    assert finished >= 6
+    generator = np.random.default_rng(count)
+    lengths = np.minimum(np.exp(generator.normal(5, sigma, count)).astype(int) + 1, 2000)
+    bucket = max(int(generator.uniform(1.05, 1.6) * lengths.sum() / 4), -(-int(lengths.max()) // 4))
+    batch = micro_batch(lengths, 4, bucket, float(generator.choice([0.0, 0.3, 1.0])))
+    owner = assign_owners(batch)
+    assert owner is not None
+    # Up to 12 documents take the solver a fraction of a second: the long limit is for a loaded machine.
+    found = exact_owners(batch, time_limit_s=60 if count <= 12 else 0.2, start=owner)
+    assert found.is_optimal or count > 12
+    # Where the solver stopped early, what it found is held to the same, and its bound must still be below it.
+    assert rank_seconds(batch, owner).max() <= 1.03 * found.seconds
+    assert found.bound <= found.seconds <= rank_seconds(batch, owner).max() * (1 + 1e-9)
 
 
-def test_micro_batches_are_within_three_percent_of_exact_where_it_finishes() -> None:
-    generator = np.random.default_rng(5)
-    finished = 0
-    for count in (7, 9, 13, 14):
-        lengths = np.minimum(np.exp(generator.normal(5, 0.8, count)).astype(int) + 1, 2000)
-        columns = micro_batch(lengths, 2, max(int(lengths.max()) // 2 + 1, int(lengths.sum()) // 3), 0.3)
-        step = StepDocuments(columns, columns.shared_s, 1, columns.bucket_tokens * 2, 20.0)
-        dealt = deal_micro_batches(step)
-        assert dealt is not None
-        heuristic_s = max(float(step.group_seconds(groups, THOROUGH).sum()) for groups in dealt)
-        found = exact_micro_batches(step, time_limit_s=1.0, start=dealt)
-        assert heuristic_s <= 1.03 * found.seconds
-        finished += found.gap < 2e-3
-    assert finished >= 2
+@pytest.mark.parametrize("count", [7, 9, 11, 14])
+def test_micro_batches_are_within_three_percent_of_exact(count) -> None:
+    generator = np.random.default_rng(count)
+    lengths = np.minimum(np.exp(generator.normal(5, 0.8, count)).astype(int) + 1, 2000)
+    columns = micro_batch(lengths, 2, max(int(lengths.max()) // 2 + 1, int(lengths.sum()) // 3), 0.3)
+    step = StepDocuments(columns, columns.shared_s, 1, columns.bucket_tokens * 2, 20.0)
+    dealt = deal_micro_batches(step)
+    assert dealt is not None
+    heuristic_s = max(float(step.group_seconds(groups, THOROUGH).sum()) for groups in dealt)
+    found = exact_micro_batches(step, time_limit_s=60 if count <= 11 else 0.2, start=dealt)
+    assert found.is_optimal or count > 11
+    assert heuristic_s <= 1.03 * found.seconds
 
 
 def test_stopping_early_says_so_and_is_never_worse_than_the_start() -> None:

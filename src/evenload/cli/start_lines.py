@@ -5,26 +5,14 @@ decides speed or data order stands here, with its value.
 """
 
 from evenload.data.config import DataConfig
+from evenload.plan.strategies import STRATEGY_WORKS
 from evenload.types.plan import StepPlan
-
-_STRATEGY_WORKS = {
-    "padded": "pads documents to the longest of a batch: a baseline, wastes compute",
-    "sequential": "cuts the stream of documents at the window: a baseline",
-    "best_fit": "fills packs by tokens, whole documents: a baseline, packs of unequal work",
-    "fixed_greedy": "packs of fixed length with the least attention work, greedily",
-    "fixed_exact": "packs of fixed length with the least attention work, by an exact solver",
-    "balanced": "whole documents, packs of equal predicted seconds",
-    "wlb": "packs of equal work; puts outliers off to later steps, so the order of the data changes (ledger: deferred)",
-    "skrull": "short documents whole on one rank, long ones shared by the context-parallel group",
-    "slimpack": "cuts documents into slices; forward and backward packs of equal work, chosen by simulation",
-    "auto": "plans with every strategy and takes the fastest in simulation, within memory",
-}
 
 
 def strategy_line(name: str, context_ranks: int) -> str:
     """The strategy, and what it does."""
     shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
-    return f"strategy {name}: {_STRATEGY_WORKS[name]}{shared}"
+    return f"strategy {name}: {STRATEGY_WORKS[name]}{shared}"
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from evenload.data.global_batch import GlobalBatch
 from evenload.data.peers import Peers
-from evenload.data.token_table import TokenTable, join_tables
+from evenload.data.token_table import TokenTable, all_labels, join_tables
 from evenload.errors import InvalidPlanError
 from evenload.types.plan import StepPlan
 
@@ -81,4 +81,4 @@ def _flatten(table: TokenTable, has_labels: bool) -> np.ndarray:
     """int32: all tokens, then all labels if they travel."""
     if not has_labels:
         return table.tokens
-    return np.concatenate([table.tokens, *(table.labels_of(doc_id) for doc_id in table)])
+    return np.concatenate([table.tokens, all_labels(table)])

@@ -52,7 +52,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         """int32[num_tokens]: a document's labels, -100 at its first token."""
         row = self._rows[doc_id]
         start, stop = self.edges[row], self.edges[row + 1]
-        return _written(self.tokens, self.labels, int(start), int(stop))
+        return span_labels(self.tokens, self.labels, int(start), int(stop))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """int64[n]: where the documents stand; -1 for one that is not here."""
@@ -83,7 +83,7 @@ def join_spans(doc_ids: NDArray[np.int64], spans: Sequence[Span]) -> TokenTable:
     tokens = _join([tokens[start:stop] for tokens, _, start, stop in spans])
     labels = None
     if any(span[1] is not None for span in spans):
-        labels = _join([_written(*span) for span in spans])
+        labels = _join([span_labels(*span) for span in spans])
     return TokenTable(doc_ids, edges, tokens, labels)
 
 
@@ -95,7 +95,7 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
     edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
     labels = None
     if any(table.labels is not None for table in tables):
-        labels = _join([_all_labels(table) for table in tables])
+        labels = _join([all_labels(table) for table in tables])
     return TokenTable(
         np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
         np.concatenate([np.zeros(1, np.int64), *edges]),
@@ -112,7 +112,10 @@ def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
     return join_spans(doc_ids, [(content, None, 0, len(content)) for content in documents.values()])
 
 
-def _written(tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start: int, stop: int) -> NDArray[np.int32]:
+def span_labels(
+    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start: int, stop: int
+) -> NDArray[np.int32]:
+    """int32[stop - start]: labels of one document in a span, also where they are its tokens."""
     if labels is not None:
         return labels[start:stop]
     written = tokens[start:stop].copy()
@@ -120,7 +123,8 @@ def _written(tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start:
     return written
 
 
-def _all_labels(table: TokenTable) -> NDArray[np.int32]:
+def all_labels(table: TokenTable) -> NDArray[np.int32]:
+    """int32[N]: labels of all documents, also where they are the tokens."""
     if table.labels is not None:
         return table.labels
     labels = table.tokens.copy()

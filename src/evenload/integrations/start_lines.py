@@ -6,15 +6,7 @@ from evenload.integrations.batch_formats import METADATA, BatchFormat
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.integrations.packed_step import PackedStep, StepShape
 from evenload.plan.options import PlanOptions
-
-_WHY = {
-    "padded": "documents in order, padded to the longest of their pack; for comparison, not for speed",
-    "best_fit": "fewest packs: best fit by tokens; work differs between packs",
-    "fixed_greedy": "as few packs as tokens need, attention work spread over them",
-    "fixed_exact": "as few packs as tokens need, attention work spread by a solver",
-    "balanced": "equal predicted time of ranks and packs, within max_tokens",
-    "wlb": "equal predicted time; long documents wait for steps that they fit",
-}
+from evenload.plan.strategies import STRATEGY_WORKS, WHOLE_STRATEGIES
 
 
 def start_lines(
@@ -46,15 +38,18 @@ def start_lines(
     workers = f"{config.workers} processes" if config.workers else "a thread"
     order = f"shuffled within {config.shuffle_window} documents, seed {config.seed}"
     not_done = [
-        "no document attends to another, and none is cut" if strategy in _WHY else "no document attends to another",
+        "no document attends to another, and none is cut"
+        if strategy in WHOLE_STRATEGIES
+        else "no document attends to another",
         "no attention mask is made",
         "no special tokens but the end of a document",
         "tensors stay on the CPU",
     ]
     if delays and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
+    cuts = "" if strategy in WHOLE_STRATEGIES else "; the loop must follow step.plan"
     lines = [
-        f"strategy      {strategy}: {_WHY.get(strategy, 'cuts documents; the loop must follow step.plan')}",
+        f"strategy      {strategy}: {STRATEGY_WORKS[strategy]}{cuts}",
         f"balance       times of {costs.model.name}, {costs.coefficients.source} ({costs.coefficients.device})",
         f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of at most {shape.max_tokens} tokens",
         f"boundaries    {METADATA[format]}",

@@ -32,6 +32,21 @@ STRATEGIES: dict[str, Planner] = {
 }
 """Available strategies, naive first. Each plans one global batch whole."""
 
+STRATEGY_WORKS: dict[str, str] = {
+    "padded": "pads documents to the longest of their pack: a baseline, wastes compute",
+    "sequential": "cuts the stream of documents at the window: a baseline",
+    "best_fit": "fills packs by tokens, whole documents: a baseline, packs of unequal work",
+    "fixed_greedy": "packs of fixed length with the least attention work, greedily",
+    "fixed_exact": "packs of fixed length with the least attention work, by an exact solver",
+    "balanced": "whole documents, packs of equal predicted seconds",
+    "wlb": "packs of equal work; puts outliers off to later steps, so the order of the data changes (ledger: deferred)",
+    "skrull": "short documents whole on one rank, long ones shared by the context-parallel group",
+    "slimpack": "cuts documents into slices; forward and backward packs of equal work, chosen by simulation",
+    "flexpipe": "whole documents, packs of equal predicted seconds; the pipeline's depth follows the batch",
+    "auto": "plans with every strategy and takes the fastest in simulation, within memory",
+}
+"""What each does, in words for a log."""
+
 DELAYING_STRATEGIES: dict[str, Callable[[StepProblem, Arrivals], DelayedChoice]] = {
     "fixed_greedy": delay_fixed_greedy,
     "fixed_exact": delay_fixed_exact,

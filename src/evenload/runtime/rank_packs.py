@@ -158,8 +158,3 @@ class RankPacks:
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
     """The token ranges a pack computes, padding included."""
     return tuple((s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)
-
-
-def num_pack_rows(pack: MicroPack) -> int:
-    """Rows a pack computes on all its ranks together, padding included."""
-    return pack.num_tokens + pack.num_padding_tokens

@@ -136,7 +136,6 @@ class Trainer:
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
         if config.parallel.cp_exchange == "ring":
             require_ring(backend, max(self.model.windows))
-        self._executor = Executor(self.stages, mesh)
         self._loader = GlobalBatchLoader(config.data, peers=TorchPeers(mesh.planning))
         if self._loader.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
@@ -144,7 +143,7 @@ class Trainer:
                 f"embedding {self.model.vocab_size}; use the model's own tokeniser or raise vocab_size in config.json"
             )
         self.steps_done = 0
-        self._loader_state = b""
+        self._loader_state = self._loader.state()
         self._planner_state = DelayState()
         self.coefficients: CostCoefficients | None = None
         self._writer = CheckpointWriter(
@@ -170,7 +169,7 @@ class Trainer:
             position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
             self._loader.load_state(decode_state(position.loader))
             self.steps_done = self._saved_steps = position.progress.steps_done
-            self._loader_state = position.loader
+            self._loader_state = self._loader.state()
             self._planner_state = position.progress.planner
             self.coefficients = position.coefficients
         return found
@@ -219,7 +218,7 @@ class Trainer:
             data_wait_s = time.perf_counter() - wait_from_s
             report = self._step(prepared, coefficients, data_wait_s)
             self.steps_done += 1
-            self._loader_state = encode_state(prepared.planned.loader_state)
+            self._loader_state = prepared.planned.loader_state
             self._planner_state = prepared.planned.planner_state
             saved, failed_save = self._save_on_the_way()
             if report is not None:
@@ -262,7 +261,9 @@ class Trainer:
 
     def _start_save(self, from_s: float) -> None:
         progress = Progress(steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state)
-        position = RunPosition(progress=progress, loader=self._loader_state, coefficients=self.coefficients)
+        position = RunPosition(
+            progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients
+        )
         self._writer.start(position, from_s)
         self._saved_steps = self.steps_done
 

@@ -27,6 +27,7 @@ from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.random_order import BLOCKS, permutation
 from evenload.data.reading.segments import Segment, deal_segments
+from evenload.data.token_table import span_labels
 from evenload.errors import DataError
 
 BLOCK_TOKENS = 1 << 18
@@ -222,7 +223,7 @@ def _make_block(
     labels: NDArray[np.int32] | None = None
     num_labels = np.maximum(lengths - 1, 0)
     if has_labels:
-        labels = np.concatenate([written_labels(document) for document in documents])
+        labels = np.concatenate([span_labels(d.tokens, d.labels, 0, len(d.tokens)) for d in documents])
         trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
         num_labels = (trained[edges[1:]] - trained[edges[:-1]]).astype(np.int32)
     head = BlockHead(
@@ -236,12 +237,3 @@ def _make_block(
         dropped=dropped,
     )
     return Block(head, edges, tokens, labels)
-
-
-def written_labels(document: EncodedDocument) -> NDArray[np.int32]:
-    """int32[num_tokens]: the labels, also where they are the tokens."""
-    if document.labels is not None:
-        return document.labels
-    labels = document.tokens.copy()
-    labels[:1] = IGNORE_INDEX
-    return labels
