@@ -279,8 +279,9 @@ void bind_trials(nb::module_& m) {
     nb::class_<evenload::Link>(m, "Link")
         .def(nb::init<double, double>(), nb::arg("bandwidth_bytes_per_s"), nb::arg("latency_s"));
     nb::class_<evenload::PassTable>(m, "PassTable")
-        .def(nb::init<std::vector<double>, double, double>(), nb::arg("matrix"), nb::arg("kv_token_bytes"),
-             nb::arg("context_rings"));
+        .def(nb::init<std::vector<double>, double, double, double, double>(), nb::arg("matrix"),
+             nb::arg("kv_token_bytes"), nb::arg("context_rings"), nb::arg("home_token_bytes") = 0.0,
+             nb::arg("home_hops") = 0.0);
     nb::class_<CostTable>(m, "CostTable")
         .def(nb::init<>())
         .def_rw("num_stages", &CostTable::num_stages)
@@ -294,6 +295,7 @@ void bind_trials(nb::module_& m) {
         .def_rw("forward", &CostTable::forward)
         .def_rw("backward", &CostTable::backward)
         .def_rw("context_hidden_share", &CostTable::context_hidden_share)
+        .def_rw("context_ring", &CostTable::context_ring)
         .def_rw("intra_node", &CostTable::intra_node)
         .def_rw("inter_node", &CostTable::inter_node)
         .def_rw("host", &CostTable::host)
@@ -317,6 +319,8 @@ void bind_trials(nb::module_& m) {
         .def_rw("weight_token_s", &CostTable::weight_token_s)
         .def_rw("weight_pack_s", &CostTable::weight_pack_s)
         .def_rw("weight_share", &CostTable::weight_share)
+        .def_rw("weight_gather_token_s", &CostTable::weight_gather_token_s)
+        .def_rw("weight_gather_pack_s", &CostTable::weight_gather_pack_s)
         .def_rw("weight_held_bytes", &CostTable::weight_held_bytes)
         .def_rw("weight_new_bytes", &CostTable::weight_new_bytes);
     m.def("price_packs", &price_packs, nb::arg("table"), nb::arg("forward"), nb::arg("backward"), nb::arg("num_tokens"),

@@ -1,3 +1,4 @@
+// Declares the bindings of prices and trials (bind_trials.cpp) for bind.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>

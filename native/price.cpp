@@ -72,8 +72,9 @@ double context_layer_s(const CostTable& table, const PassTable& pass, double gat
     if (gathered <= 0 || ranks == 1) return 0.0;
     const Link& link = ranks * table.layout_tp <= table.devices_per_node ? table.intra_node : table.inter_node;
     const auto size = static_cast<double>(ranks);
-    const double moved = gathered * pass.kv_token_bytes * (size - 1) / size;
-    return moved / link.bandwidth_bytes_per_s + pass.context_rings * (size - 1) * link.latency_s;
+    const double moved = gathered * pass.kv_token_bytes * (size - 1) / size + gathered * pass.home_token_bytes / size;
+    const double hops = pass.context_rings * (size - 1) + pass.home_hops;
+    return moved / link.bandwidth_bytes_per_s + hops * link.latency_s;
 }
 
 struct Direction {
@@ -101,7 +102,9 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             add_features(table, packs.start[i], rows, ranks, shared, features.data());
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
-            if (is_sharded(table, rows, ranks)) gathered += static_cast<double>(rows);
+            if (is_sharded(table, rows, ranks)) {
+                gathered += static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
+            }
             if (has_policy) {
                 policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);
             }
@@ -272,6 +275,7 @@ void price_split(const CostTable& table, const PackView& backward, const std::ve
             tokens += ceil_div(backward.rows_of(i, j), backward.ranks_of(i));
         }
         const double layer_s = static_cast<double>(tokens) * table.weight_token_s + table.weight_pack_s;
+        const double gather_s = static_cast<double>(tokens) * table.weight_gather_token_s + table.weight_gather_pack_s;
         for (int64_t s = 0; s < P; ++s) {
             const int64_t cell = j * P + s;
             const double whole_s = out.backward_s[cell];
@@ -280,7 +284,8 @@ void price_split(const CostTable& table, const PackView& backward, const std::ve
             if (!copy_s.empty()) weight_s = std::min(weight_s, whole_s - copy_s[cell]);
             const int64_t held = tokens * table.weight_held_bytes[s], made = tokens * table.weight_new_bytes[s];
             out.input_s[cell] = whole_s - weight_s;
-            out.weight_s[cell] = weight_s;
+            // Rows that I has let go are gathered again: on top of what the whole backward takes.
+            out.weight_s[cell] = weight_s + gather_s * table.layers[s];
             out.input_freed_bytes[cell] = out.backward_freed_bytes[cell] - held;
             // What I leaves is there before it ends, also where the backward gives nothing back.
             out.input_temp_bytes[cell] =

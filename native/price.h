@@ -22,6 +22,8 @@ struct PassTable {
     std::vector<double> matrix;
     double kv_token_bytes = 0.0;  // keys and values (backward: and their gradients) of a token and layer
     double context_rings = 0.0;
+    double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
+    double home_hops = 0.0;
 };
 
 // Everything about model, device and layout that prices need; made once by cost/native_table.py.
@@ -31,6 +33,7 @@ struct CostTable {
     std::vector<int64_t> windows;  // 0 = full attention
     PassTable forward, backward;
     double context_hidden_share = 0.0;
+    bool context_ring = false;  // a slice's whole prefix travels with it
     Link intra_node, inter_node, host;
     std::vector<double> layers;                                      // [stages]
     std::vector<double> linear_again_token_s, linear_again_pack_s;   // [stages], what recomputing pays again
@@ -45,6 +48,7 @@ struct CostTable {
     int64_t head_rows = 0, gathered_forward_bytes = 0, gathered_backward_bytes = 0;
     // Split backward (cost/split_backward.py).
     double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
+    double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token
 
     int64_t num_features() const { return 3 + 2 * static_cast<int64_t>(windows.size()); }
