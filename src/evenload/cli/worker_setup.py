@@ -57,6 +57,7 @@ def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSe
         config.train.timeout_s,
         config.train.checkpoint_timeout_s,
         signs=_store_of_signs(),
+        channels=config.parallel.channels,
     )
     if device.type == "cuda":
         warm_up(mesh)

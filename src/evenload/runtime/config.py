@@ -12,6 +12,7 @@ from evenload.errors import ConfigError
 from evenload.plan.options import PlanOptions
 from evenload.runtime.device import DeviceKind
 from evenload.runtime.lora import LoraConfig
+from evenload.runtime.mesh import ChannelMode
 from evenload.runtime.optimizer import OptimizerConfig
 from evenload.types.base import Frozen
 
@@ -48,6 +49,10 @@ class ParallelConfig(Frozen):
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
             model's heads, key/value heads and feed-forward columns. Refused for models with experts and for OLMo 2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
+        channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
+            has a process group for each direction, so that no transfer waits for another. "fifo": one group and one
+            queue for each pair of ranks, everything in one order that follows the plan; for devices on which transfers
+            of different groups block each other.
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
     """
@@ -58,6 +63,7 @@ class ParallelConfig(Frozen):
     cp_exchange: Literal["all_gather", "ring"] = "all_gather"
     tp: int = 1
     virtual: int = 1
+    channels: ChannelMode = "directed"
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

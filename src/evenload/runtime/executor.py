@@ -22,16 +22,17 @@ from torch import Tensor
 
 from evenload.errors import InvalidPlanError
 from evenload.plan.cp_sharding import ShardingCost
-from evenload.runtime.channels import Channels
+from evenload.runtime.channels import Channels, open_channels
 from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.device import StepClock, step_clock
 from evenload.runtime.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.host_copies import host_copies
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.rank_packs import Exchange, RankPacks
-from evenload.runtime.send_releases import Channel, send_releases
+from evenload.runtime.send_releases import Channel
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.store import ActivationStore
+from evenload.runtime.transfers import Carried
 from evenload.types.plan import StepPlan
 from evenload.types.schedule import Action
 from evenload.types.timeline import KINDS
@@ -160,13 +161,12 @@ class Executor:
             for stage in self._stages
         }
         channels = self._open_channels(plan, mine, actions)
-        releases = send_releases(plan, self._mesh.dp_rank, self._mesh.pp_rank)
         rows: list[_Row] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self._clock.start()
-        for action, released in zip(actions, releases, strict=True):
+        for at, action in enumerate(actions):
             self._mesh.watch.note(action)
-            channels.release(released)
+            channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
             if action.kind == "W":
                 start = self._clock.mark()
@@ -215,14 +215,14 @@ class Executor:
             elif action.kind != "W":
                 rows["B", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.backward[action.pack]))))
         like = next(iter(self._stages.values()))
-        return Channels(
-            self._mesh,
-            rows=rows,
+        carried = Carried(
             hidden_size=like.hidden_size,
             dtype=like.dtype,
             device=like.device,
+            watch=self._mesh.watch,
             stream=self._receives,
         )
+        return open_channels(plan, self._mesh, rows, carried)
 
 
 class _Row(NamedTuple):

@@ -3,13 +3,14 @@
 Groups are made once at start, in the same order on every rank. Every directed channel between two virtual stages on
 different ranks has a group of its own, so no channel waits for another (DESIGN §7), also where NCCL would run all
 traffic of a pair of ranks in one order: with virtual stages the same two ranks are neighbours several times, in both
-directions.
+directions. With `channels="fifo"` all channels between two ranks share one group.
 """
 
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from evenload.runtime.cp_groups import create_context_groups
 from evenload.runtime.tensor_group import TensorGroup
 from evenload.runtime.watch import RankWatch
 from evenload.types.layout import ParallelLayout
+
+ChannelMode = Literal["directed", "fifo"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +36,8 @@ class Mesh:
         data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here.
         forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
             the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
+        channels: whether every channel has a group of its own ("directed") or all channels of two ranks share one
+            ("fifo").
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
@@ -52,6 +57,7 @@ class Mesh:
     data: dist.ProcessGroup
     forward: Mapping[int, dist.ProcessGroup]
     backward: Mapping[int, dist.ProcessGroup]
+    channels: ChannelMode
     context: Mapping[Block, dist.ProcessGroup]
     tensor: TensorGroup | None
     tie: dist.ProcessGroup | None
@@ -91,6 +97,7 @@ def create_mesh(
     timeout_s: float,
     saving_timeout_s: float | None = None,
     signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
+    channels: ChannelMode = "directed",
 ) -> Mesh:
     """Make the groups of a layout. Collective: every process of the default group calls it.
 
@@ -99,6 +106,7 @@ def create_mesh(
         saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
             None = `timeout_s`.
         signs: a store of all ranks in which they show that they live; used by nothing else.
+        channels: see `Mesh`.
 
     Raises:
         ConfigError: the number of processes does not fit.
@@ -142,10 +150,16 @@ def create_mesh(
     tie = None
     for d, c, t in itertools.product(*sizes[1:]):
         holders = ranks(layout.stage_to_rank, (d,), (c,), (t,))
+        shared: dict[frozenset[int], dist.ProcessGroup] = {}
         for stage, pair in enumerate(itertools.pairwise(holders)):
             if pair[0] == pair[1]:
                 continue
-            groups = group(sorted(pair)), group(sorted(pair))
+            if channels == "directed":
+                groups = group(sorted(pair)), group(sorted(pair))
+            else:
+                if frozenset(pair) not in shared:
+                    shared[frozenset(pair)] = group(sorted(pair))
+                groups = (shared[frozenset(pair)],) * 2
             if rank in pair:
                 forward[stage + 1], backward[stage] = groups
         if holders[0] != holders[-1]:
@@ -165,6 +179,7 @@ def create_mesh(
         data=data[pp_rank, tp_rank],
         forward=forward,
         backward=backward,
+        channels=channels,
         context=create_context_groups(layout, rank, group),
         tensor=tensor,
         tie=tie,

@@ -20,6 +20,7 @@ A rank keeps what is under way in the prediction plus LAG packs a channel. O(act
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,27 +58,34 @@ def send_releases(plan: StepPlan, dp_rank: int, pp_rank: int) -> tuple[tuple[tup
         return ((),) * (own.stop - own.start)
     if not _members_agree(plan):
         return ((),) * (own.stop - own.start)
-    start_s = simulate(_tasks(plan, dp_rank), actions).start_s
-    counts = {channel: _released(actions, start_s, channel, start_s[own]).tolist() for channel in channels}
-    waits: list[list[tuple[Channel, int]]] = [[] for _ in range(own.stop - own.start)]
-    for channel, column in counts.items():
+    start_s = simulate(timed_tasks(plan, dp_rank), actions).start_s
+    # Packs of a stage run in index order, so their starts do not fall.
+    return releases_before({channel: start_s[runs_of(actions, *channel)] for channel in channels}, start_s[own])
+
+
+def releases_before(
+    over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]
+) -> tuple[tuple[tuple[Channel, int], ...], ...]:
+    """For every own action the channels whose first so many sends are over: LAG packs further ones are over before it.
+
+    Args:
+        over: by channel, when each send is over; not falling.
+        own: when each action of the rank comes, on the same scale; not falling.
+    """
+    waits: list[list[tuple[Channel, int]]] = [[] for _ in own]
+    for channel, times in over.items():
         before = 0
-        for at, count in enumerate(column):
+        for at, count in enumerate((np.searchsorted(times, own, side="left") - LAG).tolist()):
             if count > before:
                 waits[at].append((channel, count))
                 before = count
     return tuple(map(tuple, waits))
 
 
-def _released(
-    actions: ActionColumns, start_s: NDArray[np.float64], channel: Channel, own_start_s: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    """Sends of a channel that are over before each own action; int64[own actions], not falling."""
-    kind, stage = channel
+def runs_of(actions: ActionColumns, kind: str, stage: int) -> NDArray[np.bool_]:
+    """Which actions are the forwards ("F") or the backwards ("B": B or I) of a stage; bool[n]."""
     is_backward = (actions.kind != _FORWARD) & (actions.kind != _WEIGHT)
-    receives = (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
-    # Packs of a stage run in index order, so their starts do not fall.
-    return np.maximum(0, np.searchsorted(start_s[receives], own_start_s, side="left") - LAG)
+    return (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
 
 
 def _members_agree(plan: StepPlan) -> bool:
@@ -90,7 +98,7 @@ def _members_agree(plan: StepPlan) -> bool:
         return True
     starts: dict[Block, list[list[tuple]]] = defaultdict(list)
     for dp_rank, blocks in enumerate(sizes):
-        start_s = simulate(_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
+        start_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
         actions = [action for row in plan.schedules[dp_rank].ranks for action in row]
         met: dict[Block, list[tuple]] = defaultdict(list)
         for action, start in zip(actions, start_s, strict=True):
@@ -102,7 +110,7 @@ def _members_agree(plan: StepPlan) -> bool:
     return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
 
 
-def _tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
+def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
     """The predicted seconds of a replica, without bytes."""
     packs, times, stages = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout.num_stages
     shapes = (len(packs.forward), stages), (len(packs.backward), stages)

@@ -3,7 +3,8 @@
 NCCL makes a communicator at a group's first transfer, and both ends have to be in it: the host blocks until the other
 rank comes. In a step, two neighbours would each wait in the first receive of another channel, for ever. So every
 group moves one element at start, in an order that is the same on all ranks that meet: collectives by kind, then the
-channels of a pipeline from its first stage to its last. The order is total, so no circle of waits is possible.
+channels of a pipeline from its first stage to its last, each group once where channels share it. The order is total, so
+no circle of waits is possible.
 
 Price: one transfer of a few bytes a group and start (0.1 to 1 s a communicator on NCCL by its documentation).
 """
@@ -39,17 +40,17 @@ def warm_up(mesh: Mesh) -> int:
 
 
 def _warm_channels(mesh: Mesh, one: torch.Tensor) -> int:
-    count = 0
+    used: set[dist.ProcessGroup] = set()
     for stage in range(mesh.layout.num_stages - 1):
         # (receiving stage, its channel, sending stage) of both directions between `stage` and the next.
         ends = ((stage + 1, mesh.forward.get(stage + 1), stage), (stage, mesh.backward.get(stage), stage + 1))
         for receiver, group, sender in ends:
-            if group is None:
+            if group is None or group in used:
                 continue
             to, source = mesh.rank_of_stage(receiver), mesh.rank_of_stage(sender)
             if mesh.rank == source:
                 dist.send(one, to, group=group)
             else:
                 dist.recv(one.clone(), source, group=group)
-            count += 1
-    return count
+            used.add(group)
+    return len(used)
