@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import evenload.runtime.send_releases as send_releases_module
 from context_plans import merged_plan
-from evenload.plan.validate_groups import block_of
 from evenload.runtime.send_releases import LAG, channels_of_rank, send_releases
 from evenload.types.plan import StepPlan
+from strict_queues import node_names
 from varied_plans import varied_plan
 
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (1, 3)]
@@ -106,17 +106,6 @@ def test_replicas_that_predict_different_times_of_shared_packs_wait_for_no_send(
     times = plan.times[0], msgspec.structs.replace(plan.times[1], forward_s=slower)
     plan = msgspec.structs.replace(plan, times=times)
     assert not any(any(send_releases(plan, 0, rank)) for rank in range(3))
-
-
-def node_names(plan: StepPlan, dp_rank: int) -> dict[tuple[int, int], tuple]:
-    """By (rank, place): an action's name, the same for all replicas that share its pack."""
-    packs, names = plan.pack_plans[dp_rank], {}
-    for rank, row in enumerate(plan.schedules[dp_rank].ranks):
-        for at, action in enumerate(row):
-            pack = (packs.forward if action.kind == "F" else packs.backward)[action.pack]
-            block = block_of(plan, dp_rank, pack)
-            names[rank, at] = (*block, action.kind, action.stage, tuple(map(str, pack.slices)))
-    return names
 
 
 @pytest.mark.parametrize("schedule", ["list", "list split", "word", "zero bubble"])

@@ -4,16 +4,15 @@ Where transfers of a rank do not run side by side, two ranks must post what they
 own order of work does not give one: a stage receives hidden states while it sends gradients. So both follow one order
 of all actions of the plan, in which every action comes after what it needs:
 
-    a transfer stands where the action stands that sends it;
+    a transfer stands where the action stands that sends it
     before an action a rank posts all receives that stand before it, in their order
+    when a channel has sent LAG more, a rank waits for a send and lets its tensor go (`send_releases.py`)
 
-Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order. A
-send is over when its receiver has posted the receive, before its next action of the order. LAG packs later the sender
-waits for it (`send_releases.py`) and lets the tensor go; the receiver keeps what is under way in the prediction.
+Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order.
 
 Nothing deadlocks, even if every rank's device ran one transfer at a time in the order of posting, with whatever peer.
-Let A be the first action of the order that has not run, on any rank. What it waits for, its input and the receipt of
-sends that are over before it, stands before it, so it was sent. Of all transfers that were sent and have not arrived,
+Let A be the first action of the order that has not run, on any rank. All that it waits for, its input and the receipt
+of its rank's earlier sends, stands before it, so it was sent. Of all transfers that were sent and have not arrived,
 take the first; it stands before A. Its sender posted it and all before it. Its receiver's next action stands at A or
 later, so the receiver posted it and all before it, too; and those have arrived. So it arrives, and then the next one,
 until A runs. Any order that follows the plan will do; durations decide only how long transfers wait for each other.
@@ -24,7 +23,8 @@ states that are ready behind the gradient of a long pack. Taking the earliest en
 (Kahn's algorithm with a heap) follows the plan whatever the predictions are. Replicas that share packs meet in them,
 so their actions are placed together, a shared one as one action of all members.
 
-O(actions log actions), of all replicas that share packs with this one.
+Price: a rank keeps LAG sent tensors a channel, and receives that are under way in the prediction (directed channels
+leave these with the sender). O(actions log actions), of all replicas that share packs with this one.
 """
 
 import heapq
@@ -69,13 +69,10 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     """
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
-    rows = [places[lo:hi] for lo, hi in itertools.pairwise(actions.rank_offset.tolist())]
-    own = rows[pp_rank]
+    own = places[int(actions.rank_offset[pp_rank]) : int(actions.rank_offset[pp_rank + 1])]
     over: dict[Channel, NDArray[np.int64]] = {}
     for kind, stage in channels_of_rank(plan.layout, pp_rank):
-        sent = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]
-        row = rows[ranks[stage]]
-        over[kind, stage] = row[np.searchsorted(row, sent)]
+        over[kind, stage] = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]
     due: list[tuple[int, Receive]] = []
     for stage in (stage for stage, rank in enumerate(ranks) if rank == pp_rank):
         for kind, source in (("F", stage - 1), ("B", stage + 1)):
