@@ -147,12 +147,12 @@ class Executor:
         for stage in self._stages.values():
             stage.begin_step(document_tokens)
         held = HeldBytes()
-        whole_packs = [mine.ranges(pack) for pack in packs.backward]
+        backward_packs = [mine.ranges(pack) for pack in packs.backward]
         before_bytes = self._context_bytes()
         stores = {
             stage: ActivationStore(
                 mine.stored_tokens(),
-                whole_packs,
+                backward_packs,
                 policies=packs.policies,
                 held=held,
                 copies=self._copies,

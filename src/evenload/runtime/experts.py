@@ -16,6 +16,8 @@ one product per expert that has tokens.
 Balance. Switch Transformer's loss (Fedus et al. 2021, eq. 4-6), per layer and per document: see `RouterBalance`.
 
 Price: that of the block's products; two index operations per pack beyond transformers' own grouped implementation.
+On a GPU the host waits once a layer and pass for the experts' numbers of tokens; why not torch's grouped product, which
+reads them on the device: docs/decisions/0022.
 """
 
 import functools
@@ -90,8 +92,7 @@ class RouterBalance:
     def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor) -> None:
         """Count the experts [T, k] that the running forward pack's tokens chose."""
         for (doc_id, _, _), rows in _real_rows(ranges, self.num_tokens):
-            counts = torch.bincount(chosen[rows].flatten(), minlength=self.num_experts)
-            _add(self._of_pack, (layer, doc_id), counts)
+            _add(self._of_pack, (layer, doc_id), _count(chosen[rows].flatten(), self.num_experts))
 
     def end_pack(self, shared: SharedPack | None, device: torch.device) -> None:
         """After a forward pack's last layer. Collective over the ranks that share it.
@@ -130,6 +131,11 @@ class RouterBalance:
         """The loss of all packs since the last call; fp64 scalar on the device."""
         loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64), 0.0
         return loss
+
+
+def _count(values: Tensor, size: int) -> Tensor:
+    """How often each of 0..size-1 comes; int64[size]. As `bincount`, which lets the host wait for a GPU."""
+    return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 
 
 def _add(totals: dict[tuple[int, int], Tensor], key: tuple[int, int], counts: Tensor) -> None:
@@ -222,11 +228,12 @@ class ReplayExperts(nn.Module):
             weighted = product * top_k_weights.flatten()[order.entry, None]
             return order.sum_by_token(weighted).to(hidden_states.dtype)
 
+        every_row = torch.arange(top_k_index.shape[0], device=top_k_index.device)
+
         def make(rows: Tensor) -> Tensor:
-            part = _Order(top_k_index[rows], self.gate_up_proj.shape[0])
+            part = order if rows is every_row else _Order(top_k_index[rows], self.gate_up_proj.shape[0])
             return part.by_token(part.products(hidden_states[rows][part.token], self.gate_up_proj))
 
-        every_row = torch.arange(top_k_index.shape[0], device=top_k_index.device)
         recorded = state.read_or_remake(self.site, make, every_row)
         recorded = recorded.reshape(top_k_index.numel(), -1)[order.entry]
         # In tuples, autograd does not see the weights, so it makes no gradients of its own for them.
@@ -253,7 +260,8 @@ class _Order:
         flat = top_k_index.flatten()
         self.entry = torch.argsort(flat, stable=True)
         self.token = self.entry // k
-        stops = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
+        # The one place where the host waits for a GPU inside a step.
+        stops = _count(flat, num_experts).cumsum(0).tolist()
         starts = [0, *stops[:-1]]
         self.parts = [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
 

@@ -7,6 +7,9 @@ a layer are not counted. O(1) a change.
 
 from typing import Literal, get_args
 
+import torch
+from torch import Tensor
+
 StoreKind = Literal[
     "activations_replay",
     "activations_recompute",
@@ -19,6 +22,13 @@ StoreKind = Literal[
 """What is counted: recorded tensors by activation policy of their document, keys and values of documents, their
 gradients under way, what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
+
+
+def own_memory(rows: Tensor) -> Tensor:
+    """The tensor, or a copy where it is a part of a larger one, so that what is counted is what is held."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class HeldBytes:

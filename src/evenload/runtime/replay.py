@@ -15,7 +15,7 @@ which does not say how activations are shared between the two cuts.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +46,7 @@ class ReplayState:
 
     Args:
         mode: "record" in forward packs, "replay" in backward packs.
-        ranges: of the running pack, in row order.
+        ranges: of the running pack, in row order; rows: where each is in the pack.
         remade: int64[n], rows of the running backward pack whose products are made again; None = no rows. `kept` are
             the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
@@ -58,6 +58,7 @@ class ReplayState:
     backend: RangeAttention
     mode: Literal["record", "replay"] = "record"
     ranges: tuple[Range, ...] = ()
+    rows: tuple[slice, ...] = ()
     store: ActivationStore | None = None
     remade: Tensor | None = None
     kept: Tensor | None = None
@@ -164,7 +165,7 @@ class _RangeAttentionFunction(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, scale: float, window: int):
         store = state.store
         assert store is not None
-        ctx.call = (store, state.backend, state.ranges, layer, scale, window)
+        ctx.call = (store, state.backend, state.ranges, state.rows, layer, scale, window)
         ctx.shared = state.shared
         if state.mode == "replay":
             out = store.read((layer, "attention"), state.ranges)
@@ -175,9 +176,8 @@ class _RangeAttentionFunction(torch.autograd.Function):
             store.record((layer, "attention"), out)
             store.record((layer, "lse"), lse)
             return out
-        for rows, (doc_id, start, _) in _rows_of(state.ranges):
-            store.record_keys(doc_id, layer, start, k[rows], v[rows])
-        seen = _key_ranges(store, state.ranges, layer, window)
+        store.record_pack_keys(layer, k, v)
+        seen = _key_ranges(store, state.ranges, state.rows, layer, window)
         out, lse = attend_ranges(state.backend, q, seen, scale=scale, window=window)
         store.record((layer, "attention"), out)
         store.record((layer, "lse"), lse)
@@ -185,14 +185,14 @@ class _RangeAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        store, backend, ranges, layer, scale, window = ctx.call
+        store, backend, ranges, rows, layer, scale, window = ctx.call
         q, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         if ctx.shared is not None:
             call = AttentionCall(backend, store, layer, scale, window)
             return *ctx.shared.backward(call, grad, q, out, lse), None, None, None, None
         dqs, dks, dvs = [], [], []
-        seen = _key_ranges(store, ranges, layer, window)
+        seen = _key_ranges(store, ranges, rows, layer, window)
         parts = attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window)
         for (doc_id, start, stop), (dq, dk, dv) in zip(ranges, parts, strict=True):
             dk, dv = store.add_key_grads(doc_id, layer, first_visible_key(start, window), dk, dv, start, stop)
@@ -202,19 +202,13 @@ class _RangeAttentionFunction(torch.autograd.Function):
         return *(torch.cat(parts).to(q.dtype) for parts in (dqs, dks, dvs)), None, None, None, None
 
 
-def _key_ranges(store: ActivationStore, ranges: tuple[Range, ...], layer: int, window: int) -> list[KeyRange]:
+def _key_ranges(
+    store: ActivationStore, ranges: tuple[Range, ...], rows: tuple[slice, ...], layer: int, window: int
+) -> list[KeyRange]:
     return [
-        KeyRange(rows, *store.keys_and_values(doc_id, layer, first_visible_key(start, window), stop))
-        for rows, (doc_id, start, stop) in _rows_of(ranges)
+        KeyRange(own, *store.keys_and_values(doc_id, layer, first_visible_key(start, window), stop))
+        for own, (doc_id, start, stop) in zip(rows, ranges, strict=True)
     ]
-
-
-def _rows_of(ranges: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
-    row = 0
-    for r in ranges:
-        stop = row + r[2] - r[1]
-        yield slice(row, stop), r
-        row = stop
 
 
 def _hf_attention(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.cost.memory import HEAD_ROWS
-from evenload.runtime.context_attention import PackAttention, join_backward, join_forward
+from evenload.runtime.context_attention import PackAttention, join_backward, join_forward, rows_of
 from evenload.runtime.cross_entropy import cross_entropy_and_gradient
 from evenload.runtime.experts import RouterBalance
 from evenload.runtime.hf_model import StageModel
@@ -58,6 +58,7 @@ class PipelineStage:
 
     def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None = None) -> None:
         self.model = model
+        self._like = next(next(iter(model.layers.values())).parameters())
         self._tensor = tensor
         self._state = ReplayState(backend=backend)
         if model.recipe.router is not None and model.router_aux_loss_coef:
@@ -85,12 +86,12 @@ class PipelineStage:
     @property
     def dtype(self) -> torch.dtype:
         """Compute precision."""
-        return next(next(iter(self.model.layers.values())).parameters()).dtype
+        return self._like.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the stage computes."""
-        return next(next(iter(self.model.layers.values())).parameters()).device
+        return self._like.device
 
     @property
     def row_shard(self) -> RowShard | None:
@@ -289,6 +290,7 @@ class PipelineStage:
         state = self._state
         state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
         state.shared = pack.shared
+        state.rows = tuple(rows for rows, _ in rows_of(pack.ranges))
         state.divide_rows(self.device)
         if self._tensor is not None:
             what = f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack"

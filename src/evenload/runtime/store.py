@@ -1,9 +1,9 @@
 """`ActivationStore`: what a stage keeps between a slice's forward and its backward.
 
-Recorded tensors of a forward pack live in *blocks*. A pack whose backward pack has the very same
-slices is one block, so recording and reading copy nothing; any other pack is one block per slice, so
-that a block is freed as soon as its document's backward has passed it, whatever the cuts are. Keys and
-values are one buffer per document, because a later slice reads the whole prefix.
+Recorded tensors of a forward pack live in *blocks* (`blocks.py`): slices that are freed at the same moment. A pack
+that is one block is kept uncut, so recording and reading copy nothing. Keys and values of a document that is cut in
+forward are one buffer, because a later slice reads the whole prefix; those of the other documents of a block are one
+tensor a layer. (Values may be a view of a recorded product: then they are held once and counted twice.)
 
 What a block keeps depends on the activation policy of its document (`cost/activation.py`):
 
@@ -17,6 +17,7 @@ Every byte held is counted by kind where it is allocated and freed; the peaks ar
 prediction is tested against (cost/memory.py mirrors these rules).
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from evenload.runtime.held_bytes import HeldBytes, StoreKind
+from evenload.runtime.blocks import Block, BlockIndex
+from evenload.runtime.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.host_copies import Copy, HostCopies, host_copies
 from evenload.runtime.row_shard import Range, RowShard
 from evenload.runtime.weight_products import WeightProducts
@@ -36,25 +38,6 @@ _NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 def num_rows(ranges: Iterable[Range]) -> int:
     """Tokens in all ranges."""
     return sum(stop - start for _, start, stop in ranges)
-
-
-@dataclass(eq=False)
-class _Block:
-    """Recorded tensors of the rows of `ranges`, freed when the last of them is done.
-
-    Args:
-        tensors: on the device; host: by layer, in host memory.
-        leaving: of the layer being recorded, still on the device and on its way to the host.
-    """
-
-    ranges: tuple[Range, ...]
-    policy: ActivationPolicy
-    open_ranges: int
-    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
-    host: dict[int, dict[Hashable, Tensor]] = field(default_factory=dict)
-    leaving: dict[Hashable, Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
-    num_host_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -83,7 +66,7 @@ class ActivationStore:
 
     Args:
         num_tokens: tokens of every document the replica trains (padded length where it is padded).
-        whole_packs: slice lists of backward packs; a forward pack with such a list is kept uncut.
+        backward_packs: their ranges, by which slices of a forward pack are kept together.
         policies: of documents that do not use `replay`.
         held: where bytes are counted; the stages of a rank share one.
         shard: of a tensor-parallel rank, which rows it has of what is recorded as own rows.
@@ -93,23 +76,21 @@ class ActivationStore:
     def __init__(
         self,
         num_tokens: dict[int, int],
-        whole_packs: Sequence[tuple[Range, ...]],
+        backward_packs: Sequence[tuple[Range, ...]],
         *,
         policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
         held: HeldBytes | None = None,
         copies: HostCopies | None = None,
         shard: RowShard | None = None,
     ) -> None:
-        self._shard = shard
         self._own_rows_keys: set[Hashable] = set()
         self._num_tokens = num_tokens
-        self._whole_packs = set(whole_packs)
         self._policies = policies
+        self._index = BlockIndex(backward_packs, self.policy, shard)
         self._copies = copies
         self._device: torch.device | None = None
-        self._blocks: dict[int, list[tuple[Range, tuple[int, int], _Block]]] = defaultdict(list)
         self._buffers: dict[int, _DocumentBuffers] = {}
-        self._open: list[_Block] = []
+        self._open: list[Block] = []
         self._leaving: deque[tuple[list[Copy], int]] = deque()
         self._fetched: dict[int, _Fetch] = {}
         self._fetch_order: deque[int] = deque()
@@ -123,23 +104,9 @@ class ActivationStore:
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def _num_rows(self, key: Hashable, ranges: Iterable[Range]) -> int:
-        """Rows of what is recorded under a key."""
-        if self._shard is not None and key in self._own_rows_keys:
-            return self._shard.num_rows(ranges)
-        return num_rows(ranges)
-
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         """Start recording a forward pack."""
-        is_whole = ranges in self._whole_packs and len({self.policy(r[0]) for r in ranges}) == 1
-        groups = [ranges] if is_whole else [(r,) for r in ranges]
-        self._open = [_Block(group, self.policy(group[0][0]), len(group)) for group in groups]
-        for block in self._open:
-            row = own_row = 0
-            for r in block.ranges:
-                self._blocks[r[0]].append((r, (row, own_row), block))
-                row += r[2] - r[1]
-                own_row += 0 if self._shard is None else self._shard.num_rows((r,))
+        self._open = self._index.open_pack(ranges)
 
     def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False, is_own_rows: bool = False) -> None:
         """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
@@ -150,11 +117,8 @@ class ActivationStore:
         """
         if is_own_rows:
             self._own_rows_keys.add(key)
-        row = 0
         for block in self._open:
-            stop = row + self._num_rows(key, block.ranges)
-            own = rows if len(self._open) == 1 else rows[row:stop]
-            row = stop
+            own = rows if len(self._open) == 1 else rows[block.own_rows if is_own_rows else block.rows]
             if block.policy == "recompute" and is_product:
                 continue
             if block.policy == "offload":
@@ -167,11 +131,9 @@ class ActivationStore:
     def record_final(self, rows: Tensor) -> None:
         """Keep the last layer's output (own rows) of the open pack for the head, on the device in any case."""
         self._own_rows_keys.add("final")
-        row = 0
         for block in self._open:
-            stop = row + self._num_rows("final", block.ranges)
-            self._keep(block, "final", rows if len(self._open) == 1 else rows[row:stop].clone())
-            row = stop
+            own = rows[block.own_rows].clone() if len(self._open) > 1 else rows
+            self._keep(block, "final", own)
 
     def end_layer(self, layer: int) -> None:
         """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
@@ -203,14 +165,52 @@ class ActivationStore:
                 copy.release()
             self.held.count("offload_buffers", -num_bytes)
 
-    def _keep(self, block: _Block, key: Hashable, rows: Tensor) -> None:
+    def _keep(self, block: Block, key: Hashable, rows: Tensor) -> None:
         block.tensors[key] = rows
         block.num_bytes += rows.nbytes
         self.held.count(_ACTIVATIONS[block.policy], rows.nbytes)
 
+    def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows.
+
+        The caller must not change them afterwards.
+        """
+        for block in self._open:
+            row = block.rows.start
+            for is_whole, run in itertools.groupby(block.ranges, self._is_whole):
+                ranges = tuple(run)
+                stop = row + num_rows(ranges)
+                if is_whole:
+                    # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
+                    keep = torch.clone if block.policy == "offload" else own_memory
+                    self._record_whole(layer, ranges, keep(keys[row:stop]), keep(values[row:stop]))
+                    row = stop
+                    continue
+                for doc_id, start, end in ranges:
+                    rows = slice(row, row + end - start)
+                    self.record_keys(doc_id, layer, start, keys[rows], values[rows])
+                    row = rows.stop
+
+    def _is_whole(self, r: Range) -> bool:
+        return r[1] == 0 and r[2] == self._num_tokens[r[0]]
+
+    def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
+        """K and V of neighbouring whole documents of a block, which are freed at the same moment: one tensor each."""
+        sizes = [stop for _, _, stop in ranges]
+        for (doc_id, _, _), own_k, own_v in zip(ranges, keys.split(sizes), values.split(sizes), strict=True):
+            buffers = self._buffers_of(doc_id)
+            buffers.keys[layer], buffers.values[layer] = own_k, own_v
+            buffers.num_bytes["keys_and_values"] += own_k.nbytes + own_v.nbytes
+        self.held.count("keys_and_values", keys.nbytes + values.nbytes)
+
+    def _buffers_of(self, doc_id: int) -> _DocumentBuffers:
+        if doc_id not in self._buffers:
+            self._buffers[doc_id] = _DocumentBuffers(self._num_tokens[doc_id])
+        return self._buffers[doc_id]
+
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
-        buffers = self._buffers.setdefault(doc_id, _DocumentBuffers(self._num_tokens[doc_id]))
+        buffers = self._buffers_of(doc_id)
         if layer not in buffers.keys:
             buffers.keys[layer], buffers.values[layer] = (
                 like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values)
@@ -223,7 +223,10 @@ class ActivationStore:
     def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
         buffers = self._buffers[doc_id]
-        return buffers.keys[layer][first:stop], buffers.values[layer][first:stop]
+        keys, values = buffers.keys[layer], buffers.values[layer]
+        if first == 0 and stop == keys.shape[0]:
+            return keys, values
+        return keys[first:stop], values[first:stop]
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -260,10 +263,9 @@ class ActivationStore:
             return
         layer = self._fetch_order.popleft()
         pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for r in self._fetch_ranges:
-            for block, *rows in self._parts_of(r):
-                for key, tensor in block.host[layer].items():
-                    pieces[key].append(tensor[rows[key in self._own_rows_keys]])
+        for part in self._index.parts(self._fetch_ranges):
+            for key, tensor in part.block.host[layer].items():
+                pieces[key].append(part.of(tensor, own=key in self._own_rows_keys))
         fetch = self._fetched[layer] = _Fetch()
         assert self._device is not None, "rows to fetch were sent away from some device"
         for key, parts in pieces.items():
@@ -274,37 +276,23 @@ class ActivationStore:
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
         """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
-        for _, _, block in self._blocks[ranges[0][0]]:
-            if block.ranges == ranges and key in block.tensors:
-                return block.tensors[key]
+        own = key in self._own_rows_keys
         fetched = next((f.tensors[key] for f in self._fetched.values() if key in f.tensors), None)
-        if fetched is not None and ranges == self._fetch_ranges:
-            return fetched
-        parts, row = [], 0
-        for r in ranges:
-            if fetched is not None and r in self._fetch_ranges:
-                stop = row + self._num_rows(key, (r,))
+        if fetched is None:
+            parts = [part.of(part.block.tensors[key], own=own) for part in self._index.parts(ranges)]
+        elif ranges == self._fetch_ranges:
+            parts = [fetched]
+        else:
+            parts, row = [], 0
+            for r in ranges:
+                here = self._index.parts((r,))
+                if r not in self._fetch_ranges:
+                    parts += [part.of(part.block.tensors[key], own=own) for part in here]
+                    continue
+                stop = row + sum(part.num_rows(own=own) for part in here)
                 parts.append(fetched[row:stop])
                 row = stop
-                continue
-            kind = key in self._own_rows_keys
-            parts += [block.tensors[key][rows[kind]] for block, *rows in self._parts_of(r)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _parts_of(self, wanted: Range) -> Iterable[tuple[_Block, slice, slice]]:
-        """Blocks that hold a range's tokens, in row order; which rows they are of all rows, and of own rows."""
-        doc_id, start, stop = wanted
-        for (_, lo, hi), (row, own_row), block in self._blocks[doc_id]:
-            if lo < stop and start < hi:
-                first, last = max(lo, start), min(hi, stop)
-                rows = slice(first - lo + row, last - lo + row)
-                if self._shard is None:
-                    yield block, rows, rows
-                    continue
-                own_start, own_stop = (
-                    own_row + self._shard.num_rows(((doc_id, lo, position),)) for position in (first, last)
-                )
-                yield block, rows, slice(own_start, own_stop)
 
     def add_key_grads(
         self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
@@ -339,28 +327,22 @@ class ActivationStore:
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
         """Free what no later backward range needs."""
         self._fetch_ranges = ()
+        for block in self._index.close(ranges):
+            block.tensors.clear()
+            block.host.clear()
+            self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
+            self.held.count_host(-block.num_host_bytes)
+        freed: dict[StoreKind, int] = defaultdict(int)
         for doc_id, start, _ in ranges:
-            kept = []
-            for entry in self._blocks[doc_id]:
-                (_, lo, _), _, block = entry
-                if lo < start:
-                    kept.append(entry)
-                    continue
-                block.open_ranges -= 1
-                if not block.open_ranges:
-                    block.tensors.clear()
-                    block.host.clear()
-                    self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
-                    self.held.count_host(-block.num_host_bytes)
-            self._blocks[doc_id] = kept
             if start == 0:
                 for kind, num_bytes in self._buffers.pop(doc_id).num_bytes.items():
-                    self.held.count(kind, -num_bytes)
-                del self._blocks[doc_id]
+                    freed[kind] += num_bytes
+        for kind, num_bytes in freed.items():
+            self.held.count(kind, -num_bytes)
 
     def check_empty(self) -> None:
         """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
-        left = sorted({doc_id for doc_id, entries in self._blocks.items() if entries} | set(self._buffers))
+        left = sorted(self._index.unfinished() | set(self._buffers))
         assert not left, f"documents {left} are not finished"
         assert not self._weight_products, f"weight gradients of packs {list(self._weight_products)} are not added"
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenload.runtime.held_bytes import HeldBytes
+from evenload.runtime.held_bytes import HeldBytes, own_memory
 
 
 class _Product(NamedTuple):
@@ -80,8 +80,7 @@ class WeightProducts:
         self._num_bytes = 0
 
     def _keep(self, rows: Tensor) -> Tensor:
-        if rows.untyped_storage().nbytes() != rows.nbytes:
-            rows = rows.clone(memory_format=torch.contiguous_format)
+        rows = own_memory(rows)
         # Alive tensors have addresses of their own, so an equal address is the same tensor.
         key = (rows.data_ptr(), rows.shape, rows.stride())
         if key in self._kept:

@@ -1,0 +1,272 @@
+"""What a step costs besides tensor work: Python of the executor, the store, replay and transformers' modules.
+
+Two measures that can be wrong in different ways:
+
+    twin     the step of a model of width 16 whose slices have 1/32 of the tokens: the same actions, packs, slices,
+             layers and calls, next to no tensor work. Its time over that of the full step. Too high: it holds the
+             dispatch of every torch operator, and what work there is left
+    outside  of the full step under torch's profiler, the share of time in which no operator runs; the lower of two
+             runs. Too high by the profiler's own work between operators, and by what else the machine does
+
+Both hold what any eager training pays for transformers' modules and autograd. `torch alone` is that part by the
+twin's measure: transformers' own model under plain autograd on the same packs, every pack as one sequence. A step is
+`Executor.run` on one rank and one thread, of one or two packs and as many backward packs: preparing packs runs in
+another thread, reduction and optimizer are left out of both sides. With more threads or a faster device tensor work
+shrinks and microseconds stay, so they have rows of their own: the twin's time for a pack and layer, forward and
+backward together. Times are the process's CPU time, except that of `outside`.
+
+    python benchmarks/step_overhead.py [--quick] [--append]
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from evenload.attention.range_attention import select_backend
+from evenload.runtime.executor import Executor
+from evenload.runtime.mesh import Mesh, create_mesh
+from evenload.runtime.parameter_units import flatten_units
+from evenload.runtime.rank_model import build_rank_models
+from evenload.runtime.stage import PipelineStage
+from evenload.types.document import Document, Slice
+from evenload.types.layout import even_layout
+from evenload.types.micropack import Direction, MicroPack, PackPlan
+from evenload.types.plan import PackTimes, Prediction, StepPlan, seal
+from evenload.types.schedule import Action, Schedule
+from results import Row, run_benchmark
+
+LAYERS, WIDTH, TWIN_WIDTH = 4, 512, 16
+VOCABULARY = 2048
+SHRINK = 32
+REPEATS, TWIN_REPEATS = 3, 25
+PACK_TOKENS = (2048, 4096, 8192)
+QUICK_LAYERS = 2
+
+Cut = list[list[tuple[int, int, int]]]
+"""Packs of (document, start, stop)."""
+
+
+def cases(pack_tokens: int) -> dict[str, tuple[Cut, Cut]]:
+    """Forward and backward packs of about `pack_tokens` tokens, in words; every mix at the smallest size."""
+    tiny, short = _short(pack_tokens, 20), _short(pack_tokens, 80)
+    many = {f"{len(tiny)} documents a pack": (_whole([tiny]), _whole([tiny]))}
+    if pack_tokens > PACK_TOKENS[0]:
+        return many
+    even = [pack_tokens // 2] * 2
+    return {
+        "2 documents a pack": (_whole([even]), _whole([even])),
+        f"{len(short)} documents a pack": (_whole([short]), _whole([short])),
+        **many,
+        "1 document cut in 2 forward and 3 backward, 8 short ones": _sliced(pack_tokens),
+    }
+
+
+def _short(total: int, mean: int) -> list[int]:
+    """Lengths around a mean, drawn from a log-normal, with that total."""
+    draw = np.random.default_rng(0).lognormal(np.log(mean), 0.5, size=total // 4).astype(int).clip(2)
+    count = int(np.searchsorted(draw.cumsum(), total))
+    return [*draw[:count].tolist(), total - int(draw[:count].sum())]
+
+
+def _whole(packs: list[list[int]]) -> Cut:
+    doc, cut = 0, []
+    for lengths in packs:
+        cut.append([(doc + i, 0, n) for i, n in enumerate(lengths)])
+        doc += len(lengths)
+    return cut
+
+
+def _sliced(pack_tokens: int) -> tuple[Cut, Cut]:
+    """Two packs of tokens; slices with prefixes, forward and backward cut differently."""
+    long = pack_tokens * 3 // 2
+    short = [(1 + i, 0, pack_tokens // 16) for i in range(8)]
+    forward = [[(0, 0, pack_tokens)], [(0, pack_tokens, long), *short]]
+    third = long // 3
+    backward = [[(0, 2 * third, long), *short[:4]], [(0, third, 2 * third), *short[4:]], [(0, 0, third)]]
+    return forward, backward
+
+
+def shrunk(cut: Cut) -> Cut:
+    """The same slices with fewer tokens, at least one each."""
+    return [[(doc, -(-start // SHRINK), -(-stop // SHRINK)) for doc, start, stop in pack] for pack in cut]
+
+
+def step_plan(forward: Cut, backward: Cut, layers: int) -> StepPlan:
+    """One rank's step: every backward as soon as its forwards are done."""
+    packs = PackPlan(dp_rank=0, forward=_packs("forward", forward), backward=_packs("backward", backward))
+    actions: list[Action] = []
+    done = 0
+    for pack, needed in zip(packs.backward, packs.forwards_needed(), strict=True):
+        actions += [Action(kind="F", stage=0, pack=index) for index in range(done, needed)]
+        done = max(done, needed)
+        actions.append(Action(kind="B", stage=0, pack=pack.index))
+    lengths: dict[int, int] = {}
+    for doc, _, stop in (piece for pack in forward for piece in pack):
+        lengths[doc] = max(stop, lengths.get(doc, 0))
+    documents = tuple(Document(doc_id=d, num_tokens=n, num_label_tokens=n - 1) for d, n in lengths.items())
+    times = PackTimes(
+        forward_s=((0.0,),) * len(forward),
+        backward_s=((0.0,),) * len(backward),
+        p2p_forward_s=(0.0,) * len(forward),
+        p2p_backward_s=(0.0,) * len(backward),
+    )
+    return seal(
+        StepPlan(
+            step=0,
+            strategy="by_hand",
+            layout=even_layout(layers),
+            documents=documents,
+            num_label_tokens=sum(n - 1 for n in lengths.values()),
+            pack_plans=(packs,),
+            schedules=(Schedule(ranks=(tuple(actions),)),),
+            times=(times,),
+            predicted=Prediction(step_time_s=0.0, per_replica_s=(0.0,), peak_memory_bytes=0),
+        )
+    )
+
+
+def _packs(direction: Direction, cut: Cut) -> tuple[MicroPack, ...]:
+    return tuple(
+        MicroPack(index=i, direction=direction, slices=tuple(Slice(doc_id=d, start=a, stop=b) for d, a, b in pack))
+        for i, pack in enumerate(cut)
+    )
+
+
+def model_config(width: int, layers: int) -> LlamaConfig:
+    """A Llama; the narrow one has the same modules."""
+    heads = max(2, width // 64)
+    return LlamaConfig(
+        vocab_size=VOCABULARY if width > TWIN_WIDTH else TWIN_WIDTH,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=1 << 17,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+
+
+def make_executor(mesh: Mesh, width: int, layers: int) -> Executor:
+    """Of a model of that width, all layers on one stage."""
+    models = build_rank_models(
+        model_config(width, layers),
+        layout=mesh.layout,
+        pp_rank=0,
+        tp_rank=0,
+        dtype=torch.float32,
+        device=mesh.device,
+        weights=None,
+        seed=0,
+    )
+    flatten_units(tuple(models.values()), dp=1)
+    backend = select_backend("auto", "cpu")
+    return Executor({stage: PipelineStage(model, backend) for stage, model in models.items()}, mesh)
+
+
+def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Of this process, which has one busy thread and waits for nobody; the least, since others only add to it."""
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.process_time()
+        work()
+        seconds.append(time.process_time() - start_s)
+    return min(seconds)
+
+
+def run_step(executor: Executor, plan: StepPlan, vocabulary: int) -> Callable[[], object]:
+    """One step, its packs prepared beforehand."""
+    rng = np.random.default_rng(0)
+    tokens = {d.doc_id: rng.integers(0, vocabulary, d.num_tokens).astype(np.int32) for d in plan.documents}
+    packs = executor.prepare(plan, tokens)
+    return lambda: executor.run(plan, packs).trace
+
+
+def outside_share(work: Callable[[], object]) -> float:
+    """Share of a call in which no torch operator runs, under the profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start_s = time.perf_counter()
+        work()
+        wall_s = time.perf_counter() - start_s
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.name.startswith(("aten::", "torch_attn::"))
+    )
+    inside_us, until = 0.0, float("-inf")
+    for start, stop in spans:
+        inside_us += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    return 1 - inside_us / 1e6 / wall_s
+
+
+def plain_step(forward: Cut, layers: int) -> Callable[[], object]:
+    """Transformers' own model of the twin's width; every pack one sequence."""
+    config = model_config(TWIN_WIDTH, layers)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32)
+    packs = [torch.randint(0, TWIN_WIDTH, (1, sum(b - a for _, a, b in pack))) for pack in forward]
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        for ids in packs:
+            logits = model(ids).logits[0, :-1]
+            nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
+
+    return step
+
+
+def measure(quick: bool) -> list[Row]:
+    """Every pack size and mix of documents."""
+    torch.set_num_threads(1)
+    layers = QUICK_LAYERS if quick else LAYERS
+    with profile(activities=[ProfilerActivity.CPU]):
+        pass  # the first one takes a second to start
+    with TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            return _measure(quick, layers)
+        finally:
+            dist.destroy_process_group()
+
+
+def _measure(quick: bool, layers: int) -> list[Row]:
+    mesh = create_mesh(even_layout(layers), torch.device("cpu"), timeout_s=60)
+    full, twin = (make_executor(mesh, width, layers) for width in (WIDTH, TWIN_WIDTH))
+    rows = []
+    for pack_tokens in PACK_TOKENS[:1] if quick else PACK_TOKENS:
+        for words, (forward, backward) in cases(pack_tokens).items():
+            case = f"{pack_tokens} tokens a pack, {words}, {layers} layers of width {WIDTH}"
+            step = run_step(full, step_plan(forward, backward, layers), VOCABULARY)
+            small = shrunk(forward), shrunk(backward)
+            twin_step = run_step(twin, step_plan(*small, layers), TWIN_WIDTH)
+            plain = plain_step(small[0], layers)
+            step_s = cpu_seconds(step, 1 if quick else REPEATS)
+            twin_s, plain_s = (cpu_seconds(work, TWIN_REPEATS) for work in (twin_step, plain))
+            baseline = "the step's time"
+            rows += [
+                Row("step", case, "twin", twin_s / step_s, "share", baseline),
+                Row("step", case, "torch alone", plain_s / step_s, "share", baseline),
+                Row("step", case, "outside", min(outside_share(step) for _ in range(2)), "share", baseline),
+                Row("step", case, "twin a pack and layer", twin_s * 1e6 / layers / len(backward), "us", ""),
+                Row("step", case, "torch alone a pack and layer", plain_s * 1e6 / layers / len(forward), "us", ""),
+            ]
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(measure, "what a step costs besides tensor work"))
