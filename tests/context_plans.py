@@ -99,7 +99,7 @@ def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "pe
                 backward=_renumbered([pack for packs, _ in mine for pack in packs.backward]),
             )
         )
-        schedules.append(_one_after_the_other(mine, pp))
+        schedules.append(one_after_the_other(mine, pp))
     policies = {doc: rng.choice(["replay", "recompute", "offload"]) for doc in lengths}
     pack_plans = [
         msgspec.structs.replace(
@@ -139,7 +139,7 @@ def _renumbered(packs: list[MicroPack]) -> tuple[MicroPack, ...]:
     return tuple(msgspec.structs.replace(pack, index=index) for index, pack in enumerate(packs))
 
 
-def _one_after_the_other(phases: list[tuple[PackPlan, Schedule]], pp: int) -> Schedule:
+def one_after_the_other(phases: list[tuple[PackPlan, Schedule]], pp: int) -> Schedule:
     rows: list[list] = [[] for _ in range(pp)]
     forwards = backwards = 0
     for packs, schedule in phases:

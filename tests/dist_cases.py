@@ -1,6 +1,7 @@
 """Functions that run on every rank of a `GlooPool`."""
 
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +12,14 @@ from evenload.attention.range_attention import select_backend
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.held_bytes import STORE_KINDS
-from evenload.runtime.mesh import create_mesh
+from evenload.runtime.lora import LoraConfig
+from evenload.runtime.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.tensor_weights import join_parts, tensor_split
-from evenload.types.plan import decode_plan
+from evenload.types.plan import StepPlan, decode_plan
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
 
 
@@ -36,45 +38,71 @@ class StoredBytes(NamedTuple):
 
 
 def gradients_of_plans(
-    kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype, sharing: dict
+    kind: str,
+    changes: dict,
+    plans: list[bytes],
+    tokens: list[dict],
+    dtype: torch.dtype,
+    sharing: dict,
+    channels: ChannelMode = "directed",
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `sharing`: the executor's arguments about shared documents."""
-    with exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext():
-        return _gradients_of_plans(kind, changes, plans, tokens, dtype, sharing)
+    with casts_of(kind, dtype):
+        decoded = [decode_plan(data) for data in plans]
+        mesh = create_mesh(decoded[0].layout, torch.device("cpu"), timeout_s=60, channels=channels)
+        rank = RankUnderTest(mesh, kind, changes, dtype)
+        executor, weights = rank.executor(**sharing), rank.weights()
+        results = []
+        for plan, batch in zip(decoded, tokens, strict=True):
+            loss, gradients, norm, stored = rank.run(executor, plan, batch)
+            results.append((loss, gradients, norm, weights, stored))
+        return results
 
 
-def _gradients_of_plans(
-    kind: str, changes: dict, plans: list[bytes], tokens: list[dict], dtype: torch.dtype, sharing: dict
-) -> list:
-    config = tiny_config(kind, **changes)
-    decoded = [decode_plan(data) for data in plans]
-    layout = decoded[0].layout
-    mesh = create_mesh(layout, torch.device("cpu"), timeout_s=60)
-    models = build_rank_models(
-        config,
-        layout=layout,
-        pp_rank=mesh.pp_rank,
-        tp_rank=mesh.tp_rank,
-        dtype=dtype,
-        device=mesh.device,
-        weights=None,
-        seed=3,
-        router_aux_loss_coef=balance_factor(config),
-    )
-    buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
-    backend = select_backend("auto", "cpu", attention_soft_cap(config))
-    stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
-    executor = Executor(stages, mesh, **sharing)
-    results = []
-    for plan, batch in zip(decoded, tokens, strict=True):
-        for buffer in buffers:
+def casts_of(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Under which a kind of model is compared with plain training."""
+    return exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext()
+
+
+class RankUnderTest:
+    """One rank's part of a tiny model, as `Trainer` builds it, without data and optimizer."""
+
+    def __init__(
+        self, mesh: Mesh, kind: str, changes: Mapping, dtype: torch.dtype, lora: LoraConfig | None = None
+    ) -> None:
+        config = tiny_config(kind, **changes)
+        models = build_rank_models(
+            config,
+            layout=mesh.layout,
+            pp_rank=mesh.pp_rank,
+            tp_rank=mesh.tp_rank,
+            dtype=dtype,
+            device=mesh.device,
+            weights=None,
+            seed=3,
+            lora=lora,
+            router_aux_loss_coef=balance_factor(config),
+        )
+        self._mesh = mesh
+        self._buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
+        backend = select_backend("auto", "cpu", attention_soft_cap(config))
+        self._stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
+
+    def executor(self, **sharing) -> Executor:
+        """Runs plans on this rank; `sharing`: its arguments about shared documents."""
+        return Executor(self._stages, self._mesh, **sharing)
+
+    def run(self, executor: Executor, plan: StepPlan, batch: dict) -> tuple[float, dict, float, StoredBytes]:
+        """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes."""
+        mesh = self._mesh
+        for buffer in self._buffers:
             buffer.grads.zero_()
         run = executor.run(plan, executor.prepare(plan, {d: t.numpy().astype(np.int32) for d, t in batch.items()}))
-        shards = reduce_gradients(buffers, mesh)
-        norm = global_gradient_norm(buffers, shards, mesh)
-        gradients, weights = {}, {}
-        for buffer, shard in zip(buffers, shards, strict=True):
+        shards = reduce_gradients(self._buffers, mesh)
+        norm = global_gradient_norm(self._buffers, shards, mesh)
+        gradients = {}
+        for buffer, shard in zip(self._buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
             if mesh.data_size > 1:
                 dist.all_gather_single(flat, shard, group=mesh.data)
@@ -84,9 +112,6 @@ def _gradients_of_plans(
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
                 gradients[name] = join_parts(own, split, mesh.tensor).numpy().copy()
-                value = join_parts(parameter.detach(), split, mesh.tensor)
-                # numpy knows no bfloat16.
-                weights[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
                 start += parameter.numel()
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()
@@ -94,5 +119,14 @@ def _gradients_of_plans(
             *(run.peak_bytes, run.peak_by_kind, after, by_kind),
             *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
         )
-        results.append((run.loss, gradients, norm, weights, stored))
-    return results
+        return run.loss, gradients, norm, stored
+
+    def weights(self) -> dict:
+        """Trained weights by name."""
+        found = {}
+        for buffer in self._buffers:
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                value = join_parts(parameter.detach(), tensor_split(parameter), self._mesh.tensor)
+                # numpy knows no bfloat16.
+                found[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+        return found

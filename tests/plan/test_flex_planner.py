@@ -220,10 +220,10 @@ def test_row_counts_switches_and_their_seconds() -> None:
 def test_training_refuses_strategies_that_change_the_layout() -> None:
     for name in STRATEGIES:
         if name not in LAYOUT_STRATEGIES:
-            require_trainable(name)
+            require_trainable(name, even_layout(4), PlanOptions())
     with pytest.raises(
         ConfigError, match=r"live switching is not available in this version; 'evenload plan --strategy"
     ):
-        require_trainable("flexpipe")
+        require_trainable("flexpipe", even_layout(4), PlanOptions())
     with pytest.raises(ConfigError, match="did you mean 'flexpipe'"):
-        require_trainable("flexpip")
+        require_trainable("flexpip", even_layout(4), PlanOptions())

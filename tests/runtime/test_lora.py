@@ -3,11 +3,11 @@
 import json
 
 import msgspec
-import peft
 import pytest
 import torch
 from torch import nn
 
+from adapter_cases import LORA, all_tensors, build_with_adapters, make_adapters_matter, peft_model
 from cost_samples import sample_model
 from evenload.attention.range_attention import select_backend
 from evenload.cost.flops import training_flops
@@ -21,49 +21,13 @@ from evenload.runtime.stage import PipelineStage
 from evenload.runtime.store import ActivationStore
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from reference_training import KINDS, exact_casts, make_tokens, plain_model, relative_error, tiny_config
+from reference_training import KINDS, exact_casts, make_tokens, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
-LORA = LoraConfig(rank=3, alpha=6.0)
-
-
-def build(config, lora, dtype=torch.float64, weights=None):
-    layers = (0, config.num_hidden_layers)
-    return build_stage_model(
-        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=weights, seed=3, lora=lora
-    )
-
-
-def all_tensors(model) -> dict[str, torch.Tensor]:
-    """Of a stage that holds the whole model, by name; the base's under transformers' names."""
-    modules = {f"model.layers.{i}": layer for i, layer in model.layers.items()}
-    modules |= {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
-    return {
-        n.replace(".base_layer", ""): p.detach().clone()
-        for prefix, module in modules.items()
-        for n, p in module.named_parameters(prefix=prefix)
-    }
-
-
-def peft_model(config, tensors, directory, lora=LORA, dtype=torch.float64) -> peft.PeftModel:
-    """transformers' model of the base tensors with the adapter that we exported."""
-    adapters = {n: t for n, t in tensors.items() if ".lora_" in n}
-    write_adapter(directory, adapters, lora, "somewhere")
-    base = plain_model(config, {n: t for n, t in tensors.items() if n not in adapters}, dtype)
-    return peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
-
-
-def make_adapters_matter(model):
-    """B begins as zeros, which would hide any error in A's gradient."""
-    torch.manual_seed(1)
-    for layer in model.layers.values():
-        for name, parameter in layer.named_parameters():
-            if ".lora_B." in name:
-                nn.init.normal_(parameter, std=0.3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +35,7 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
     """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
     config = tiny_config(kind, tied=kind == "llama")
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    model = build(config, LORA)
+    model = build_with_adapters(config, LORA)
     make_adapters_matter(model)
     tensors = all_tensors(model)
     buffers = flatten_units(model, dp=1)
@@ -101,7 +65,7 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
 
 
 def test_only_the_chosen_linears_get_adapters():
-    model = build(tiny_config("qwen2"), LoraConfig(rank=2, target_modules=("q_proj", "v_proj")))
+    model = build_with_adapters(tiny_config("qwen2"), LoraConfig(rank=2, target_modules=("q_proj", "v_proj")))
     trained = [n for _, named in model.unit_parameters() for n, _ in named]
     assert len(trained) == 4 * 2 * 2
     assert {n.split(".")[4] for n in trained} == {"q_proj", "v_proj"}
@@ -112,7 +76,7 @@ def test_static_bytes_are_those_of_adapters(kind):
     """The cost model's weights, gradients and optimizer state against what is allocated; narrow norms are not
     counted by it."""
     config = tiny_config(kind)
-    model = build(config, LORA)
+    model = build_with_adapters(config, LORA)
     buffers = flatten_units(model, dp=1)
     spec = model_from_hf_config(config.to_dict(), kind, 8)
     each = adapter_parameters_per_layer(spec, LORA)
@@ -133,7 +97,7 @@ def test_frozen_matrices_count_two_thirds_of_the_flops():
 
 def test_layouts_start_from_the_same_adapters():
     config = tiny_config("llama")
-    whole = all_tensors(build(config, LORA))
+    whole = all_tensors(build_with_adapters(config, LORA))
     part = build_stage_model(
         config, layers=(2, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3, lora=LORA
     )
@@ -144,11 +108,11 @@ def test_layouts_start_from_the_same_adapters():
 
 def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
     config = tiny_config("llama")
-    first = build(config, LORA)
+    first = build_with_adapters(config, LORA)
     make_adapters_matter(first)
     tensors = all_tensors(first)
     write_adapter(tmp_path, {n: t for n, t in tensors.items() if ".lora_" in n}, LORA, "somewhere")
-    again = all_tensors(build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))))
+    again = all_tensors(build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))))
     assert all(torch.equal(again[n], t) for n, t in tensors.items())
 
 
@@ -162,20 +126,20 @@ def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
 )
 def test_other_adapters_are_refused_by_name(tmp_path, change, error, message):
     config = tiny_config("llama")
-    tensors = {n: t for n, t in all_tensors(build(config, LORA)).items() if ".lora_" in n}
+    tensors = {n: t for n, t in all_tensors(build_with_adapters(config, LORA)).items() if ".lora_" in n}
     write_adapter(tmp_path, tensors, LORA, "somewhere")
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=message):
-        build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))
+        build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))
 
 
 def test_an_adapter_of_other_modules_is_refused(tmp_path):
     config = tiny_config("llama")
-    tensors = {n: t for n, t in all_tensors(build(config, LORA)).items() if ".lora_" in n}
+    tensors = {n: t for n, t in all_tensors(build_with_adapters(config, LORA)).items() if ".lora_" in n}
     write_adapter(tmp_path, tensors, LORA, "somewhere")
     with pytest.raises(ConfigError, match=r"is not among the configured model\.lora\.target_modules"):
-        build(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path), target_modules=("q_proj",)))
+        build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path), target_modules=("q_proj",)))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +159,6 @@ def test_settings_that_cannot_be_trained_are_refused(settings, message):
 def test_modules_that_cannot_have_adapters_are_refused(kind, target):
     lora = LoraConfig(target_modules=("q_proj", target))
     with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
-        build(tiny_config(kind), lora)
+        build_with_adapters(tiny_config(kind), lora)
     with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
         adapter_parameters_per_layer(model_from_hf_config(tiny_config(kind).to_dict(), kind), lora)

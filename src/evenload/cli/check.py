@@ -39,17 +39,16 @@ def check_command(
     from evenload.check.scope import checked_scope
     from evenload.check.verdict import Verdict, exit_code
     from evenload.cli.launch import run_local
-    from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
     from evenload.runtime.device import require_device
+    from evenload.runtime.start_checks import require_runnable
     from evenload.runtime.trainer import layout_of, model_spec
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
-    require_trainable(settings.plan.strategy)
-    layout_of(settings, model_spec(settings).num_layers)
+    require_runnable(settings)
     cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
     with tempfile.TemporaryDirectory(prefix="evenload-check-") as directory:
         scope = checked_scope(settings, Path(directory))

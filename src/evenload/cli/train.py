@@ -35,12 +35,9 @@ def train_command(
     """
     from evenload.cli.launch import run_local
     from evenload.cli.train_worker import run_worker
-    from evenload.plan.strategies import require_trainable
     from evenload.runtime.config import load_train_config
     from evenload.runtime.device import require_device
-    from evenload.runtime.hf_model import load_config
-    from evenload.runtime.tensor_weights import require_tensor_parallel
-    from evenload.runtime.trainer import layout_of, model_spec
+    from evenload.runtime.start_checks import require_runnable
 
     settings = load_train_config(config, overrides or [])
     cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
@@ -50,9 +47,7 @@ def train_command(
         run_worker(settings, cache)
         return
     # Everything a user can get wrong is checked here, once, before processes start.
-    require_trainable(settings.plan.strategy)
-    require_tensor_parallel(load_config(settings.model.path), settings.parallel.tp)
-    layout = layout_of(settings, model_spec(settings).num_layers)
+    layout = require_runnable(settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {layout.world_size} processes; "

@@ -27,6 +27,7 @@ from evenload.plan.micro_batching import Groups, StepDocuments, deal_micro_batch
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
 
@@ -51,11 +52,7 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         ConfigError: a layout with a pipeline.
         DataError: a document longer than `max_pack_tokens`.
     """
-    if problem.layout.num_stages > 1:
-        raise ConfigError(
-            f"strategy skrull: layout {problem.layout.describe()} has a pipeline and Skrull has none; "
-            "use pp=1 (with cp for long documents), or slimpack"
-        )
+    require_flat(problem.layout)
     problem.require_whole_documents_fit("skrull")
     bucket = bucket_tokens(problem)
     step = step_documents(problem, bucket)
@@ -67,6 +64,19 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         assert dealt is not None, "a document of its own fits a bucket of its share"
     priced = _price(problem, step.columns, dealt)
     return tuple(_choice(problem, groups, found) for groups, found in zip(dealt, priced, strict=True))
+
+
+def require_flat(layout: ParallelLayout) -> None:
+    """Refuse a layout with a pipeline, also one of virtual stages on one rank.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if layout.num_stages > 1:
+        raise ConfigError(
+            f"strategy skrull: layout {layout.describe()} has a pipeline and Skrull has none; "
+            "use pp=1 (with cp for long documents), or slimpack"
+        )
 
 
 def can_fit(problem: StepProblem) -> bool:

@@ -10,12 +10,14 @@ from evenload.plan.best_fit import plan_best_fit
 from evenload.plan.delay import Arrivals, DelayedChoice
 from evenload.plan.fixed import delay_fixed_exact, delay_fixed_greedy, plan_fixed_exact, plan_fixed_greedy
 from evenload.plan.flexpipe import plan_flexpipe
+from evenload.plan.options import PlanOptions
 from evenload.plan.padded import plan_padded
 from evenload.plan.problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.sequential import plan_sequential
-from evenload.plan.skrull import can_fit, plan_skrull
+from evenload.plan.skrull import can_fit, plan_skrull, require_flat
 from evenload.plan.slimpack import plan_slimpack
 from evenload.plan.wlb import delay_wlb, plan_wlb
+from evenload.types.layout import ParallelLayout
 
 STRATEGIES: dict[str, Planner] = {
     "padded": plan_padded,
@@ -69,6 +71,15 @@ BOUNDED_STRATEGIES = ("padded", "sequential", "best_fit", "fixed_greedy", "balan
 FLAT_STRATEGIES = ("skrull",)
 """Know no pipeline: refused where pp > 1."""
 
+MERGING_STRATEGIES = ("slimpack", "auto")
+"""Cut documents by search, order packs by search and let replicas share documents."""
+
+SEARCH_OPTIONS = ("dp_merge", "cuts", "schedule")
+"""Options that only these read."""
+
+OWNING_STRATEGIES = ("skrull",)
+"""Decide by themselves which ranks compute a document, so they read no `cp_sharding`."""
+
 LAYOUT_STRATEGIES = ("flexpipe",)
 """Change the layout between steps: `plan.flex_planner` plans with them; here they pack inside one layout."""
 
@@ -104,11 +115,13 @@ def strategy_named(name: str) -> Planner:
     raise ConfigError(f"unknown strategy '{name}'; {hint}available: {', '.join(STRATEGIES)}")
 
 
-def require_trainable(name: str) -> None:
-    """Refuse what `evenload plan` predicts and the runtime of this version cannot run.
+def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -> None:
+    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, and settings that would do
+    nothing (`evenload plan` compares many strategies under one set of options, a run has one strategy).
 
     Raises:
-        ConfigError: unknown, or it changes the layout during the run.
+        ConfigError: unknown; it changes the layout during the run; it knows no pipeline and the layout has one; or an
+            option is set that it does not read.
     """
     strategy_named(name)
     if name in LAYOUT_STRATEGIES:
@@ -116,4 +129,18 @@ def require_trainable(name: str) -> None:
             f"strategy '{name}' changes the layout between steps, and live switching is not available in this version; "
             f"'evenload plan --strategy {name}' predicts it; to train, choose from "
             f"{', '.join(other for other in STRATEGIES if other not in LAYOUT_STRATEGIES)}"
+        )
+    if name in FLAT_STRATEGIES:
+        require_flat(layout)
+    usual = PlanOptions()
+    for option in SEARCH_OPTIONS:
+        if name not in MERGING_STRATEGIES and getattr(options, option) != getattr(usual, option):
+            raise ConfigError(
+                f"plan.options.{option} is {getattr(options, option)!r}, which strategy {name} does not read; leave it "
+                f"out, or train with {' or '.join(MERGING_STRATEGIES)}"
+            )
+    if name in OWNING_STRATEGIES and options.cp_sharding != usual.cp_sharding:
+        raise ConfigError(
+            f"plan.options.cp_sharding is '{options.cp_sharding}', but strategy {name} decides by itself which ranks "
+            "compute a document; leave cp_sharding out, or train with another strategy"
         )

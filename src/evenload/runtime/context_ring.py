@@ -9,10 +9,9 @@ ranges of a plan do not overlap), so a hop is one call without a mask a range, a
 and log-sum-exp stay in fp32 (fp64) until the last hop.
 
 Every rank keeps only its own rows of K, V and their gradients, of cut documents too; so a slice's hops carry its
-document's whole prefix, and what travels grows with the number of slices times the document. `cost.memory` and
-`cost.group_comm` charge the gathered form: memory is an upper bound here, and transfers of uncut documents are the same
-bytes. Documents of one rank are computed under the first hop. A sliding window is refused: visible keys would be no
-prefix.
+document's whole prefix, and what travels grows with the number of slices times the document. `cost.group_comm` charges
+just that (`CostCoefficients.context_exchange`); `cost.memory` charges the gathered form, an upper bound here. Documents
+of one rank are computed under the first hop. A sliding window is refused: visible keys would be no prefix.
 
 Source: Ring Attention (Liu et al. 2023), on the row sets of `plan.rank_rows`.
 """
@@ -169,17 +168,26 @@ class RingAttention:
         return torch.cat([*parts, parts[0].new_zeros((missing, *parts[0].shape[1:]))])
 
 
-def require_ring(backend: RangeAttention, window: int) -> FullAttention:
-    """The backend, where it can do a ring's hops.
+def require_no_window(window: int) -> None:
+    """Refuse a ring of a model with sliding windows.
 
     Raises:
-        ConfigError: it cannot, or the layer has a sliding window.
+        ConfigError: the window is not 0.
     """
     if window:
         raise ConfigError(
             f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together: the keys that "
             "a row sees are no prefix of another rank's rows; use parallel.cp_exchange = 'all_gather'"
         )
+
+
+def require_ring(backend: RangeAttention, window: int) -> FullAttention:
+    """The backend, where it can do a ring's hops.
+
+    Raises:
+        ConfigError: it cannot, or the layer has a sliding window.
+    """
+    require_no_window(window)
     if not isinstance(backend, FullAttention):
         raise ConfigError(
             f"attention backend {backend.name} has no attention without a mask, which a ring's hops need; use "

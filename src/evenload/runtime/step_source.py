@@ -51,7 +51,7 @@ class StepSource:
         max_pack_tokens: int,
         planner_state: DelayState,
     ) -> None:
-        require_trainable(strategy)
+        require_trainable(strategy, mesh.layout, planner.options)
         self._loader, self._executor, self._left = loader, executor, num_steps
         self._maker = StepMaker(
             loader,

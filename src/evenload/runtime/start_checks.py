@@ -1,0 +1,30 @@
+"""`require_runnable`: settings that do not go together are refused here, once, before processes start.
+
+Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
+processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
+(`runtime.tensor_weights`), ring and windows (`runtime.context_ring`), layers and stages (`types.layout`).
+tests/matrix.py lists the pairs; all others are trained in tests/dist/test_matrix.py.
+"""
+
+from evenload.plan.strategies import require_trainable
+from evenload.runtime.config import TrainConfig
+from evenload.runtime.context_ring import require_no_window
+from evenload.runtime.hf_model import load_config
+from evenload.runtime.tensor_weights import require_tensor_parallel
+from evenload.runtime.trainer import layout_of, model_spec
+from evenload.types.layout import ParallelLayout
+
+
+def require_runnable(config: TrainConfig) -> ParallelLayout:
+    """The layout of a run whose settings go together.
+
+    Raises:
+        ConfigError, UnsupportedModelError: they do not; the message says which, and why.
+    """
+    require_tensor_parallel(load_config(config.model.path), config.parallel.tp)
+    spec = model_spec(config)
+    layout = layout_of(config, spec.num_layers)
+    require_trainable(config.plan.strategy, layout, config.plan.options)
+    if config.parallel.cp_exchange == "ring":
+        require_no_window(max(spec.windows))
+    return layout

@@ -1,0 +1,210 @@
+"""The one matrix: every pair of features in some step that a real planner planned, run by the real executor on up to
+four processes, equal to plain transformers; or refused at start with its reason. Axes and rules: tests/matrix.py."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evenload.errors import ConfigError, EvenloadError
+from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
+from evenload.runtime.config import load_train_config
+from evenload.runtime.recipes import RECIPES
+from evenload.runtime.start_checks import require_runnable
+from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.types.plan import encode_plan
+from matrix import (
+    AXES,
+    LAYOUTS,
+    MODELS,
+    NONE,
+    REFUSALS,
+    WITH_EXPERTS,
+    can_be_completed,
+    matrix_rows,
+    may_run,
+    refused_pairs,
+    shares_documents,
+)
+from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
+from matrix_plans import grouped, lengths_of, model_of, plan_of, sharding_cost_of
+from pipeline_cases import uniform_tasks, with_split
+from reference_training import relative_error, tiny_config
+from stored_bytes import assert_bytes_match_the_memory_model
+
+# peft asks transformers by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+GROUPS = grouped(matrix_rows())
+BF16_ROWS = 5
+"""Every so many rows are trained in bfloat16, too."""
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Where the adapter of models that have one lies; written when plain training is asked for."""
+    return tmp_path_factory.mktemp("adapter")
+
+
+def test_every_pair_of_values_that_may_meet_meets_in_some_row():
+    """The generator's own word is not taken for it: pairs are counted from the axes and rules alone."""
+    rows = [row._asdict() for row in matrix_rows()]
+    assert all(may_run(row) for row in rows)
+    for one, other in itertools.combinations(AXES, 2):
+        seen = {(row[one], row[other]) for row in rows}
+        for values in itertools.product(AXES[one], AXES[other]):
+            allowed = can_be_completed(dict(zip((one, other), values, strict=True)))
+            assert (values in seen) == allowed, f"{one} {values[0]} with {other} {values[1]}"
+
+
+def test_the_axes_hold_everything_that_training_accepts():
+    """A new strategy or architecture without a row is untested."""
+    assert set(AXES["strategy"]) == set(STRATEGIES) - set(LAYOUT_STRATEGIES)
+    assert {
+        tiny_config(case.kind).architectures or type(tiny_config(case.kind)).__name__ for case in MODELS.values()
+    } == {name.replace("ForCausalLM", "Config").replace("Gemma3Config", "Gemma3TextConfig") for name in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    """A run's configuration; models of all rows lie beside it."""
+    directory = tmp_path_factory.mktemp("run")
+    for name, case in MODELS.items():
+        tiny_config(case.kind, **case.changes).save_pretrained(directory / name)
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        model = {{ path = "{directory / "llama"}", random_init = true, dtype = "float64" }}
+        data = {{ sources = ["{directory}"], max_document_tokens = 64, batch_documents = 9 }}
+        train = {{ output_dir = "{directory / "run"}", steps = 1 }}
+        """
+    )
+    return file
+
+
+def settings_of(axis: str, value: str, models: Path) -> list[str]:
+    """A value of an axis as a user writes it; what only planners choose has no setting."""
+    if axis == "layout":
+        return [f"parallel.{name}={size}" for name, size in LAYOUTS[value].items()]
+    if axis == "model":
+        lora = ["model.lora={rank=3, alpha=6.0}"] if MODELS[value].lora else []
+        return [f"model.path={models / value}", *lora]
+    keys = {"virtual": "parallel.virtual", "exchange": "parallel.cp_exchange", "sharding": "plan.options.cp_sharding"}
+    if axis in keys:
+        return [] if value == NONE else [f"{keys[axis]}={value}"]
+    written = {
+        "strategy": f"plan.strategy={value}",
+        "dp_merge": f"plan.options.dp_merge={'true' if value == 'on' else 'false'}",
+        "policy": f"plan.options.policy={'choose' if value == 'mixed' else value}",
+    }
+    return [written[axis]] if axis in written else []
+
+
+@pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.pairs)
+def test_refused_pairs_are_refused_at_start_with_their_reason(config_file, rule):
+    """Not merely left out here: each pair of settings, before any process starts."""
+    pairs = [(one, other) for found, one, other in refused_pairs() if found is rule]
+    assert pairs
+    for pair in pairs:
+        with pytest.raises(EvenloadError, match=rule.message):
+            start(config_file, dict(zip(rule.axes, pair, strict=True)))
+
+
+def start(config_file, values):
+    """What a run with these values of axes does before it starts processes."""
+    if values.get("schedule") == "zero bubble" and values.get("virtual") == "2":
+        # No setting, because planners never choose it: who builds it is refused.
+        return zero_bubble_h1(with_split(uniform_tasks([1, 2], 2, 2, stage_to_rank=[0, 0])))
+    settings = [text for axis, value in values.items() for text in settings_of(axis, value, config_file.parent)]
+    return require_runnable(load_train_config(config_file, settings))
+
+
+def test_what_is_tested_is_not_refused(config_file):
+    """A rule of the product that is wider than the table would take features away."""
+    for row in matrix_rows():
+        settings = row._asdict()
+        if row.sharding == "dacp":
+            settings["sharding"] = NONE  # `skrull`'s own, no setting
+        assert start(config_file, settings).world_size <= 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["plan.strategy=flexpipe"], "live switching is not available"),
+        (["plan.strategy=balanced", "plan.options.schedule=list"], "schedule is 'list', which strategy balanced does"),
+        (["plan.strategy=wlb", "plan.options.cuts=symmetric"], "cuts is 'symmetric', which strategy wlb does not"),
+    ],
+)
+def test_settings_that_no_run_can_follow_are_refused_at_start(config_file, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        require_runnable(load_train_config(config_file, settings))
+
+
+@pytest.mark.parametrize("place", GROUPS, ids=lambda place: f"{place[0]} virtual {place[1]}")
+def test_rows_equal_plain_training(gloo_pool, adapter, place):
+    """Loss, every gradient and its norm to 1e-10 in float64; the error in bfloat16 at most twice that of plain
+    bfloat16 autograd; bytes as predicted, where no documents are shared."""
+    rows = GROUPS[place]
+    for row in rows:
+        expected_of(row.model, lengths_of(row), adapter)
+    plans = [plan_of(row) for row in rows]
+    in_bf16 = [
+        matrix_rows().index(row) % BF16_ROWS == 0 and row.model not in WITH_EXPERTS and not MODELS[row.model].lora
+        for row in rows
+    ]
+    tasks = [
+        RowTask(
+            row.model,
+            lengths_of(row),
+            encode_plan(plan),
+            str(adapter) if MODELS[row.model].lora else None,
+            {} if row.exchange == NONE else {"exchange": row.exchange, "sharding_cost": sharding_cost_of(row)},
+        )
+        for row, plan in zip(rows, plans, strict=True)
+    ]
+    ranks = gloo_pool.run(plans[0].layout.world_size, run_rows, tasks, in_bf16)
+    for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+        results = [rank[index] for rank in ranks]
+        assert_equal(row, results, expected_of(row.model, lengths_of(row), adapter))
+        stored = [result.stored for result in results]
+        is_shared = shares_documents(row.layout, row.dp_merge)
+        assert all(one.context > 0 for one in stored) == is_shared, row.describe()
+        if any("offload" in packs.policies.values() for packs in plan.pack_plans):
+            assert max(one.peak_host for one in stored) > 0, row.describe()
+        if not is_shared:
+            assert_bytes_match_the_memory_model(plan, model_of(row), stored)
+        if in_bf16[index]:
+            assert_bf16_is_good(row, [result.bf16 for result in results])
+
+
+def assert_equal(row, results, expected):
+    loss = sum(result.loss for result in results)
+    assert abs(loss - expected.loss) <= 1e-10 * abs(expected.loss), f"{row.describe()}: loss"
+    tied, seen = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes).tie_word_embeddings, set()
+    for result in results:
+        for name, gradient in result.gradients.items():
+            name = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+            seen.add(name)
+            error = relative_error(torch.from_numpy(gradient), expected.gradients[name])
+            assert error <= 1e-10, f"{row.describe()}: {name} differs by {error:.1e}"
+    assert seen == set(expected.gradients), row.describe()
+    norm = np.sqrt(sum(g.square().sum().item() for g in expected.gradients.values()))
+    assert all(result.norm == pytest.approx(norm, rel=1e-9) for result in results), row.describe()
+
+
+def assert_bf16_is_good(row, found):
+    exact, plain = expected_in_bf16(row.model, lengths_of(row))
+    tied = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes).tie_word_embeddings
+    ours = {n: torch.from_numpy(g) for _, gradients in found for n, g in gradients.items()}
+    if tied:
+        ours.pop("lm_head.weight", None)
+
+    def error(gradients):
+        return sum((gradients[n].double() - exact.gradients[n]).square().sum().item() for n in exact.gradients) ** 0.5
+
+    assert 0 < error(ours) <= 2 * error(plain.gradients), row.describe()
+    loss = sum(loss for loss, _ in found)
+    assert abs(loss - exact.loss) <= 2 * max(abs(plain.loss - exact.loss), 1e-3), row.describe()

@@ -1,0 +1,282 @@
+"""What is tested together: the axes of the one generated test (tests/dist/test_matrix.py), the pairs of values that are
+refused at start, and rows in which every other pair of values is found.
+
+A row is one plan. The rows are a covering array of strength 2 (covertable, a greedy search with a fixed order): far
+fewer than the product, and any two values that may meet do meet in some row. docs/training.md shows the tables, and
+tests/docs/test_matrix_page.py holds them to what stands here.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from covertable import make
+
+from evenload.plan.strategies import (
+    FLAT_STRATEGIES,
+    LAYOUT_STRATEGIES,
+    MERGING_STRATEGIES,
+    OWNING_STRATEGIES,
+    STRATEGIES,
+)
+
+LAYERS = 4
+NONE = "none"
+"""Of sharding and exchange, where no ranks share a document."""
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "single": {},
+    "pp2": {"pp": 2},
+    "pp4": {"pp": 4},
+    "dp2": {"dp": 2},
+    "dp4": {"dp": 4},
+    "cp2": {"cp": 2},
+    "tp2": {"tp": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+    "pp2 cp2": {"pp": 2, "cp": 2},
+    "pp2 tp2": {"pp": 2, "tp": 2},
+    "dp2 cp2": {"dp": 2, "cp": 2},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "cp2 tp2": {"cp": 2, "tp": 2},
+}
+"""Every dimension alone and with every other one; at most four processes."""
+
+
+class ModelCase(NamedTuple):
+    """A model as `reference_training.tiny_config` makes it."""
+
+    kind: str
+    changes: Mapping[str, object] = {}
+    lora: bool = False
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+MODELS: Mapping[str, ModelCase] = {
+    "llama": ModelCase("llama"),
+    "llama, LoRA": ModelCase("llama", lora=True),
+    "qwen2, tied": ModelCase("qwen2", {"tied": True}),
+    "qwen3": ModelCase("qwen3"),
+    "mistral, window": ModelCase("mistral", {"sliding_window": 9}),
+    "gemma": ModelCase("gemma", {"tied": True}),
+    "gemma2": ModelCase("gemma2", {"tied": True}),
+    "gemma3": ModelCase("gemma3"),
+    "olmo2": ModelCase("olmo2"),
+    "mixtral": ModelCase("mixtral", BALANCED),
+    "qwen3_moe": ModelCase("qwen3_moe", BALANCED),
+}
+WINDOWED = ("mistral, window", "gemma2", "gemma3")
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+class Row(NamedTuple):
+    """One value of every axis; the fields are the axes."""
+
+    strategy: str
+    layout: str
+    virtual: str
+    dp_merge: str
+    policy: str
+    schedule: str
+    model: str
+    sharding: str
+    exchange: str
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of the parallel dimensions above 1."""
+        return LAYOUTS[self.layout]
+
+    def describe(self) -> str:
+        """For messages."""
+        return ", ".join(f"{axis} {value}" for axis, value in zip(self._fields, self, strict=True))
+
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "strategy": tuple(name for name in STRATEGIES if name not in LAYOUT_STRATEGIES),
+    "layout": tuple(LAYOUTS),
+    "virtual": ("1", "2"),
+    "dp_merge": ("off", "on"),
+    "policy": ("replay", "recompute", "offload", "mixed"),
+    "schedule": ("own", "word", "list", "split", "gpipe", "zero bubble"),
+    "model": tuple(MODELS),
+    "sharding": (NONE, "per_sequence", "per_document", "adaptive", "mixed", "dacp"),
+    "exchange": (NONE, "all_gather", "ring"),
+}
+MEANINGS: Mapping[str, str] = {
+    "strategy": "`plan.strategy`",
+    "layout": "`parallel.pp`, `dp`, `cp`, `tp`: each alone and with each other one, up to four processes",
+    "virtual": "`parallel.virtual`",
+    "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
+    "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
+    "schedule": "the strategy's own, or PackFlow's word, its list, the list with I and W, GPipe, ZB-H1",
+    "model": "tiny ones of every supported architecture, in float64, a part of the rows in bfloat16 too",
+    "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
+    "exchange": "`parallel.cp_exchange`",
+}
+
+
+class Refusal(NamedTuple):
+    """Pairs of values that are refused at start.
+
+    Args:
+        axes: of the two values.
+        of: whether such a pair is refused.
+        pairs: which, in words.
+        reason: why, in words.
+        message: a part of what the user reads.
+    """
+
+    axes: tuple[str, str]
+    of: Callable[[str, str], bool]
+    pairs: str
+    reason: str
+    message: str
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        ("strategy", "layout"),
+        lambda strategy, layout: strategy in FLAT_STRATEGIES and "pp" in LAYOUTS[layout],
+        "`skrull` and `pp` above 1",
+        "Skrull has no pipeline",
+        "has a pipeline and Skrull has none",
+    ),
+    Refusal(
+        ("strategy", "virtual"),
+        lambda strategy, virtual: strategy in FLAT_STRATEGIES and virtual != "1",
+        "`skrull` and `virtual` above 1",
+        "virtual stages are a pipeline on one rank",
+        "has a pipeline and Skrull has none",
+    ),
+    Refusal(
+        ("strategy", "dp_merge"),
+        lambda strategy, merge: strategy not in MERGING_STRATEGIES and merge == "on",
+        "`dp_merge` and any strategy but `slimpack` and `auto`",
+        "the others never share a document among replicas, so the setting would do nothing",
+        "plan.options.dp_merge is True, which strategy",
+    ),
+    Refusal(
+        ("strategy", "sharding"),
+        lambda strategy, rule: strategy in OWNING_STRATEGIES and rule in ("per_sequence", "per_document", "adaptive"),
+        "`skrull` and a `cp_sharding`",
+        "`skrull` decides by itself which ranks compute a document",
+        "decides by itself which ranks compute a document",
+    ),
+    Refusal(
+        ("strategy", "sharding"),
+        lambda strategy, rule: strategy not in OWNING_STRATEGIES and rule == "dacp",
+        "`dacp` and any strategy but `skrull`",
+        "it needs an owner of every document, which only `skrull` names; it is no value of `cp_sharding`",
+        "Invalid enum value 'dacp'",
+    ),
+    Refusal(
+        ("layout", "virtual"),
+        lambda layout, virtual: LAYOUTS[layout].get("pp", 1) * int(virtual) > LAYERS,
+        "more stages than layers (here `pp = 4` and `virtual = 2` of 4 layers)",
+        "every stage needs a layer",
+        "cannot fill 8 stages",
+    ),
+    Refusal(
+        ("layout", "model"),
+        lambda layout, model: "tp" in LAYOUTS[layout] and model in (*WITH_EXPERTS, "olmo2"),
+        "`tp` and Mixtral, Qwen3-MoE or OLMo 2",
+        "experts are not cut; OLMo 2 norms all heads together, which lie on different ranks",
+        "has experts: their matrices are not cut|norms all query heads together",
+    ),
+    Refusal(
+        ("model", "exchange"),
+        lambda model, exchange: model in WINDOWED and exchange == "ring",
+        "`cp_exchange = \"ring\"` and a sliding window",
+        "the keys that a row sees are no prefix of another rank's rows",
+        "and sliding windows .* do not go together",
+    ),
+    Refusal(
+        ("virtual", "schedule"),
+        lambda virtual, schedule: virtual != "1" and schedule == "zero bubble",
+        "ZB-H1 and `virtual` above 1",
+        "its order is of one stage a rank; the list runs I and W on any number",
+        "expected one stage a rank",
+    ),
+)  # fmt: skip
+
+
+class Absence(NamedTuple):
+    """Values that mean nothing without another: not refused, there is nothing to be tested.
+
+    Args:
+        axes: of the values.
+        of: whether such values mean nothing together.
+        why: in words.
+    """
+
+    axes: tuple[str, ...]
+    of: Callable[..., bool]
+    why: str
+
+
+def shares_documents(layout: str, merge: str) -> bool:
+    """Whether several ranks compute one document."""
+    return "cp" in LAYOUTS[layout] or merge == "on"
+
+
+ABSENCES: tuple[Absence, ...] = (
+    Absence(
+        ("strategy", "sharding"),
+        lambda strategy, rule: strategy in OWNING_STRATEGIES and rule == "mixed",
+        "`mixed` is the default of a setting that `skrull` does not read",
+    ),
+    Absence(
+        ("layout", "dp_merge"),
+        lambda layout, merge: merge == "on" and "dp" not in LAYOUTS[layout],
+        "without replicas there are none to merge",
+    ),
+    Absence(
+        ("layout", "dp_merge", "sharding"),
+        lambda layout, merge, rule: shares_documents(layout, merge) == (rule == NONE),
+        "a sharding rule applies where, and only where, ranks share documents",
+    ),
+    Absence(
+        ("sharding", "exchange"),
+        lambda rule, exchange: (rule == NONE) != (exchange == NONE),
+        "and so does the exchange of keys and values",
+    ),
+)
+
+
+def may_run(values: Mapping[str, str]) -> bool:
+    """Whether no rule that speaks of the given values alone forbids them; not all axes need to be given."""
+    rules = (*REFUSALS, *ABSENCES)
+    return not any(
+        rule.of(*(values[axis] for axis in rule.axes)) for rule in rules if all(axis in values for axis in rule.axes)
+    )
+
+
+@cache
+def matrix_rows() -> tuple[Row, ...]:
+    """Rows that hold every pair of values that some row may hold; the same every time."""
+    constraints = [
+        {"operator": "fn", "requires": list(rule.axes), "evaluate": lambda values, rule=rule: _allows(rule, values)}
+        for rule in (*REFUSALS, *ABSENCES)
+    ]
+    return tuple(Row(**values) for values in make(dict(AXES), constraints=constraints))
+
+
+def _allows(rule: Refusal | Absence, values: Mapping[str, str]) -> bool:
+    return not rule.of(*(values[axis] for axis in rule.axes))
+
+
+def refused_pairs() -> Iterator[tuple[Refusal, str, str]]:
+    """Every pair of values that is refused, with its rule."""
+    for rule in REFUSALS:
+        for one, other in itertools.product(*(AXES[axis] for axis in rule.axes)):
+            if rule.of(one, other):
+                yield rule, one, other
+
+
+def can_be_completed(values: Mapping[str, str]) -> bool:
+    """Whether some allowed row holds these values; by search through the axes."""
+    if not may_run(values):
+        return False
+    left = [axis for axis in AXES if axis not in values]
+    return not left or any(can_be_completed({**values, left[0]: value}) for value in AXES[left[0]])
