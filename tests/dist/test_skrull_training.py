@@ -1,11 +1,17 @@
-"""`skrull` trains like plain training, with context ranks and without."""
+"""`skrull` trains like plain training, with context ranks and without, and where memory makes it roll back."""
 
+import msgspec
+import numpy as np
 import pytest
 
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.pack_cost import PackCosts
+from evenload.plan.dacp_search import SHARED, GroupSearch
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem import StepProblem
+from evenload.plan.skrull import bucket_tokens, step_documents
 from evenload.plan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
@@ -43,3 +49,68 @@ def test_skrull_equals_plain_training(gloo_pool, dp, cp):
     kinds = {piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices}
     assert kinds == {1, cp}, "some documents are shared, some whole on one rank"
     assert_plans_equal_plain(gloo_pool, [plan])
+
+
+# Constants of packs so dear that a replica's documents go into as few micro-batches as buckets allow.
+FEW_PACKS = msgspec.structs.replace(
+    COSTS,
+    forward=msgspec.structs.replace(COSTS.forward, pack_s=0.5),
+    backward=msgspec.structs.replace(COSTS.backward, pack_s=1.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "lengths", "bucket"),
+    [
+        (1, 2, [12, 41, 40, 10, 5, 10, 5], 64),
+        (1, 4, [3, 2, 6, 9, 37, 2], 18),
+        (2, 2, [12, 41, 40, 10, 5, 10, 5, 31, 16, 7, 40, 9, 9, 12], 65),
+    ],
+)
+def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
+    """A bucket of memory so small that a document fits nowhere, not even shared, until a rank gives up another one,
+    which all ranks then share (Skrull §4.1)."""
+    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    layout = even_layout(model.num_layers, dp=dp, cp=cp)
+    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+
+    def problem_within(memory_bytes):
+        ids, cap = np.arange(len(lengths)), np.full(1, memory_bytes)
+        return StepProblem(ids, np.array(lengths), PackCosts(model, FEW_PACKS, layout), cap, PlanOptions())
+
+    least, most = 0, 2**32  # bytes; the least with which a rank may hold a bucket
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if bucket_tokens(problem_within(middle)) >= bucket else (middle + 1, most)
+    problem = problem_within(least)
+    assert bucket_tokens(problem) == bucket
+    plan = StepPlanner(model, FEW_PACKS, layout, least).plan(0, step, "skrull")
+    validate_plan(plan)
+    assert any(is_rolled_back(problem, pack) for packs in plan.pack_plans for pack in packs.forward)
+    assert_plans_equal_plain(gloo_pool, [plan])
+
+
+def is_rolled_back(problem, pack):
+    """Whether Algorithm 1 cannot place some document of the micro-batch without giving up another, and the plan is what
+    it found then."""
+    columns = step_documents(problem, bucket_tokens(problem)).columns
+    chosen = columns.chosen(np.array([piece.doc_id for piece in pack.slices]))
+    times = (chosen.local_s.tolist(), chosen.shared_s.tolist(), chosen.gather_s.tolist())
+    search = GroupSearch(chosen.num_tokens.tolist(), *times, chosen.cp, chosen.bucket_tokens)
+    owner = [int(rank) for rank in pack.sharding.removeprefix("dacp:").split(",")]
+    if owner != search._algorithm_1() or set(owner) == {SHARED}:
+        return False
+    room, load_s, ranks = [search.bucket] * search.cp, [0.0] * search.cp, range(search.cp)
+    for document in sorted(range(search.n), key=search.tokens.__getitem__):
+        rank = min(ranks, key=load_s.__getitem__)
+        if room[rank] < search.tokens[document]:
+            rank = max(ranks, key=room.__getitem__)
+        if room[rank] >= search.tokens[document]:
+            room[rank] -= search.tokens[document]
+            load_s[rank] += search.local_s[document]
+        elif min(room) >= search.shares[document]:
+            room = [tokens - search.shares[document] for tokens in room]
+            load_s = [seconds + search.shared_s[document] for seconds in load_s]
+        else:
+            return True
+    return False
