@@ -4,6 +4,7 @@ Starting a process with torch and transformers takes seconds; the pool starts it
 gives every case a fresh process group of the size it needs.
 """
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -77,4 +78,7 @@ def _work(connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # Groups in reference cycles keep their threads, which wake a hundred times a second each: after some hundred
+        # cases the machine would do nothing else.
+        gc.collect()
         connection.send(answer)

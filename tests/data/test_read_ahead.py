@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -82,3 +83,18 @@ def test_a_dropped_reader_ends_its_thread():
     while any(thread.name == "evenload-dropped" for thread in threading.enumerate()):
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_what_makes_items_is_let_go_with_the_last_reference(depth, to_the_end):
+    """Process groups and workers hang on it: those of every run would stay, with their threads."""
+    counter = Counter(5)
+    alive = weakref.ref(counter)
+    ahead = ReadAhead(counter, depth, "test")
+    assert [ahead.next() for _ in range(8 if to_the_end else 2)][:2] == [0, 1]
+    threads = [thread for thread in threading.enumerate() if thread.name == "test"]
+    del counter, ahead
+    for thread in threads:
+        thread.join(10)
+    assert alive() is None

@@ -18,31 +18,37 @@ class ReadAhead(Generic[Item]):
     """Items in order.
 
     Args:
-        make: gives the next item; None = there are no more. Called by one thread only.
+        make: gives the next item; None = there are no more. Called by one thread only. If it holds this object, or
+            one that does, only `close` or the end of the items ends the thread.
         depth: items made ahead; 0 = when they are asked for, by the caller's thread.
         name: of the thread.
     """
 
     def __init__(self, make: Callable[[], Item | None], depth: int, name: str) -> None:
-        self._shared = _Shared(make, depth)
+        self._make = make
+        self._gate = _Gate(depth)
+        self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self._ended = False
         self._thread: threading.Thread | None = None
         if depth:
             # A daemon: when the main thread fails, the process must end even if this thread waits for a dead peer.
-            self._thread = threading.Thread(target=self._shared.run, name=name, daemon=True)
+            self._thread = threading.Thread(
+                target=_make_ahead, args=(make, self._gate, self._ready), name=name, daemon=True
+            )
             self._thread.start()
-            # The thread knows nothing of this object, so dropping the object ends the thread.
-            weakref.finalize(self, self._shared.finish)
+            # The thread knows nothing of this object, nor does what it calls on: so dropping this object ends it, and
+            # then lets go of all that `make` holds.
+            weakref.finalize(self, self._gate.finish)
 
     def next(self) -> Item | None:
         """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
         if self._ended:
             return None
         if self._thread is None:
-            item: Item | BaseException | None = self._shared.make_one()
+            item = _make_one(self._make)
         else:
-            item = self._shared.ready.get()
-            self._shared.allow_one()
+            item = self._ready.get()
+            self._gate.allow_one()
         if item is None or isinstance(item, BaseException):
             self._ended = True
         if isinstance(item, BaseException):
@@ -53,39 +59,26 @@ class ReadAhead(Generic[Item]):
         """Stop: what was being made ahead is made, and dropped."""
         self._ended = True
         if self._thread is not None:
-            self._shared.finish()
+            self._gate.finish()
             self._thread.join()
 
 
-class _Shared(Generic[Item]):
-    """What the thread works with."""
+class _Gate:
+    """How many items the thread may make."""
 
-    def __init__(self, make: Callable[[], Item | None], depth: int) -> None:
-        self.make = make
-        self.ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+    def __init__(self, allowed: int) -> None:
         self._changed = threading.Condition()
-        self._allowed = depth
+        self._allowed = allowed
         self._finishing = False
 
-    def run(self) -> None:
-        made = 0
-        while True:
-            with self._changed:
-                while made == self._allowed:
-                    if self._finishing:
-                        return
-                    self._changed.wait()
-            item = self.make_one()
-            made += 1
-            self.ready.put(item)
-            if item is None or isinstance(item, BaseException):
-                return
-
-    def make_one(self) -> Item | BaseException | None:
-        try:
-            return self.make()
-        except BaseException as error:
-            return error
+    def may_make(self, made: int) -> bool:
+        """Wait until one more than `made` is allowed; False where none ever will be."""
+        with self._changed:
+            while made == self._allowed:
+                if self._finishing:
+                    return False
+                self._changed.wait()
+        return True
 
     def allow_one(self) -> None:
         with self._changed:
@@ -96,3 +89,22 @@ class _Shared(Generic[Item]):
         with self._changed:
             self._finishing = True
             self._changed.notify()
+
+
+def _make_ahead(
+    make: Callable[[], Item | None], gate: _Gate, ready: "queue.SimpleQueue[Item | BaseException | None]"
+) -> None:
+    made = 0
+    while gate.may_make(made):
+        item = _make_one(make)
+        made += 1
+        ready.put(item)
+        if item is None or isinstance(item, BaseException):
+            return
+
+
+def _make_one(make: Callable[[], Item | None]) -> Item | BaseException | None:
+    try:
+        return make()
+    except BaseException as error:
+        return error

@@ -52,8 +52,7 @@ class StepSource:
         planner_state: DelayState,
     ) -> None:
         require_trainable(strategy, mesh.layout, planner.options)
-        self._loader, self._executor, self._left = loader, executor, num_steps
-        self._maker = StepMaker(
+        maker = StepMaker(
             loader,
             planner,
             strategy,
@@ -62,18 +61,21 @@ class StepSource:
             planner_state=planner_state,
             waiting=mesh.watch.waiting,
         )
-        self._ahead = ReadAhead(self._make, loader.config.prefetch_steps, "evenload-prepare")
+        left = num_steps
+
+        def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
+            nonlocal left
+            planned = None
+            if left is None or left > 0:
+                planned = maker.next()
+                left = None if left is None else left - 1
+            if planned is None:
+                loader.close()
+                return None
+            return PreparedStep(planned, executor.prepare(planned.plan, planned.tokens))
+
+        self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
 
     def next(self) -> PreparedStep | None:
         """The next step; None at the end. Raises what making it raised."""
         return self._ahead.next()
-
-    def _make(self) -> PreparedStep | None:
-        planned = None
-        if self._left is None or self._left > 0:
-            planned = self._maker.next()
-            self._left = None if self._left is None else self._left - 1
-        if planned is None:
-            self._loader.close()
-            return None
-        return PreparedStep(planned, self._executor.prepare(planned.plan, planned.tokens))
