@@ -75,7 +75,14 @@ class Link:
     def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None: ...
 
 class PassTable:
-    def __init__(self, matrix: list[float], kv_token_bytes: float, context_rings: float) -> None: ...
+    def __init__(
+        self,
+        matrix: list[float],
+        kv_token_bytes: float,
+        context_rings: float,
+        home_token_bytes: float = 0.0,
+        home_hops: float = 0.0,
+    ) -> None: ...
 
 class CostTable:
     num_stages: int
@@ -89,6 +96,7 @@ class CostTable:
     forward: PassTable
     backward: PassTable
     context_hidden_share: float
+    context_ring: bool
     intra_node: Link
     inter_node: Link
     host: Link
@@ -112,6 +120,8 @@ class CostTable:
     weight_token_s: float
     weight_pack_s: float
     weight_share: float
+    weight_gather_token_s: float
+    weight_gather_pack_s: float
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 

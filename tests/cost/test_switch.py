@@ -59,6 +59,16 @@ def test_dropping_replicas_for_a_stage_sends_state_only() -> None:
     assert switch_bytes(model, 2, old, new) == 12 * ((592 + 256) + (592 + 264)) / 2
 
 
+def test_frozen_weights_have_no_optimizer_state_to_move() -> None:
+    """LoRA: a layer and its 40 adapter weights move, with the state of the adapters; embedding and head without any."""
+    model = sample_model(num_layers=2, adapter_parameters_per_layer=40)
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    layer = 592 + 40
+    first, second = 2 * (layer + 264) + 12 * 40 / 2, 2 * (layer + 256) + 12 * 40 / 2
+    assert switch_bytes(model, 2, old, new) == first + second
+    assert switch_seconds(model, linked(2), old, new) == pytest.approx(first / 4.0)
+
+
 def test_tied_head_is_not_moved_to_a_rank_that_has_the_embedding() -> None:
     tied, untied = sample_model(num_layers=2, tied_embeddings=True), sample_model(num_layers=2)
     old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)

@@ -1,12 +1,20 @@
 """Attention of packs that several ranks share equals attention of whole documents by autograd."""
 
+import itertools
+
 import pytest
 import torch
 
-from context_cases import attend_shared_packs, document_tensors
+from context_cases import DIM, GROUPS, HEADS, attend_shared_packs, document_tensors
 from context_plans import RULES, context_plan, merged_plan
+from cost_samples import sample_coefficients
+from evenload.cost.pack_cost import PackCosts
 from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.plan_tasks import replica_columns
 from evenload.plan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, encode_plan
 from evenload.types.work import WorkCurve
 
@@ -110,3 +118,32 @@ def test_local_documents_move_no_bytes(gloo_pool):
     mostly_local = context_plan(0, cp=2, rule="dacp", lengths=lengths, whole=True, owner=dict(enumerate(owners)))
     moved = assert_equals_whole(gloo_pool, [shared, mostly_local], "all_gather")
     assert max(moved[1]) < 0.7 * min(moved[0])
+
+
+def slice_tokens(plan: StepPlan) -> list[int]:
+    packs = plan.pack_plans[0]
+    return [piece.stop - piece.start for pack in (*packs.forward, *packs.backward) for piece in pack.slices]
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_ring_moves_the_bytes_it_is_charged(gloo_pool, cp):
+    """Prefixes travel with every slice of a cut document; the all-gather would be charged a fraction of that."""
+    plans = (context_plan(seed, cp=cp, rule="per_document", lengths={0: 600, 1: 90}) for seed in itertools.count())
+    # Slices too short to share would be charged as whole on one rank, which this rule does not do.
+    plan = next(plan for plan in plans if all(n > 8 * cp for n in slice_tokens(plan)) and len(slice_tokens(plan)) > 6)
+    ranks = gloo_pool.run(cp, attend_shared_packs, [encode_plan(plan)], "ring", torch.float64, 0, "cpu_flash", COST)
+    moved = max(received for ((_, received),) in ranks)
+    model = ModelSpec(
+        name="one layer", num_layers=1, hidden_size=HEADS * DIM, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM,
+        ffn_hidden_size=8, vocab_size=8, bytes_per_element=8,
+    )  # fmt: skip
+    link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    columns, charged = replica_columns(plan, 0), {}
+    for exchange in ("ring", "all_gather"):
+        coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
+        costs = PackCosts(model, coefficients, even_layout(1, cp=cp))
+        both = (costs.context_seconds(columns.forward, "forward"), costs.context_seconds(columns.backward, "backward"))
+        charged[exchange] = sum(float(seconds_a_byte.sum()) for seconds_a_byte in both)
+    # Ranks' rows of a slice differ by a token, and the fullest rank's count for all.
+    assert charged["ring"] == pytest.approx(moved, rel=0.05)
+    assert charged["ring"] > 1.5 * charged["all_gather"]

@@ -10,6 +10,7 @@ import torch
 from context_plans import RULES, context_plan, merged_plan
 from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
+from evenload.cost.group_comm import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.row_shard import RowShard, row_owners
@@ -18,6 +19,7 @@ from evenload.types.model import model_from_hf_config
 from evenload.types.plan import encode_plan, seal
 from evenload.types.work import WorkCurve
 from reference_training import make_tokens, plain_loss_and_gradients, tiny_config
+from tensor_transfer_cases import hidden_transfers_by_action
 from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
 
 LAYERS = 4
@@ -184,3 +186,14 @@ def test_rows_of_any_slice_are_divided_to_within_one():
         counts = [RowShard(rank, size).num_rows(piece) for rank in range(size)]
         assert counts == [(owners == rank).sum() for rank in range(size)]
         assert max(counts) - min(counts) <= 1
+
+
+def test_every_action_makes_the_transfers_it_is_charged(gloo_pool):
+    """Split backwards gather rows again in W: charged as whole backwards they would look free."""
+    for counts in gloo_pool.run(2, hidden_transfers_by_action, 3):
+        assert counts == {
+            "F": TENSOR_RINGS["forward"],
+            "B": TENSOR_RINGS["backward"],
+            "I": TENSOR_RINGS["backward"],
+            "W": WEIGHT_RINGS,
+        }

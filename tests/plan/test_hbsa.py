@@ -171,9 +171,10 @@ def test_bounds_are_those_of_the_paper_without_ends() -> None:
     assert ends.high[0] == 6
 
 
-def test_equal_micro_batches_take_equation_1() -> None:
-    """sum t + (n - 1) max t, as printed it would count a single stage n + 1 times."""
-    case = Case([10] * 8, 2)
+@pytest.mark.parametrize("adapters", [0, 24])
+def test_equal_micro_batches_take_equation_1(adapters) -> None:
+    """sum t + (n - 1) max t, as printed it would count a single stage n + 1 times; then what is trained is reduced."""
+    case = Case([10] * 8, 2, adapter_parameters_per_layer=adapters)
     for depth in (1, 2):
         (price,) = case.prices_of(depth, 0, counts=(4 // (2 // depth) // depth or 1,))
         n = price.micro_batches
@@ -188,8 +189,11 @@ def test_equal_micro_batches_take_equation_1() -> None:
         assert price.step_seconds(price.even_edges) == pytest.approx(expected_s)
 
 
-def test_memory_of_a_stage_starts_with_weights_and_optimizer() -> None:
-    case = Case([10] * 8, 4, 10**9)
+@pytest.mark.parametrize("adapters", [0, 24])
+def test_memory_of_a_stage_starts_with_weights_and_optimizer(adapters) -> None:
+    """Of adapters only, where the model's own weights are frozen."""
+    case = Case([10] * 8, 4, 10**9, adapter_parameters_per_layer=adapters)
+    short = Case([1] * 8, 4, 10**9, adapter_parameters_per_layer=adapters)
     for depth in (1, 2, 4):
         (price,) = case.prices_of(depth, 0, counts=(1,))
         layout = even_layout(LAYERS, dp=4 // depth, pp=depth)
@@ -197,3 +201,5 @@ def test_memory_of_a_stage_starts_with_weights_and_optimizer() -> None:
         for stage, layers in enumerate(layout.stage_layers):
             assert price.stage_bytes(stage, *layers) > held[stage] - 12
         assert price.total_bytes() < 10 * held.sum()
+        # With hardly any activations there is hardly anything else.
+        assert short.prices_of(depth, 0, counts=(1,))[0].total_bytes() < 2 * held.sum()

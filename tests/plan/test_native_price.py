@@ -56,7 +56,11 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     windows = draw(st.sampled_from([(), (0, 16, 16), (16, 16, 16), (0, 0, 40)]))
     causal = bool(windows) or draw(st.booleans())
     model: ModelSpec = sample_model(
-        sliding_windows=windows, causal=causal, num_heads=4, num_kv_heads=draw(st.sampled_from([1, 4]))
+        sliding_windows=windows,
+        causal=causal,
+        num_heads=4,
+        num_kv_heads=draw(st.sampled_from([1, 4])),
+        adapter_parameters_per_layer=draw(st.sampled_from([0, 0, 40])),
     )
     pads = not causal or draw(st.booleans())
     shares = causal and draw(st.booleans())
@@ -67,7 +71,8 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         cp=draw(st.sampled_from([1, 2])) if causal else 1,
         tp=draw(st.sampled_from([1, 2])),
     )
-    costs = PackCosts(model, sample_coefficients(**LINKS), layout)
+    exchange = draw(st.sampled_from(["all_gather", "ring"]))
+    costs = PackCosts(model, sample_coefficients(**LINKS, context_exchange=exchange), layout)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
     if pads:
         backward = forward
@@ -90,7 +95,7 @@ def assert_same(one: PipelineTasks, other: PipelineTasks) -> None:
 @settings(deadline=None)
 @given(priced_inputs())
 def test_native_prices_equal_their_twin(inputs: tuple) -> None:
-    """Slices, padding, windows, tiles, policies, shared documents, tp, cp, pp and split backwards."""
+    """Slices, padding, windows, tiles, policies, shared documents, rings, adapters, tp, cp, pp, split backwards."""
     costs, forward, backward, num_tokens, policy = inputs
     native, twin = (
         pipeline_tasks(costs, forward, backward, num_tokens, policy, split=True, backend=backend)

@@ -92,9 +92,13 @@ def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> N
     assert "merged" in seen or layout.cp > 1
 
 
-def test_split_backwards_are_in_the_file_and_add_up() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_split_backwards_are_in_the_file_and_add_up(tp: int) -> None:
+    """Also under tensor parallelism, where parts take longer than a whole backward would."""
     options = PlanOptions(max_pack_tokens=300, split_backward=True)
-    planner = StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=2, pp=3), None, options)
+    link = LinkSpec(bandwidth_bytes_per_s=1000.0, latency_s=0.01)
+    coefficients = sample_coefficients(intra_node=link, devices_per_node=64)
+    planner = StepPlanner(sample_model(), coefficients, even_layout(3, dp=2, pp=3, tp=tp), None, options)
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 4))
     (plan,) = json.loads(encode_plan_file([planner.plan(0, step, "auto")]))["plans"]
     assert any("W" in action for replica in plan["replicas"] for row in replica["schedule"] for action in row)

@@ -1,11 +1,14 @@
 """What sharding by predicted seconds is decided by: the work of a whole document, of both directions."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
+from evenload.plan.cp_sharding import ShardingCost, shard_pack
 from evenload.plan.sharding_cost import sharding_cost
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
@@ -33,6 +36,29 @@ def test_transfers_are_those_of_the_largest_group() -> None:
     assert merged is not None
     # (n - 1) / n of a token's bytes come from others.
     assert merged.gather_s_per_token / alone.gather_s_per_token == pytest.approx((7 / 8) / (1 / 2))
+
+
+def test_a_ring_sends_gradients_home_and_prefixes_with_every_slice() -> None:
+    """A group of two: K and V (16 bytes a token) and their gradients (32) half of the way, gradients home once more."""
+    found = []
+    for exchange in ("all_gather", "ring"):
+        coefficients = sample_coefficients(intra_node=LINK, devices_per_node=8, context_exchange=exchange)
+        cost = sharding_cost(PackCosts(sample_model(), coefficients, even_layout(3, cp=2)), dp_merge=False)
+        assert cost is not None
+        per_token_s = 3 * ((16 + 16 + 32) / 2 + (16 if exchange == "ring" else 0)) / 1e6
+        assert cost.gather_s_per_token == pytest.approx(per_token_s)
+        slow = dataclasses.replace(cost, hidden_share=0.0)
+        first, later = (
+            shard_pack("per_document", np.array([start]), np.array([start + 8]), 2, slow).rank_s.sum()
+            - shard_pack("per_document", np.array([start]), np.array([start + 8]), 2, free(slow)).rank_s.sum()
+            for start in (0, 100)
+        )
+        found.append(later / first)
+    assert found == pytest.approx([1.0, 108 / 8])
+
+
+def free(cost: ShardingCost) -> ShardingCost:
+    return dataclasses.replace(cost, gather_s_per_token=0.0)
 
 
 def test_no_group_no_cost_and_no_link_is_refused() -> None:

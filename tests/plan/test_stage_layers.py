@@ -87,11 +87,12 @@ def test_more_stages_than_layers_are_refused() -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_one_stage_a_rank_is_as_fast_as_brute_force(data) -> None:
-    """With windows that differ between layers, any weight of the head, and a reduction that may matter."""
+    """With windows that differ between layers, any weight of the head, a reduction that may matter, and adapters."""
     num_layers = data.draw(st.integers(3, 9))
     pp, dp = data.draw(st.integers(2, min(4, num_layers))), data.draw(st.sampled_from([1, 2]))
     windows = data.draw(st.lists(st.sampled_from([0, 2, 5]), min_size=num_layers, max_size=num_layers))
-    model = sample_model(num_layers=num_layers, sliding_windows=tuple(windows))
+    adapters = data.draw(st.sampled_from([0, 0, 30]))
+    model = sample_model(num_layers=num_layers, sliding_windows=tuple(windows), adapter_parameters_per_layer=adapters)
     coefficients = sample_coefficients(
         head_s_per_token=data.draw(st.floats(0, 40)),
         embedding_s_per_token=data.draw(st.floats(0, 5)),
@@ -140,11 +141,17 @@ def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_wor
     assert max(gaps) < 0.08
 
 
-@given(st.integers(2, 4), st.integers(1, 2), st.sampled_from([0.0, 10.0, 100.0]), st.integers(1, 30))
-@settings(max_examples=40, deadline=None)
-def test_no_rank_outgrows_memory_that_the_even_split_leaves(pp, virtual, head_s, kilobytes) -> None:
+@given(
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 10.0, 100.0]),
+    st.integers(1, 30),
+    st.sampled_from([0, 30]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_rank_outgrows_memory_that_the_even_split_leaves(pp, virtual, head_s, kilobytes, adapters) -> None:
     """A split that moves layers to other ranks must not take the memory of their activations."""
-    model = sample_model(num_layers=12, vocab_size=50)
+    model = sample_model(num_layers=12, vocab_size=50, adapter_parameters_per_layer=adapters)
     coefficients = sample_coefficients(head_s_per_token=head_s)
     memory_bytes = kilobytes * 4096
     layout = balanced_layout(model, coefficients, [30, 4], pp=pp, virtual=virtual, memory_bytes=memory_bytes)

@@ -18,6 +18,7 @@ LAYOUTS = [
     even_layout(3, dp=2, cp=2, tp=2),
     even_layout(3, dp=4, cp=1),
     even_layout(3, dp=9, pp=3),  # replicas without documents
+    even_layout(3, dp=2, pp=3, tp=2),  # I and W take longer than the whole backward
 ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -72,11 +73,18 @@ def run_coefficients(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
 ) -> CostCoefficients:
     """The checkpoint's cost file after a resume (so that plans stay the same), else the configured one, else cached,
-    else measured.
+    else measured; for the configured way in which keys and values travel.
 
     Args:
         max_document_tokens: no longer ones are timed; default: the configured longest.
     """
+    found = _found_or_measured(trainer, cache, threads, console, max_document_tokens)
+    return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange)
+
+
+def _found_or_measured(
+    trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None
+) -> CostCoefficients:
     if trainer.coefficients is not None:
         return trainer.coefficients
     mesh, configured = trainer.mesh, trainer.config.train.cost_file

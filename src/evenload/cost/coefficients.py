@@ -63,7 +63,9 @@ class CostCoefficients(Frozen):
             consecutive devices a group spans; None = such groups cannot be costed.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
+        weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         context_hidden_share: of a pack's attention, behind which transfers of K and V hide.
+        context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         model: name of the model these per-layer numbers belong to; shown to users.
 
     Raises:
@@ -89,7 +91,9 @@ class CostCoefficients(Frozen):
     devices_per_node: int = 1
     host_link: LinkSpec | None = None
     tensor_exposed_share: float = 0.5
+    weight_gather_exposed_share: float = 0.5
     context_hidden_share: float = 0.8
+    context_exchange: Literal["all_gather", "ring"] = "all_gather"
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -118,7 +122,7 @@ class CostCoefficients(Frozen):
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
             )
-        for field in ("tensor_exposed_share", "context_hidden_share"):
+        for field in ("tensor_exposed_share", "weight_gather_exposed_share", "context_hidden_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ConfigError(
                     f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"

@@ -113,6 +113,11 @@ def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
     return -(-split // tp) + key_value * local_kv_heads(model, tp) + copied + model.adapter_parameters_per_layer
 
 
+def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
+    """As `layer_parameters`, those that have gradients and optimizer state: all, or the adapters alone."""
+    return model.adapter_parameters_per_layer or layer_parameters(model, tp)
+
+
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     element = model.bytes_per_element

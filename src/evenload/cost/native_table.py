@@ -6,10 +6,10 @@ evaluated per stage. Made once for a planner; pricing a pack then multiplies and
 
 from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
-from evenload.cost.group_comm import CONTEXT_RINGS, context_token_bytes
+from evenload.cost.group_comm import CONTEXT_RINGS, context_token_bytes, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.split_backward import WEIGHT_SHARE, weight_elements_per_token
+from evenload.cost.split_backward import weight_elements_per_token, weight_share
 from evenload.types.cluster import LinkSpec
 
 
@@ -27,10 +27,12 @@ def native_table(costs: PackCosts) -> _native.CostTable:
             costs.stage_seconds[direction].ravel().tolist(),
             float(context_token_bytes(model, layout.tp, direction)),
             float(CONTEXT_RINGS[direction]),
+            *map(float, ring_home(model, coefficients, layout.tp, direction)),
         )
         for direction in ("forward", "backward")
     )
     table.context_hidden_share = coefficients.context_hidden_share
+    table.context_ring = coefficients.context_exchange == "ring"
     table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(coefficients.inter_node)
     table.host = _link(coefficients.host_link)
     layers = costs.layers()
@@ -51,7 +53,8 @@ def native_table(costs: PackCosts) -> _native.CostTable:
     table.head_rows = HEAD_ROWS
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
-    table.weight_pack_s, table.weight_share = coefficients.backward.pack_s, WEIGHT_SHARE
+    table.weight_pack_s, table.weight_share = coefficients.backward.pack_s, weight_share(model)
+    table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
     table.weight_held_bytes = table.weight_new_bytes = held
     return table

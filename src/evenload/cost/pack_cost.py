@@ -100,7 +100,9 @@ class PackCosts:
     def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
         ranks, rows = sharing_ranks(columns, self.layout), _rows(columns)
-        gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), rows, 0))
+        # In a ring a slice's keys and values travel with those of its prefix.
+        travelling = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
+        gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), travelling, 0))
         pack_ranks = np.ones(columns.num_packs, np.int64)
         np.maximum.at(pack_ranks, columns.pack_of_slice(), ranks)
         layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, pack_ranks, gathered, direction)

@@ -3,7 +3,8 @@
 W is one of the two equal products of every linear layer's backward (dW; the other is dX) and half of the constants
 that come with them. Attention has no weights: all of it, of the norms and of the embedding stays in I. So does the
 head: its logits live for a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost
-vocab·(e + 4) bytes a token.
+vocab·(e + 4) bytes a token. Under tensor parallelism W gathers again the rows that I has let go
+(`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole backward.
 
 From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
 `runtime/weight_products.py` keeps as they are, so that W computes nothing but products:
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import local_kv_heads
+from evenload.cost.group_comm import weight_gather_seconds
 from evenload.cost.memory import sharing_ranks
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
@@ -42,7 +44,7 @@ def split_backward(
         policy: int8[num_documents] with which they were priced; None = all replay.
     """
     layout, per_layer = costs.layout, costs.coefficients.backward
-    share = 0.0 if costs.model.adapter_parameters_per_layer else WEIGHT_SHARE
+    share = weight_share(costs.model)
     weight_s = share * np.outer(
         _pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
         _layers(layout).astype(np.float64),
@@ -52,7 +54,20 @@ def split_backward(
     if policy is not None:
         # I needs all that comes back from the host; while it waits, a part of W's work is done.
         weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
-    return divide_backward(costs.model, layout, tasks, backward, tasks.backward_s - weight_s, weight_s)
+    input_s = tasks.backward_s - weight_s
+    return divide_backward(costs.model, layout, tasks, backward, input_s, weight_s + gather_seconds(costs, backward))
+
+
+def gather_seconds(costs: PackCosts, backward: SliceColumns) -> NDArray[np.float64]:
+    """What I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again in W;
+    float64[m_b, P]."""
+    token_s, pack_s = weight_gather_seconds(costs.model, costs.coefficients, costs.layout.tp)
+    return np.outer(_pack_tokens(backward, costs.layout) * token_s + pack_s, _layers(costs.layout).astype(np.float64))
+
+
+def weight_share(model: ModelSpec) -> float:
+    """Of the backward of a linear layer, what W may put off; nothing where the matrices are frozen (LoRA)."""
+    return 0.0 if model.adapter_parameters_per_layer else WEIGHT_SHARE
 
 
 def divide_backward(

@@ -6,7 +6,8 @@ from both layouts:
 
     weights     units of its new stage that were not of its old one, from any device that holds them, one of its own
                 node if there is one
-    optimizer   its new share of every unit of its new stage, less what it holds already, from the one owner
+    optimizer   its new share of every unit of its new stage, less what it holds already, from the one owner; of
+                adapters alone where the model's own weights are frozen (LoRA)
 
 Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
 ways at once; the switch lasts as long as its busiest device. Price: O(devices · units) numpy.
@@ -19,7 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
+from evenload.cost.memory import (
+    embedding_parameters,
+    layer_parameters,
+    optimizer_bytes_per_parameter,
+    trained_layer_parameters,
+)
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -113,6 +119,14 @@ def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.flo
     return np.array([embedding, *[layer] * model.num_layers, head + model.hidden_size], np.float64)
 
 
+def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
+    """Optimizer state of every unit; float64[U]."""
+    parameters = _unit_parameters(model, layout)
+    if model.adapter_parameters_per_layer:
+        parameters = np.array([0, *[trained_layer_parameters(model, layout.tp)] * model.num_layers, 0], np.float64)
+    return optimizer_bytes_per_parameter(model) * parameters
+
+
 def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
     """The pipeline rank of every unit; int64[U]."""
     rank = np.zeros(layout.num_layers + 2, np.int64)
@@ -147,11 +161,10 @@ def _missing_bytes(
         )
     devices = new.world_size
     held = _holds(old, devices)
-    parameters = _unit_parameters(model, new)
-    weights = model.bytes_per_element * parameters * ~held
+    weights = model.bytes_per_element * _unit_parameters(model, new) * ~held
     near = _node_sums(_holds(old), devices_per_node, devices) > 0
     inside, outside = _shares_elsewhere(new, old, devices_per_node)
-    state = optimizer_bytes_per_parameter(model) * parameters
+    state = _state_bytes(model, new)
     return weights * near + state * inside, weights * ~near + state * outside
 
 
@@ -164,7 +177,7 @@ def _sent_bytes(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What every device of `old` sends inside its node and to others; weights by all holders alike; float64[D]."""
     held = _holds(old)
-    state = optimizer_bytes_per_parameter(model) * _unit_parameters(model, new)
+    state = _state_bytes(model, new)
     sent = []
     receiving = _shares_elsewhere(new, old, devices_per_node)
     leaving = _shares_elsewhere(old, new, devices_per_node)

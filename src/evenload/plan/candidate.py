@@ -22,6 +22,7 @@ from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.backend import Backend
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import KINDS
 from evenload.types.work import sum_in_order
 
 UNLIMITED_BYTES = 2**62
@@ -97,6 +98,23 @@ def pipeline_tasks(
         backward_temp_bytes=held.backward_temp_bytes,
     )
     return replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
+
+
+def with_times_that_run(found: Candidate, tp: int) -> Candidate:
+    """The same candidate, in whose times I and W of every backward add up to the whole, as plans promise.
+
+    Under tensor parallelism parts that run take longer than the whole that does not (`cost.split_backward`). A backward
+    runs one way or the other on a stage, so seconds of the way that does not run follow those of the way that does.
+    """
+    tasks, split = found.tasks, found.tasks.split
+    if tp == 1 or split is None:
+        return found
+    weights = found.actions.kind == KINDS.index("W")
+    is_split = np.zeros(tasks.backward_s.shape, bool)
+    is_split[found.actions.pack[weights], found.actions.stage[weights]] = True
+    parts = replace(split, weight_s=np.where(is_split, split.weight_s, tasks.backward_s - split.input_s))
+    whole_s = np.where(is_split, split.input_s + split.weight_s, tasks.backward_s)
+    return replace(found, tasks=replace(tasks, backward_s=whole_s, split=parts))
 
 
 def forwards_needed(forward: SliceColumns, backward: SliceColumns, num_tokens: NDArray[np.int64]) -> NDArray[np.int32]:

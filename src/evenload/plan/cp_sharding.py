@@ -39,12 +39,14 @@ class ShardingCost:
         tile: query rows of one attention block.
         gather_s_per_token: transfer of one token's keys and values to all ranks of the group.
         hidden_share: of a rank's attention, behind which transfers hide.
+        prefix_travels: with every slice go the keys and values of its prefix (a ring).
     """
 
     work: WorkCurve
     tile: int = 1
     gather_s_per_token: float = 0.0
     hidden_share: float = 0.8
+    prefix_travels: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +126,7 @@ def _per_sequence(start: NDArray[np.int64], stop: NDArray[np.int64], cp: int, co
     chunk = np.searchsorted(edges, low, side="right") - 1
     shift = start[piece] - (ends - (stop - start))[piece]
     rank = np.minimum(chunk, 2 * cp - 1 - chunk)
-    return _priced("per_sequence", rank, piece, low + shift, high + shift, cp, cost, float(total))
+    return _priced("per_sequence", rank, piece, low + shift, high + shift, cp, cost, _travelling(start, stop, cost))
 
 
 def _chunk_tokens(tokens: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
@@ -165,7 +167,7 @@ def _owned(
         np.concatenate([high.ravel()[used], stop[whole]]),
         cp,
         cost,
-        float(chunks.sum()),
+        _travelling(start[shared], stop[shared], cost),
         num_shared=int(used.sum()) if overlaps_local else None,
     )
 
@@ -220,6 +222,11 @@ def _priced(
         stop,
         compute_s + np.maximum(0.0, gather_s - hidden_s),
     )
+
+
+def _travelling(start: NDArray[np.int64], stop: NDArray[np.int64], cost: ShardingCost) -> float:
+    """Tokens whose keys and values go to all ranks."""
+    return float((stop if cost.prefix_travels else stop - start).sum())
 
 
 def _range_seconds(start: NDArray[np.int64], stop: NDArray[np.int64], cost: ShardingCost) -> NDArray[np.float64]:

@@ -217,7 +217,7 @@ class _Search:
             if not price.fits(stage, first, last):
                 break
             most_s = max(rest_s, price.rest_s[last] - price.rest_s[first])
-            most_parameters = max(parameters, price.parameters(first, last))
+            most_parameters = max(parameters, price.trained_parameters(first, last))
             after = price.depth - stage - 1
             least_s = max(most_s, (price.rest_s[-1] - price.rest_s[last]) / after) if after else most_s
             least_cost_s = price.seconds_of(least_s, most_parameters)

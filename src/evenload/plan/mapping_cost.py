@@ -11,9 +11,10 @@ rest of its replica's work to do beside it; with u_i of the longest micro-batch 
 
     T = sum_i u_i + max_i (W_i - u_i) + ...                    equal to the above where all are equal
 
-Memory of stage i (eq. 2): weights, gradients, optimizer shard; chunks of min(P - i, n) micro-batches in flight, the
-longest documents of a replica among them; temporaries of the largest. Both are estimates, for choosing what is planned
-and simulated; nothing is decided on them alone. Price: O(n log n) per batch and policy, O(stages) per mapping.
+Memory of stage i (eq. 2): weights; gradients and optimizer shard of what is trained; chunks of min(P - i, n)
+micro-batches in flight, the longest documents of a replica among them; temporaries of the largest. Both are estimates,
+for choosing what is planned and simulated; nothing is decided on them alone. Price: O(n log n) per batch and policy,
+O(stages) per mapping.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from evenload.cost.memory import (
     embedding_parameters,
     layer_parameters,
     optimizer_bytes_per_parameter,
+    trained_layer_parameters,
 )
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import whole_document_columns
@@ -152,6 +154,8 @@ class MappingCosts:
         tp: int = 1,
     ) -> None:
         self._layer, self._embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
+        self._trained_layer = trained_layer_parameters(model, tp)
+        self._trains_all = not model.adapter_parameters_per_layer
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm = model.hidden_size
         self.num_layers, self.depth, self.cap_bytes = model.num_layers, depth, cap_bytes
@@ -170,8 +174,9 @@ class MappingCosts:
             hop_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
             hop_s = hop_bytes / coefficients.p2p_bandwidth_bytes_per_s + coefficients.p2p_latency_s
         element, copies = model.bytes_per_element, dp * cp
-        self._static_bytes = element + max(element, 4) + optimizer_bytes_per_parameter(model) / copies
-        # Gradient reduction, gathering of weights and optimizer are linear in the parameters of the fullest rank.
+        self._weight_bytes = element
+        self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
+        # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
         link = coefficients.reduce_bandwidth_bytes_per_s, coefficients.reduce_latency_s
         latency_s = ring_seconds(0.0, copies, *link)
         moved_s = ring_seconds(float(max(element, 4) + element), copies, *link) - latency_s
@@ -185,6 +190,10 @@ class MappingCosts:
         self._in_flight_bytes = [0.0, *np.cumsum(in_flight).tolist()]
         self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
 
+    def trained_parameters(self, first: int, last: int) -> int:
+        """Of one device of a stage, those that have gradients and optimizer state."""
+        return self.parameters(first, last) if self._trains_all else (last - first) * self._trained_layer
+
     def parameters(self, first: int, last: int) -> int:
         """Of one device of a stage."""
         held = (last - first) * self._layer + (self._embedding if first == 0 else 0)
@@ -196,9 +205,9 @@ class MappingCosts:
         """Peak of one device of a stage, estimated."""
         in_flight = self._in_flight_bytes[min(self.depth - stage, len(self._in_flight_bytes) - 1)]
         logits = self._logits_bytes if last == self.num_layers else 0.0
-        return (
-            self.parameters(first, last) * self._static_bytes + (last - first) * in_flight + self._temp_bytes + logits
-        )
+        weights_bytes = self.parameters(first, last) * self._weight_bytes
+        trained_bytes = self.trained_parameters(first, last) * self._trained_bytes
+        return weights_bytes + trained_bytes + (last - first) * in_flight + self._temp_bytes + logits
 
     def fits(self, stage: int, first: int, last: int) -> bool:
         """Whether a stage is within memory."""
@@ -216,7 +225,7 @@ class MappingCosts:
         return sum(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(self.even_edges)))
 
     def seconds_of(self, most_rest_s: float, most_parameters: int) -> float:
-        """Of a step, from the two figures in which mappings of these sizes differ."""
+        """Of a step, from the two figures in which mappings of these sizes differ: seconds, and trained parameters."""
         return self._fixed_s + most_rest_s + self._s_per_parameter * most_parameters
 
     def least_seconds(self) -> float:
@@ -226,7 +235,7 @@ class MappingCosts:
     def step_seconds(self, edges: tuple[int, ...]) -> float:
         """Estimated T of a mapping."""
         rest_s = max(self.rest_s[last] - self.rest_s[first] for first, last in pairwise(edges))
-        return self.seconds_of(rest_s, max(self.parameters(*pair) for pair in pairwise(edges)))
+        return self.seconds_of(rest_s, max(self.trained_parameters(*pair) for pair in pairwise(edges)))
 
 
 def _running(values: NDArray[np.float64]) -> list[float]:

@@ -15,7 +15,7 @@ from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts, padded_pack_tokens
 from evenload.errors import DataError, InfeasiblePlanError
-from evenload.plan.candidate import imbalance
+from evenload.plan.candidate import imbalance, with_times_that_run
 from evenload.plan.delay import (
     Arrivals,
     DelayedChoice,
@@ -193,9 +193,13 @@ class StepPlanner:
                 MEMORY_CHECKS.get(strategy),
             )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
-        plan = self._step_plan(step, documents, strategy, left_out, problem, answer.choices, age_steps)
+        choices = tuple(
+            replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
+            for choice in answer.choices
+        )
+        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        return self._proposal(plan, answer.choices, after)
+        return self._proposal(plan, choices, after)
 
     def _problem(self, step: int, documents: tuple[Document, ...], policy: np.ndarray | None = None) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)

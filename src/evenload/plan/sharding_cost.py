@@ -4,16 +4,17 @@ A rank keeps its rows from forward to backward, so one choice serves both: secon
 together, on each direction's slowest stage. Transfers are those of the largest group that the layout allows.
 """
 
-from evenload.cost.group_comm import context_token_bytes
+from evenload.cost.group_comm import context_token_bytes, ring_home
 from evenload.cost.pack_cost import PackCosts
 from evenload.plan.cp_sharding import ShardingCost
+from evenload.plan.validate_groups import largest_block
 from evenload.types.micropack import Direction
 from evenload.types.work import WorkCurve
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def sharding_cost(costs: PackCosts, *, dp_merge: bool) -> ShardingCost | None:
+def sharding_cost(costs: PackCosts, *, dp_merge: bool | None) -> ShardingCost | None:
     """None where no group can share a pack.
 
     Args:
@@ -23,13 +24,15 @@ def sharding_cost(costs: PackCosts, *, dp_merge: bool) -> ShardingCost | None:
         ConfigError: the coefficients know no link for the group.
     """
     layout, coefficients = costs.layout, costs.coefficients
-    ranks = layout.cp * (layout.dp if dp_merge else 1)
+    ranks = layout.cp * (largest_block(layout.dp) if dp_merge else 1)
     if ranks == 1:
         return None
     # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
     curves = (costs.forward_work(), costs.backward_work())
     link = coefficients.group_link(ranks * layout.tp)
     token_bytes = sum(context_token_bytes(costs.model, layout.tp, direction) for direction in _DIRECTIONS)
+    home_bytes = sum(ring_home(costs.model, coefficients, layout.tp, direction)[0] for direction in _DIRECTIONS)
+    moved_bytes = (token_bytes * (ranks - 1) + home_bytes) / ranks
     return ShardingCost(
         work=WorkCurve(
             linear_s=sum(curve.linear_s for curve in curves) * layout.cp,
@@ -39,6 +42,7 @@ def sharding_cost(costs: PackCosts, *, dp_merge: bool) -> ShardingCost | None:
             slice_s=sum(curve.slice_s for curve in curves),
         ),
         tile=coefficients.attention_tile,
-        gather_s_per_token=int(costs.layers().max()) * token_bytes * (ranks - 1) / ranks / link.bandwidth_bytes_per_s,
+        gather_s_per_token=int(costs.layers().max()) * moved_bytes / link.bandwidth_bytes_per_s,
         hidden_share=coefficients.context_hidden_share,
+        prefix_travels=coefficients.context_exchange == "ring",
     )

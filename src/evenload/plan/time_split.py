@@ -17,6 +17,7 @@ import numpy as np
 from evenload.cost.owned_bytes import owners_from
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
+from evenload.cost.split_backward import gather_seconds
 from evenload.plan.candidate import Candidate
 from evenload.plan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.plan.problem import ReplicaChoice
@@ -27,6 +28,7 @@ from evenload.types.micropack import Direction
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.time_split import TimeSplit
+from evenload.types.timeline import KINDS
 
 
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
@@ -43,6 +45,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     work_s = {
         name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__
     }
+    work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in found) / groups
     bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
     makespan_s = np.array([one.makespan_s for one in found])
     return TimeSplit(
@@ -101,6 +104,13 @@ def _split_packs(
     owner = owners_from([sharding for one in found for sharding in one.sharding or ()])
     pack_s = np.concatenate([getattr(one.tasks, f"{direction}_s") for one in found])
     return split_pack_seconds(costs, columns, direction, policy, owner, pack_s)
+
+
+def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
+    """What its backwards take on top because they run as I and W."""
+    weights = found.actions.kind == KINDS.index("W")
+    again_s = gather_seconds(costs, found.backward)
+    return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())
 
 
 def _joined(parts: Sequence[SliceColumns], num_documents: Sequence[int], layout_cp: int) -> SliceColumns:

@@ -21,7 +21,8 @@ class SplitBackward:
     and needs nothing but what I left: inputs and output gradients of the matrix products.
 
     Args:
-        input_s, weight_s: float64[m_b, P] seconds of I and W; their sum is `PipelineTasks.backward_s` to rounding.
+        input_s, weight_s: float64[m_b, P] seconds of I and W; their sum is `PipelineTasks.backward_s` to rounding, or
+            more where W makes transfers again.
         input_freed_bytes: int64[m_b, P], given back when I ends; negative where I leaves more than it found.
         input_temp_bytes: int64[m_b, P], held while I runs, what it leaves for W included.
         weight_freed_bytes: int64[m_b, P], given back when W ends; with `input_freed_bytes` the whole backward's.
