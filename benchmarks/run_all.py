@@ -15,6 +15,7 @@ import loader_start
 import loader_training
 import planning
 import replay
+import sharding
 import simulator
 from results import run_benchmark
 
@@ -22,7 +23,7 @@ from results import run_benchmark
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, attention, replay):
+    for module in (simulator, planning, sharding, attention, replay):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
