@@ -7,6 +7,7 @@ from plan_building import random_plan
 def test_every_strategy_says_what_it_does():
     assert set(STRATEGY_WORKS) == set(STRATEGIES)
     assert "2 ranks share" in strategy_line("skrull", 2)
+    assert strategy_line("slimpack", 1, "replicas share documents").endswith("by simulation; replicas share documents")
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

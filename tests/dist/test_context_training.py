@@ -60,7 +60,7 @@ def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file
     exchanges: the same batches, losses and updates as one process, to 1e-9."""
     alone = losses(gloo_pool, config_file, "alone", more={"plan.strategy": "balanced"})
     assert len(set(alone)) == STEPS
-    merge = {"plan.options.dp_merge": "true"}
+    apart = {"plan.options.dp_merge": "false"}  # on by default
     runs = {
         "skrull": {"sharing": 2, "cp": 2, "more": {"plan.strategy": "skrull"}},
         "adaptive": {
@@ -70,9 +70,9 @@ def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file
             "more": {"plan.strategy": "balanced", "plan.options.cp_sharding": "adaptive"},
         },
         "ring": {"sharing": 3, "cp": 3, "more": {"plan.strategy": "slimpack", "parallel.cp_exchange": "ring"}},
-        "per_document": {"sharing": 2, "cp": 2, "dp": 2, "more": {"plan.options.cp_sharding": "per_document"}},
-        "slimpack": {"sharing": 2, "dp": 2, "pp": 2, "more": {"plan.strategy": "slimpack", **merge}},
-        "auto": {"sharing": 4, "dp": 4, "more": {"plan.strategy": "auto", **merge}},
+        "per_document": {"sharing": 2, "cp": 2, "dp": 2, "more": {"plan.options.cp_sharding": "per_document", **apart}},
+        "slimpack": {"sharing": 2, "dp": 2, "pp": 2, "more": {"plan.strategy": "slimpack"}},
+        "auto": {"sharing": 4, "dp": 4, "more": {"plan.strategy": "auto"}},
     }
     for name, settings in runs.items():
         assert losses(gloo_pool, config_file, name, **settings) == pytest.approx(alone, rel=1e-9), name
@@ -81,7 +81,8 @@ def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file
 def test_a_checkpoint_of_context_ranks_goes_on_under_other_layouts(gloo_pool, config_file):
     """Optimizer state is sharded over dp x cp ranks; it loads under any."""
     whole = losses(gloo_pool, config_file, "whole", sharing=2, cp=2)
-    first = losses(gloo_pool, config_file, "parts", sharing=2, cp=2, dp=2, stop_after=1)
+    apart = {"plan.options.dp_merge": "false"}
+    first = losses(gloo_pool, config_file, "parts", sharing=2, cp=2, dp=2, stop_after=1, more=apart)
     second = losses(gloo_pool, config_file, "parts", sharing=3, cp=3, stop_after=2)
     rest = losses(gloo_pool, config_file, "parts", pp=2)
     assert [*first, *second, *rest] == pytest.approx(whole, rel=1e-9)

@@ -117,7 +117,7 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
 
 
 def test_merging_is_off_unless_asked_and_never_slower() -> None:
-    assert PlanOptions().dp_merge is False
+    assert not PlanOptions().dp_merge
     even = documents([100] * 16)
     assert planner().plan(0, even, "slimpack") == planner(merge=False).plan(0, even, "slimpack")
     for lengths in ([900, 10, 10, 10], OUTLIER, [500] * 5):

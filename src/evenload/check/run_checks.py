@@ -17,6 +17,7 @@ from evenload.check.verdict import Verdict
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError, RankLostError
+from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.mesh import Mesh
@@ -44,7 +45,8 @@ def run_checks(
         memory_cap_bytes, users_cap_bytes: of a process of this run, and of the user's.
         on_start: called with a check's name before it.
     """
-    smaller = scope.config
+    options, _ = decide_dp_merge(scope.config.plan.options, scope.config.plan.strategy, mesh.layout, coefficients)
+    smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     verdicts = []
     loader = GlobalBatchLoader(smaller.data)
     batch = loader.next_batch()

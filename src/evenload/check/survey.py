@@ -13,6 +13,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.plan.delay import DelayState
+from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
 from evenload.plan.validate import validate_plan
 from evenload.runtime.config import TrainConfig
@@ -55,6 +56,7 @@ def survey_batches(
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+    options, _ = decide_dp_merge(options, config.plan.strategy, layout, coefficients)
     planner = StepPlanner(model, coefficients, layout, memory_cap_bytes, options)
     survey, state = Survey(), DelayState()
     until_s = clock() + _MAX_S

@@ -9,10 +9,14 @@ from evenload.plan.strategies import STRATEGY_WORKS
 from evenload.types.plan import StepPlan
 
 
-def strategy_line(name: str, context_ranks: int) -> str:
-    """The strategy, and what it does."""
+def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
+    """The strategy, and what it does.
+
+    Args:
+        merging: of `decide_dp_merge`.
+    """
     shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
-    return f"strategy {name}: {STRATEGY_WORKS[name]}{shared}"
+    return f"strategy {name}: {STRATEGY_WORKS[name]}{shared}{'; ' if merging else ''}{merging}"
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:

@@ -10,6 +10,7 @@ from evenload.cli.run_files import RunWriter
 from evenload.cli.start_lines import data_line, first_plan_line, strategy_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
+from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
@@ -100,13 +101,15 @@ def _show_start(
     )
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
-        f"layout {trainer.mesh.layout.describe()}",
+        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if config.parallel.channels == 'fifo' else ''}",
         f"attention {next(iter(trainer.stages.values())).backend_name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {memory_cap_bytes / 2**30:.1f} GiB a process",
     )
     console.print(" | ".join(facts), soft_wrap=True)
-    console.print(strategy_line(config.plan.strategy, trainer.mesh.layout.cp), soft_wrap=True)
+    layout = trainer.mesh.layout
+    _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
+    console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")

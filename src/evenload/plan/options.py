@@ -26,7 +26,7 @@ class PlanOptions(Frozen):
             ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
             fastest mixture that does ("choose").
         dp_merge: `slimpack` and `auto` let aligned groups of replicas share documents too long for one of them, where
-            that is faster. `evenload plan` turns it on.
+            that is faster. Default: on in `evenload train` and `evenload plan` where replicas can share, off elsewhere.
         dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
             the mean replica's work; less where that leaves replicas uneven.
         cp_sharding: how context-parallel ranks share a pack (`plan.cp_sharding`); `skrull` decides for itself.
@@ -58,7 +58,7 @@ class PlanOptions(Frozen):
     schedule: Literal["word", "list", "choose"] = "choose"
     max_imbalance: float = 1.05
     policy: PolicyOption = "choose"
-    dp_merge: bool = False
+    dp_merge: bool | None = None
     dp_merge_threshold: float = 0.4
     cp_sharding: Literal["per_sequence", "per_document", "adaptive", "mixed"] = "mixed"
     window: int = 1

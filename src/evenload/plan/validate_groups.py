@@ -16,6 +16,11 @@ Block = tuple[int, int]
 """(first replica, number of replicas)."""
 
 
+def largest_block(dp: int) -> int:
+    """Replicas of the largest block that a plan may use: the largest power of two that divides all."""
+    return dp & -dp
+
+
 def block_of(plan: StepPlan, dp_rank: int, pack: MicroPack) -> Block:
     """The replicas that share a pack of this replica."""
     size = max((max(1, piece.cp // plan.layout.cp) for piece in pack.slices), default=1)

@@ -19,6 +19,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state, encode_state
 from evenload.errors import CheckpointError, ConfigError
 from evenload.plan.delay import DelayState
+from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
 from evenload.plan.sharding_cost import sharding_cost
 from evenload.runtime.checkpoint import Progress, RunPosition, checkpoint_path, latest_checkpoint, load_checkpoint
@@ -190,7 +191,12 @@ class Trainer:
             RankLostError: another rank died or is stuck.
         """
         self.coefficients = coefficients
-        options = msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens)
+        options, _ = decide_dp_merge(
+            msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens),
+            self.config.plan.strategy,
+            self.mesh.layout,
+            coefficients,
+        )
         planner = StepPlanner(self.model, coefficients, self.mesh.layout, memory_cap_bytes, options)
         self._executor = Executor(
             self.stages,
