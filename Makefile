@@ -10,7 +10,7 @@ demo: .venv/train  ## train a small Llama on this machine's Python library, in t
 	$(BIN)/python examples/stdlib_demo/run.py
 
 test: .venv/dev check  ## everything CI checks
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check
@@ -24,6 +24,7 @@ bench: .venv/dev  ## measure; appends rows to benchmarks/results
 docs: .venv/dev  ## pictures from the last demo run, generated pages, the file tree of the README
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_matrix.py
 	$(BIN)/python docs/make_measured.py
 	$(BIN)/python docs/make_loader_performance.py
 	$(BIN)/python docs/make_file_tree.py

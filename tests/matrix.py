@@ -7,6 +7,7 @@ tests/docs/test_matrix_page.py holds them to what stands here.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
@@ -81,6 +82,7 @@ class Row(NamedTuple):
     model: str
     sharding: str
     exchange: str
+    channels: str
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -102,6 +104,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
     "sharding": (NONE, "per_sequence", "per_document", "adaptive", "mixed", "dacp"),
     "exchange": (NONE, "all_gather", "ring"),
+    "channels": ("directed", "fifo"),
 }
 MEANINGS: Mapping[str, str] = {
     "strategy": "`plan.strategy`",
@@ -110,9 +113,10 @@ MEANINGS: Mapping[str, str] = {
     "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
     "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
     "schedule": "the strategy's own, or PackFlow's word, its list, the list with I and W, GPipe, ZB-H1",
-    "model": "tiny ones of every supported architecture, in float64, a part of the rows in bfloat16 too",
+    "model": "tiny ones of every supported architecture, in float64, those without experts and adapters in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
+    "channels": "`parallel.channels`",
 }
 
 
@@ -241,6 +245,11 @@ ABSENCES: tuple[Absence, ...] = (
         lambda rule, exchange: (rule == NONE) != (exchange == NONE),
         "and so does the exchange of keys and values",
     ),
+    Absence(
+        ("layout", "channels"),
+        lambda layout, channels: "pp" not in LAYOUTS[layout] and channels == "fifo",
+        "without pipeline ranks nothing is sent between stages",
+    ),
 )
 
 
@@ -262,6 +271,21 @@ def matrix_rows() -> tuple[Row, ...]:
     return tuple(Row(**values) for values in make(dict(AXES), constraints=constraints))
 
 
+@cache
+def rows_in_bf16() -> frozenset[Row]:
+    """Rows that are trained in bfloat16 too: every value twice, where so many rows hold it. Not those with experts: a
+    rounding sends a token to other experts, in plain training at another place."""
+    held: Counter[tuple[str, str]] = Counter()
+    chosen = set()
+    for row in matrix_rows():
+        values = list(row._asdict().items())
+        if row.model in WITH_EXPERTS or MODELS[row.model].lora or all(held[value] >= 2 for value in values):
+            continue
+        chosen.add(row)
+        held.update(values)
+    return frozenset(chosen)
+
+
 def _allows(rule: Refusal | Absence, values: Mapping[str, str]) -> bool:
     return not rule.of(*(values[axis] for axis in rule.axes))
 
@@ -278,5 +302,10 @@ def can_be_completed(values: Mapping[str, str]) -> bool:
     """Whether some allowed row holds these values; by search through the axes."""
     if not may_run(values):
         return False
-    left = [axis for axis in AXES if axis not in values]
+    # Axes of many rules first, so that what cannot be is found out early.
+    left = [axis for axis in sorted(AXES, key=_num_rules, reverse=True) if axis not in values]
     return not left or any(can_be_completed({**values, left[0]: value}) for value in AXES[left[0]])
+
+
+def _num_rules(axis: str) -> int:
+    return sum(axis in rule.axes for rule in (*REFUSALS, *ABSENCES))

@@ -11,7 +11,8 @@ from dist_cases import RankUnderTest, StoredBytes
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.lora import LoraConfig
-from evenload.runtime.mesh import create_mesh
+from evenload.runtime.mesh import Mesh, create_mesh
+from evenload.schedule.rendezvous import ChannelMode
 from evenload.types.plan import decode_plan
 from matrix import MODELS
 from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, tiny_config
@@ -24,6 +25,7 @@ class RowTask(NamedTuple):
         plan: encoded.
         adapter: PEFT directory of the row's model, or None.
         sharing: the executor's arguments about shared documents.
+        channels: between pipeline ranks.
     """
 
     model: str
@@ -31,6 +33,7 @@ class RowTask(NamedTuple):
     plan: bytes
     adapter: str | None
     sharing: dict[str, str | ShardingCost]
+    channels: ChannelMode
 
 
 class RankResult(NamedTuple):
@@ -52,9 +55,12 @@ def batch_of(lengths: tuple[int, ...], model: str) -> dict[int, torch.Tensor]:
 def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
     """Rows of one layout, one after the other, on the same process groups."""
     plans = [decode_plan(task.plan) for task in tasks]
-    mesh = create_mesh(plans[0].layout, torch.device("cpu"), timeout_s=60)
+    meshes: dict[str, Mesh] = {}
     results = []
     for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
+        if task.channels not in meshes:
+            meshes[task.channels] = create_mesh(plan.layout, torch.device("cpu"), timeout_s=60, channels=task.channels)
+        mesh = meshes[task.channels]
         case, batch = MODELS[task.model], batch_of(task.lengths, task.model)
         lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=task.adapter) if task.adapter else None
         with exact_casts(case.kind):

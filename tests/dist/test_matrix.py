@@ -26,6 +26,7 @@ from matrix import (
     matrix_rows,
     may_run,
     refused_pairs,
+    rows_in_bf16,
     shares_documents,
 )
 from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
@@ -38,8 +39,6 @@ from stored_bytes import assert_bytes_match_the_memory_model
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 GROUPS = grouped(matrix_rows())
-BF16_ROWS = 5
-"""Every so many rows are trained in bfloat16, too."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +56,12 @@ def test_every_pair_of_values_that_may_meet_meets_in_some_row():
         for values in itertools.product(AXES[one], AXES[other]):
             allowed = can_be_completed(dict(zip((one, other), values, strict=True)))
             assert (values in seen) == allowed, f"{one} {values[0]} with {other} {values[1]}"
+
+
+def test_every_value_is_trained_in_bf16_too():
+    left_out = {(axis, value) for axis in AXES for value in AXES[axis]}
+    left_out -= {pair for row in rows_in_bf16() for pair in row._asdict().items()}
+    assert left_out == {("model", name) for name, case in MODELS.items() if case.lora or name in WITH_EXPERTS}
 
 
 def test_the_axes_hold_everything_that_training_accepts():
@@ -91,7 +96,12 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
     if axis == "model":
         lora = ["model.lora={rank=3, alpha=6.0}"] if MODELS[value].lora else []
         return [f"model.path={models / value}", *lora]
-    keys = {"virtual": "parallel.virtual", "exchange": "parallel.cp_exchange", "sharding": "plan.options.cp_sharding"}
+    keys = {
+        "virtual": "parallel.virtual",
+        "exchange": "parallel.cp_exchange",
+        "sharding": "plan.options.cp_sharding",
+        "channels": "parallel.channels",
+    }
     if axis in keys:
         return [] if value == NONE else [f"{keys[axis]}={value}"]
     written = {
@@ -151,10 +161,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     for row in rows:
         expected_of(row.model, lengths_of(row), adapter)
     plans = [plan_of(row) for row in rows]
-    in_bf16 = [
-        matrix_rows().index(row) % BF16_ROWS == 0 and row.model not in WITH_EXPERTS and not MODELS[row.model].lora
-        for row in rows
-    ]
+    in_bf16 = [row in rows_in_bf16() for row in rows]
     tasks = [
         RowTask(
             row.model,
@@ -162,6 +169,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
             encode_plan(plan),
             str(adapter) if MODELS[row.model].lora else None,
             {} if row.exchange == NONE else {"exchange": row.exchange, "sharding_cost": sharding_cost_of(row)},
+            row.channels,
         )
         for row, plan in zip(rows, plans, strict=True)
     ]

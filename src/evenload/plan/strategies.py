@@ -134,10 +134,12 @@ def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -
         require_flat(layout)
     usual = PlanOptions()
     for option in SEARCH_OPTIONS:
-        if name not in MERGING_STRATEGIES and getattr(options, option) != getattr(usual, option):
+        asked = getattr(options, option)
+        # No merging is what the others do anyway.
+        if name not in MERGING_STRATEGIES and asked is not False and asked != getattr(usual, option):
             raise ConfigError(
-                f"plan.options.{option} is {getattr(options, option)!r}, which strategy {name} does not read; leave it "
-                f"out, or train with {' or '.join(MERGING_STRATEGIES)}"
+                f"plan.options.{option} is {asked!r}, which strategy {name} does not read; leave it out, or train with "
+                f"{' or '.join(MERGING_STRATEGIES)}"
             )
     if name in OWNING_STRATEGIES and options.cp_sharding != usual.cp_sharding:
         raise ConfigError(
