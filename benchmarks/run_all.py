@@ -17,13 +17,14 @@ import planning
 import replay
 import sharding
 import simulator
+import step_overhead
 from results import run_benchmark
 
 
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, sharding, attention, replay):
+    for module in (simulator, planning, sharding, attention, replay, step_overhead):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)

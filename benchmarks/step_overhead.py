@@ -9,7 +9,8 @@ Two measures that can be wrong in different ways:
              runs. Too high by the profiler's own work between operators, and by what else the machine does
 
 Both hold what any eager training pays for transformers' modules and autograd. `torch alone` is that part by the
-twin's measure: transformers' own model under plain autograd on the same packs, every pack as one sequence. A step is
+twin's measure: transformers' own model under plain autograd on the same packs, every pack as one sequence. `own` is the
+twin without it: what Evenload adds, kernel calls per document included. A step is
 `Executor.run` on one rank and one thread, of one or two packs and as many backward packs: preparing packs runs in
 another thread, reduction and optimizer are left out of both sides. With more threads or a faster device tensor work
 shrinks and microseconds stay, so they have rows of their own: the twin's time for a pack and layer, forward and
@@ -47,7 +48,7 @@ from results import Row, run_benchmark
 LAYERS, WIDTH, TWIN_WIDTH = 4, 512, 16
 VOCABULARY = 2048
 SHRINK = 32
-REPEATS, TWIN_REPEATS = 3, 25
+REPEATS, TWIN_REPEATS = 2, 25
 PACK_TOKENS = (2048, 4096, 8192)
 QUICK_LAYERS = 2
 
@@ -261,6 +262,7 @@ def _measure(quick: bool, layers: int) -> list[Row]:
             rows += [
                 Row("step", case, "twin", twin_s / step_s, "share", baseline),
                 Row("step", case, "torch alone", plain_s / step_s, "share", baseline),
+                Row("step", case, "own", (twin_s - plain_s) / step_s, "share", baseline),
                 Row("step", case, "outside", min(outside_share(step) for _ in range(2)), "share", baseline),
                 Row("step", case, "twin a pack and layer", twin_s * 1e6 / layers / len(backward), "us", ""),
                 Row("step", case, "torch alone a pack and layer", plain_s * 1e6 / layers / len(forward), "us", ""),
