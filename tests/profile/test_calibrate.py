@@ -7,7 +7,7 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.profile.calibrate import _ROUNDS, _features, _fit_relative, calibrate
+from evenload.profile.calibrate import _ROUNDS, _features, _fit_relative, _time_reduction, calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
 from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.mesh import create_mesh
@@ -68,6 +68,20 @@ def test_calibration_measures_a_real_stage(gloo_pool):
     assert 0 < times[0] < times[1]
     assert costs.head_s_per_token > 0
     assert costs.peak_flops_per_s > 1e8
+    assert costs.optimizer_s_per_parameter > 0
+    assert costs.context_hidden_share == 0, "gloo's threads compute on the same cores"
+
+
+def _reduction_of_a_rank(sizes):
+    return _time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), 60))
+
+
+def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
+    """Not over one hop to a neighbour, which is several times faster than gloo's rings."""
+    for sizes in ({"dp": 2}, {"dp": 3}, {"cp": 2}):
+        found = gloo_pool.run(np.prod([*sizes.values()]).item(), _reduction_of_a_rank, sizes)
+        assert all(bandwidth > 1e6 and latency_s > 0 for bandwidth, latency_s in found)
+    assert gloo_pool.run(2, _reduction_of_a_rank, {"pp": 2}) == [None, None]
 
 
 def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_path):
