@@ -94,8 +94,8 @@ def calibrate(
     dist.all_gather_object(everyone, mine, group=mesh.control)
     fitted = _fit(everyone, model, device_name, mesh.layout.tp)
     if mesh.device.type == "cpu":
-        # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads take the cores that
-        # compute: steps gain at most half of what is no longer waited for (benchmarks/overlap.py), so nothing is counted.
+        # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
+        # compute, so that what hides varies with the load (benchmarks/overlap.py). None is counted.
         return msgspec.structs.replace(fitted, context_hidden_share=0.0)
     return fitted
 
