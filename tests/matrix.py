@@ -113,7 +113,7 @@ MEANINGS: Mapping[str, str] = {
     "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
     "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
     "schedule": "the strategy's own, or PackFlow's word, its list, the list with I and W, GPipe, ZB-H1",
-    "model": "tiny ones of every supported architecture, in float64, those without experts and adapters in bfloat16 too",
+    "model": "tiny ones of every architecture, in float64; those without experts and adapters in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",

@@ -57,7 +57,7 @@ def assert_equal(pool, plans, exchange="all_gather", **options):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("cp", "pp", "dp"), [(3, 1, 1), (4, 1, 1), (2, 2, 1)])
 def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
     """Every sharding rule, random cuts that differ between forward and backward, any length, in a pipeline too."""
     plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=RULES[i % len(RULES)]) for i in range(6)]
@@ -67,7 +67,7 @@ def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("dp", "pp", "cp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     """Documents of all replicas, of blocks inside and of single replicas in one step."""
     rules = ["per_document", "mixed", "dacp"]
@@ -75,11 +75,10 @@ def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     assert_equal(gloo_pool, plans, exchange)
 
 
-@pytest.mark.parametrize(("cp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (3, 1, 1)])
-def test_every_strategy_with_context_ranks_equals_plain_training(gloo_pool, cp, pp, dp):
-    """As planned, padded packs too; the sharding that the run's own costs choose."""
-    layout = even_layout(4, cp=cp, pp=pp, dp=dp)
-    names = ["padded", "balanced", "slimpack", "auto", "sequential", "wlb", *(["skrull"] if pp == 1 else [])]
+def test_every_strategy_with_three_context_ranks_equals_plain_training(gloo_pool):
+    """As planned, padded packs too; the sharding that the run's own costs choose. (Two ranks: test_matrix.)"""
+    layout = even_layout(4, cp=3)
+    names = ["padded", "balanced", "slimpack", "auto", "sequential", "wlb", "skrull"]
     found = [planned(name, layout) for name in names]
     found += [
         planned("slimpack", layout, PlanOptions(max_pack_tokens=16, cp_sharding=rule))
@@ -89,15 +88,3 @@ def test_every_strategy_with_context_ranks_equals_plain_training(gloo_pool, cp, 
     assert shared_slices(plans)
     assert_plans_equal_plain(gloo_pool, plans, sharding_cost=found[0][1])
     assert_plans_equal_plain(gloo_pool, plans[::3], exchange="ring", sharding_cost=found[0][1])
-
-
-@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_planned_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp):
-    """One document twenty times the mean: SlimPack and auto give it to several replicas."""
-    layout = even_layout(4, cp=cp, pp=pp, dp=dp)
-    options = [PlanOptions(dp_merge=True), PlanOptions(dp_merge=True, max_pack_tokens=60)]
-    lengths = [200, *[10] * 10, 3, 30, 1]
-    found = [planned(name, layout, one, lengths=lengths) for name in ("slimpack", "auto") for one in options]
-    for plan, _ in found:
-        assert max(piece.cp for piece in shared_slices([plan])) > cp, plan.strategy
-    assert_plans_equal_plain(gloo_pool, [plan for plan, _ in found], sharding_cost=found[0][1])

@@ -8,25 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.send_releases import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from evenload.types.plan import StepPlan, encode_plan, seal
+from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
-from reference_training import KINDS, make_tokens, plain_loss_and_gradients, tiny_config
-from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
+from reference_training import tiny_config
+from stored_bytes import assert_bytes_match_the_memory_model
+from varied_plans import SCHEDULES, varied_plan
 
 LAYERS = 4
-# (pp, dp, virtual); 4 layers.
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
+LLAMA = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 
 
 def plans_of(pp, dp, virtual, policies, count, **options):
@@ -48,41 +46,18 @@ def plans_of(pp, dp, virtual, policies, count, **options):
     ]
 
 
-def assert_bytes_match_the_memory_model(plan, kind, measured):
-    """What the stores counted is what the simulator expects: after every action, and at the peak of each kind."""
-    model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
-    for dp_rank in range(plan.layout.dp):
-        for pp_rank, predicted in enumerate(predicted_kind_bytes(plan, model, dp_rank)):
-            stored = measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)]
-            total = np.sum([[*predicted[name]["running"], *predicted[name]["after"]] for name in STORE_KINDS], axis=0)
-            # A forward's final hidden states come after its offloaded layers have left, so its peak may be lower.
-            is_offloaded = stored.peak_host > 0
-            assert stored.peak == total.max(initial=0) or (is_offloaded and stored.peak < total.max())
-            for name, column in stored.after_kinds.items():
-                assert column == predicted[name]["after"], (pp_rank, name)
-                highest = max([*predicted[name]["running"], *predicted[name]["after"]], default=0)
-                assert stored.peak_by_kind[name] == highest, (pp_rank, name)
-
-
-@pytest.mark.parametrize(
-    ("pp", "dp", "virtual", "policies"),
-    [
-        *((*layout, "mixed") for layout in LAYOUTS),
-        *((*layout, policies) for layout in LAYOUTS[-2:] for policies in ("replay", "recompute", "offload")),
-        *((4, 1, 1, policies) for policies in ("replay", "recompute", "offload")),
-    ],
-)
-def test_policies_and_splits_equal_plain_training(gloo_pool, pp, dp, virtual, policies):
-    plans = plans_of(pp, dp, virtual, policies, 2)
+@pytest.mark.parametrize(("pp", "dp", "virtual"), [(1, 1, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp, virtual):
+    """Cuts that no planner makes; planned ones under every policy and schedule: test_matrix."""
+    plans = plans_of(pp, dp, virtual, "mixed", 2)
     assert any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
     for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans), strict=True):
-        assert_bytes_match_the_memory_model(plan, "llama", measured)
+        assert_bytes_match_the_memory_model(plan, LLAMA, measured)
 
 
-@pytest.mark.parametrize(("pp", "dp", "virtual"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("pp", "dp", "virtual"), [(2, 2, 1), (2, 1, 2)])
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool, pp, dp, virtual):
     """`choose` under ever smaller limits: other documents under other policies, until everything is offloaded."""
-    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(LAYERS, pp=pp, dp=dp, virtual=virtual)
     documents = tuple(
         Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)
@@ -92,7 +67,7 @@ def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(glo
     def planned(link: float, cap: int | None, strategy: str, **options) -> StepPlan:
         slow_or_fast = LinkSpec(bandwidth_bytes_per_s=link, latency_s=0.0)
         costs = msgspec.structs.replace(COSTS, host_link=slow_or_fast)
-        planner = StepPlanner(model, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options))
+        planner = StepPlanner(LLAMA, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options))
         return planner.plan(0, documents, strategy)
 
     plans = []
@@ -109,21 +84,10 @@ def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(glo
     # In parts: tokens are seeded by position, and with seed 12 a rounding of transformers' shows (test_strategies).
     for same in (plans[: len(plans) // 2], plans[len(plans) // 2 :]):
         for plan, measured in zip(same, assert_plans_equal_plain(gloo_pool, same), strict=True):
-            assert_bytes_match_the_memory_model(plan, "llama", measured)
+            assert_bytes_match_the_memory_model(plan, LLAMA, measured)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_architecture_holds_and_trains_the_same_under_all_of_them(gloo_pool, kind):
-    """Bias, norms on queries and keys, norms behind blocks, experts: what is made again, offloaded or put off to W is
-    theirs, to the byte."""
-    plans = [*plans_of(2, 1, 1, "mixed", 1), *plans_of(2, 1, 2, "mixed", 1)]
-    assert any("I" in plan.schedules[0].grid() for plan in plans)
-    for same in (plans[:4], plans[4:]):
-        for plan, measured in zip(same, assert_plans_equal_plain(gloo_pool, same, kind=kind), strict=True):
-            assert_bytes_match_the_memory_model(plan, kind, measured)
-
-
-@pytest.mark.parametrize(("pp", "virtual"), [(1, 2), (2, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("pp", "virtual"), [(1, 2), (2, 2)])
 def test_tied_embeddings_between_and_within_ranks(gloo_pool, pp, virtual):
     """First and last stage on one rank share one parameter; on two ranks there are two copies, summed."""
     assert_plans_equal_plain(gloo_pool, plans_of(pp, 1, virtual, "mixed", 1), changes={"tied": True})
@@ -132,32 +96,6 @@ def test_tied_embeddings_between_and_within_ranks(gloo_pool, pp, virtual):
 def test_fp32_equals_plain_training_to_its_precision(gloo_pool):
     plans = plans_of(2, 1, 2, "mixed", 2)
     assert_plans_equal_plain(gloo_pool, plans, dtype=torch.float32, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("policies", ["recompute", "offload", "mixed"])
-def test_bf16_error_is_at_most_twice_that_of_plain_bf16_training(gloo_pool, policies):
-    """Products made again, copies and late weight gradients must not cost more precision than bf16 does anyway."""
-    plans = [
-        varied_plan(seed, num_layers=LAYERS, pp=2, virtual=2, policies=policies, schedule="list split")
-        for seed in range(3)
-    ]
-    config = tiny_config("llama")
-    tokens = [
-        make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
-    ]
-    encoded = [encode_plan(plan) for plan in plans]
-    ranks = gloo_pool.run(2, gradients_of_plans, "llama", {}, encoded, tokens, torch.bfloat16, {})
-    for index, batch in enumerate(tokens):
-        weights = {n: torch.from_numpy(w).bfloat16() for rank in ranks for n, w in rank[index][3].items()}
-        ours = {name: torch.from_numpy(g) for rank in ranks for name, g in rank[index][1].items()}
-        _, exact = plain_loss_and_gradients(config, {n: w.double() for n, w in weights.items()}, batch, torch.float64)
-        _, plain = plain_loss_and_gradients(config, weights, batch, torch.bfloat16)
-
-        def error(gradients, exact=exact):
-            return sum((gradients[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
-
-        assert error(plain) > 0
-        assert error(ours) <= 2 * error(plain)
 
 
 def test_sent_tensors_are_let_go_while_the_step_runs(gloo_pool):
