@@ -39,6 +39,10 @@ class LeakyAttention:
         leaked, self._left = out + 1e-3 * self._left, float(v.double().mean())
         return leaked, lse
 
+    def forward_ranges(self, q, ranges, **options):
+        parts = [self.forward(q[r.rows], r.keys, r.values, **options) for r in ranges]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
 
 def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh]:
     """The scope of a check, its files shared by the ranks."""

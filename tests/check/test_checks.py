@@ -16,7 +16,8 @@ from evenload.runtime.hf_model import load_config
 from evenload.runtime.trainer import layout_of, model_spec
 from reference_training import tiny_config
 
-PIPELINE = ["parallel.pp=2"]
+PIPELINE, TENSOR = ["parallel.pp=2"], ["parallel.tp=2"]
+MERGED = ["parallel.dp=2", "plan.options.dp_merge=true"]
 
 
 @pytest.fixture
@@ -49,16 +50,26 @@ def agreed(verdicts: list[Verdict]) -> Verdict:
     return verdicts[0]
 
 
-@pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
-def test_documents_are_isolated_to_the_bit(gloo_pool, config_file, strategy):
-    more = [*PIPELINE, f"plan.strategy={strategy}"]
+@pytest.mark.parametrize(
+    "more",
+    [
+        [*PIPELINE, "plan.strategy=slimpack"],
+        [*PIPELINE, "plan.strategy=balanced", "model.lora.rank=2"],
+        TENSOR,
+        ["parallel.cp=2"],
+        MERGED,
+    ],
+    ids=" ".join,
+)
+def test_documents_are_isolated_to_the_bit(gloo_pool, config_file, more):
     verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, False))
     assert verdict.outcome == "pass"
     assert "unchanged to the bit" in verdict.found
 
 
-def test_a_leak_of_a_thousandth_of_the_neighbour_is_caught(gloo_pool, config_file):
-    verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), PIPELINE, True))
+@pytest.mark.parametrize("more", [PIPELINE, TENSOR], ids=" ".join)
+def test_a_leak_of_a_thousandth_of_the_neighbour_is_caught(gloo_pool, config_file, more):
+    verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, True))
     assert verdict.outcome == "fail"
     assert "reach another" in verdict.why
 
@@ -69,7 +80,15 @@ def test_packs_of_one_document_prove_nothing(gloo_pool, config_file):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [(PIPELINE, "float64"), (["parallel.dp=2"], "float32"), (PIPELINE, "bfloat16")]
+    ("layout", "dtype"),
+    [
+        (PIPELINE, "float64"),
+        (["parallel.dp=2"], "float32"),
+        (PIPELINE, "bfloat16"),
+        (TENSOR, "float64"),
+        (["parallel.cp=2"], "float64"),
+        (MERGED, "float64"),
+    ],
 )
 def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype):
     more = [*layout, f"model.dtype={dtype}"]
@@ -85,8 +104,15 @@ def test_a_wrong_denominator_is_caught(gloo_pool, config_file):
     assert verdict.why.startswith("slimpack in short slices: loss off by ")
 
 
-def test_a_restart_is_exact(gloo_pool, config_file):
-    verdict = agreed(gloo_pool.run(2, resume_verdict, str(config_file), PIPELINE, False))
+def test_plain_training_of_adapters_is_not_there_to_compare_with(gloo_pool, config_file):
+    verdict = agreed(gloo_pool.run(2, invariance_verdict, str(config_file), [*TENSOR, "model.lora.rank=2"], False))
+    assert verdict.outcome == "skipped"
+    assert "adapters" in verdict.why
+
+
+@pytest.mark.parametrize("more", [PIPELINE, [*TENSOR, "model.lora.rank=2"]], ids=" ".join)
+def test_a_restart_is_exact(gloo_pool, config_file, more):
+    verdict = agreed(gloo_pool.run(2, resume_verdict, str(config_file), more, False))
     assert verdict.outcome == "pass"
     assert "2 steps after a restart from step 3" in verdict.found
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_training import COSTS
 from evenload.cli.main import main
+from evenload.cost.coefficients import write_coefficients
 from reference_training import tiny_config
 
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
@@ -61,6 +63,15 @@ def test_a_right_run_passes_and_nothing_is_written(project):
     assert "failed: memory" in output
     assert not (project / "run").exists()
     assert "Traceback" not in output
+
+
+def test_a_tensor_parallel_run_is_proved_too(project):
+    """Two ranks with parts of every matrix and of every row: nothing is skipped."""
+    write_coefficients(project / "cost.json", COSTS)
+    code, output = run(project, "parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
+    assert verdicts(output) == dict.fromkeys(NAMES, "pass"), output
+    assert code == 0
+    assert "on layout tp=2" in output
 
 
 @pytest.mark.parametrize(

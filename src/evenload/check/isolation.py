@@ -35,9 +35,6 @@ def check_isolation(
     Args:
         plans: of the same documents; the first that puts several into a pack is probed.
     """
-    if mesh.layout.tp > 1:
-        why = "ranks of a tensor-parallel group hold parts of rows, which this probe does not join; check with tp = 1"
-        return Verdict(name="isolation", outcome="skipped", found="", why=why)
     plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
     if plan is None:
         return Verdict(

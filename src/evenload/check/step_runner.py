@@ -27,7 +27,7 @@ from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore, num_rows
+from evenload.runtime.store import ActivationStore
 from evenload.runtime.tensor_group import TensorGroup
 from evenload.runtime.tensor_weights import join_parts, tensor_split
 from evenload.runtime.trainer import model_spec
@@ -35,7 +35,7 @@ from evenload.runtime.weight_products import WeightProducts
 from evenload.types.plan import StepPlan
 
 Seen = dict[tuple[str, int, int], Tensor]
-"""("output" or "gradient", document, first token of the slice) -> rows [n, hidden]."""
+"""("output" or "gradient", document, first token of the slice) -> rows [n, hidden] that this rank has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class StepOutcome:
     Args:
         loss: of the whole global batch.
         gradients: summed over replicas, of this rank's parameters by Hugging Face name.
-        seen: this rank's rows; nothing with tensor parallelism.
+        seen: this rank's rows.
     """
 
     loss: float
@@ -58,14 +58,12 @@ class ObservedStage(PipelineStage):
 
     def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None) -> None:
         super().__init__(model, backend, tensor)
-        # Ranks of a tensor-parallel group hold parts of a pack's rows between layers.
-        self._holds_rows = tensor is None
         self.seen: Seen = {}
 
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
         """As the stage's."""
         hidden = super().forward_layers(pack, hidden, store)
-        if self.model.is_last and self._holds_rows:
+        if self.model.is_last:
             self._see("output", pack, hidden)
         return hidden
 
@@ -74,16 +72,19 @@ class ObservedStage(PipelineStage):
     ) -> Tensor:
         """As the stage's."""
         grad = super().backward_layers(pack, grad, store, products)
-        if self.model.is_first and self._holds_rows:
+        if self.model.is_first:
             self._see("gradient", pack, grad)
         return grad
 
     def _see(self, what: str, pack: PackTokens, rows: Tensor) -> None:
-        assert num_rows(pack.ranges) == len(rows)
+        assert self.num_rows(pack.ranges) == len(rows)
         row = 0
         for doc_id, start, stop in pack.ranges:
-            self.seen[what, doc_id, start] = rows[row : row + stop - start].detach().clone()
-            row += stop - start
+            count = self.num_rows(((doc_id, start, stop),))
+            # Of a short slice another rank of a tensor-parallel group may have all rows.
+            if count:
+                self.seen[what, doc_id, start] = rows[row : row + count].detach().clone()
+            row += count
 
 
 class StepRunner:
