@@ -60,7 +60,7 @@ def assert_equal(pool, plans, exchange="all_gather", **options):
 @pytest.mark.parametrize(("cp", "pp", "dp"), [(3, 1, 1), (4, 1, 1), (2, 2, 1)])
 def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
     """Every sharding rule, random cuts that differ between forward and backward, any length, in a pipeline too."""
-    plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=RULES[i % len(RULES)]) for i in range(6)]
+    plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=rule) for i, rule in enumerate(RULES)]
     assert any(d.num_tokens < cp for plan in plans for d in plan.documents)
     assert any(s.start for plan in plans for p in plan.pack_plans for pack in p.forward for s in pack.slices)
     assert_equal(gloo_pool, plans, exchange)
@@ -75,10 +75,10 @@ def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     assert_equal(gloo_pool, plans, exchange)
 
 
-def test_every_strategy_with_three_context_ranks_equals_plain_training(gloo_pool):
+def test_planned_packs_on_three_context_ranks_equal_plain_training(gloo_pool):
     """As planned, padded packs too; the sharding that the run's own costs choose. (Two ranks: test_matrix.)"""
     layout = even_layout(4, cp=3)
-    names = ["padded", "balanced", "slimpack", "auto", "sequential", "wlb", "skrull"]
+    names = ["padded", "slimpack", "skrull"]
     found = [planned(name, layout) for name in names]
     found += [
         planned("slimpack", layout, PlanOptions(max_pack_tokens=16, cp_sharding=rule))
@@ -87,4 +87,4 @@ def test_every_strategy_with_three_context_ranks_equals_plain_training(gloo_pool
     plans = [plan for plan, _ in found]
     assert shared_slices(plans)
     assert_plans_equal_plain(gloo_pool, plans, sharding_cost=found[0][1])
-    assert_plans_equal_plain(gloo_pool, plans[::3], exchange="ring", sharding_cost=found[0][1])
+    assert_plans_equal_plain(gloo_pool, plans[1::2], exchange="ring", sharding_cost=found[0][1])

@@ -92,5 +92,5 @@ def assert_peaks_match_the_memory_model(plan, measured):
 )
 def test_ranks_without_labels_or_documents(gloo_pool, lengths):
     """0/0 on one rank is NaN everywhere after the reduction (notes: users row 19); a replica may have nothing to do."""
-    plans = [planned("llama", strategy, 2, 2, lengths) for strategy in STRATEGIES]
+    plans = [planned("llama", strategy, 2, 2, lengths) for strategy in ("padded", "sequential", "slimpack", "wlb")]
     assert_plans_equal_plain(gloo_pool, plans)
