@@ -7,12 +7,14 @@ import sys
 
 import attention
 import demo
+import dp_merge
 import loader_overlap
 import loader_ranks
 import loader_rates
 import loader_rows
 import loader_start
 import loader_training
+import overlap
 import planning
 import replay
 import sharding
@@ -24,7 +26,7 @@ from results import run_benchmark
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, sharding, attention, replay, step_overhead):
+    for module in (simulator, planning, sharding, attention, replay, step_overhead, dp_merge, overlap):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
