@@ -23,6 +23,10 @@ def measured_table() -> str:
         values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
         return f"{min(values):.2f}-{max(values):.2f}×"
 
+    def percent(benchmark: str, metric: str) -> str:
+        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        return f"{min(values):.1%} to {max(values):.1%}"
+
     tasks = "4,096 tasks, 8 stages, 256 packs each way"
     demo = next(case for b, case, _ in rows if b == "demo" and case.startswith("slimpack"))
     figures = [
@@ -31,7 +35,13 @@ def measured_table() -> str:
             spread("replay", "time"),
             "replay",
         ),
+        ("recompute: time, against the same", spread("recompute", "time"), "replay"),
         ("replay: peak memory, against the same", spread("replay", "peak memory"), "replay"),
+        (
+            "a step's time that is Evenload's own, not tensor work: packs of 2K to 8K tokens, 2 to 376 documents",
+            percent("step", "own"),
+            "step_overhead",
+        ),
         (
             "simulator: tasks a second, and against its Python twin",
             f"{value('simulator', f'simulate: {tasks}', 'tasks per second') / 1e6:.0f} M, "
