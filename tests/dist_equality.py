@@ -19,7 +19,7 @@ from reference_training import (
 
 
 def assert_plans_equal_plain(
-    pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10, **sharing
+    pool, plans, *, kind="llama", changes=None, dtype=torch.float64, tolerance=1e-10, channels="directed", **sharing
 ):
     """Run the plans in one process group and compare each with transformers' sdpa.
 
@@ -35,7 +35,8 @@ def assert_plans_equal_plain(
     ]
     layout = plans[0].layout
     encoded = [encode_plan(p) for p in plans]
-    ranks = pool.run(layout.world_size, gradients_of_plans, kind, changes or {}, encoded, tokens, dtype, sharing)
+    case = kind, changes or {}, encoded, tokens, dtype, sharing, channels
+    ranks = pool.run(layout.world_size, gradients_of_plans, *case)
     for index, batch in enumerate(tokens):
         results = [rank[index] for rank in ranks]
         weights = {n: torch.from_numpy(w) for r in results for n, w in r[3].items()}

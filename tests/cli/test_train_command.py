@@ -117,7 +117,7 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
 
 def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     """SIGSTOP: nothing breaks, nothing answers. The launcher ends the stopped rank once it goes on."""
-    process = start(project, "train.steps=100000", "train.timeout_s=6")
+    process = start(project, "train.steps=100000", "train.timeout_s=6", "parallel.channels=fifo")
     wait_for_rows(project, 1, process)
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGSTOP)
@@ -132,6 +132,7 @@ def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     assert "rank 0 (dp 0, stage 0) waited for" in error
     assert re.search(r"of step \d+ from (rank 1|all ranks|the ranks|rank 0)", error), error
     assert "nothing for 6 s. No sign of life from rank 1 (last seen at " in error
+    assert "layout pp=2, fifo channels" in output
     assert "Traceback" not in output
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from evenload.runtime.mesh import create_mesh
+from evenload.runtime.mesh import ChannelMode, create_mesh
 from evenload.runtime.warm_up import warm_up
 from evenload.types.layout import even_layout
 
 
-def transfers(sizes: dict) -> int:
-    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=60)
+def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
+    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=60, channels=channels)
     return warm_up(mesh)
 
 
@@ -33,3 +33,18 @@ def test_every_group_is_used_once_and_nobody_waits_for_ever(gloo_pool, sizes, co
     assert all(count >= 1 for count in found)
     if counts is not None:
         assert found == counts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        # One group a pair of neighbours, and that of the tied embedding.
+        ({"pp": 4}, [2, 2, 2, 2]),
+        # Last and first rank are neighbours, too.
+        ({"pp": 3, "virtual": 2}, [3, 2, 3]),
+        ({"pp": 2, "virtual": 2}, [2, 2]),
+    ],
+)
+def test_ranks_that_share_one_queue_use_its_group_once(gloo_pool, sizes, counts):
+    """All channels between two ranks, in both directions and of all their stages, are one group."""
+    assert gloo_pool.run(even_layout(8, **sizes).world_size, transfers, sizes, "fifo") == counts
