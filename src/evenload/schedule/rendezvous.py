@@ -11,7 +11,8 @@ one end and its receive at the other: packs in index order on both sides always 
 `single`: the two ranks of a pair share one first-in-first-out queue for everything, as unbatched NCCL
 point-to-point does. A transfer completes only when its send is at the head of one rank's queue while its
 receive is at the head of the other's; a receive posted early therefore blocks the sends behind it. Most
-schedules deadlock so; this mode tells which do not.
+schedules deadlock so; this mode tells which do not. (The runtime's own single queue, `parallel.channels =
+"fifo"`, posts in one order of the whole plan instead, which never does: `runtime/transfer_order.py`.)
 
 O(actions).
 """
