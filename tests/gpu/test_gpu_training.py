@@ -36,10 +36,12 @@ def test_two_gpus_train_the_same(tmp_path, layout):
 
 
 @NEEDS_TWO
-def test_two_virtual_stages_on_two_gpus_train_the_same(tmp_path):
+@pytest.mark.parametrize("channels", ["directed", "fifo"])
+def test_two_virtual_stages_on_two_gpus_train_the_same(tmp_path, channels):
     """The same two ranks are neighbours three times, in both directions."""
     config = write_run(tmp_path, LENGTHS, layers=4, vocab_size=512, batch_documents=8, steps=4)
-    one, two = train(config), train(config, "parallel.pp=2", "parallel.virtual=2")
+    layout = ["parallel.pp=2", "parallel.virtual=2", f"parallel.channels={channels}"]
+    one, two = train(config), train(config, *layout)
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=TOLERANCE)
 
 
