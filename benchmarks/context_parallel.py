@@ -45,7 +45,7 @@ from results import Row, median_ratio, run_benchmark
 CP = 4
 DOCUMENTS = 32
 MAX_TOKENS = 4096
-DIVISORS = {"LMSysChat1M": 8, "ChatQA2": 32}
+DIVISORS = {"Wikipedia": 4, "LMSysChat1M": 8, "ChatQA2": 32}
 # Of one CPU core for this model; what matters is the ratio of work to messages.
 COSTS = CostCoefficients(
     source="analytic",
