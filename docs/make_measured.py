@@ -89,7 +89,7 @@ def measured_table() -> str:
             "dp_merge",
         ),
         (
-            "`skrull` on 4 context ranks, against sharing every document: bytes moved, time; its two long-tailed tables",
+            "`skrull` on 4 context ranks, against sharing all documents: bytes moved, time; its two long-tailed tables",
             f"{min(moved):.2f}-{max(moved):.2f}×, {min(took):.2f}-{max(took):.2f}×",
             "context_parallel",
         ),
