@@ -10,7 +10,7 @@ demo: .venv/train  ## train a small Llama on this machine's Python library, in t
 	$(BIN)/python examples/stdlib_demo/run.py
 
 test: .venv/dev check  ## everything CI checks
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=15
 
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check
