@@ -49,11 +49,16 @@ def make_adapters_matter(model):
                 nn.init.normal_(parameter, std=0.3)
 
 
-def adapter_loss_and_gradients(config, directory: Path, tokens: dict[int, torch.Tensor], dtype: torch.dtype):
-    """Adapters written to `directory`, and the loss and gradients of peft's training of them, document by document."""
+def adapter_tensors(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A model with adapters that matter, by name."""
     model = build_with_adapters(config, LORA, dtype)
     make_adapters_matter(model)
-    plain = peft_model(config, all_tensors(model), directory, dtype=dtype)
+    return all_tensors(model)
+
+
+def adapter_loss_and_gradients(config, tensors, directory: Path, tokens: dict[int, torch.Tensor], dtype: torch.dtype):
+    """Adapters written to `directory`, and the loss and gradients of peft's training of them, document by document."""
+    plain = peft_model(config, tensors, directory, dtype=dtype)
     labels = max(1, sum(len(t) - 1 for t in tokens.values()))
     loss = sum(
         nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels

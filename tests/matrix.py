@@ -113,7 +113,7 @@ MEANINGS: Mapping[str, str] = {
     "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
     "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
     "schedule": "the strategy's own, or PackFlow's word, its list, the list with I and W, GPipe, ZB-H1",
-    "model": "tiny ones of every architecture, in float64; those without experts and adapters in bfloat16 too",
+    "model": "tiny ones of every architecture, in float64; those without experts in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
@@ -279,7 +279,7 @@ def rows_in_bf16() -> frozenset[Row]:
     chosen = set()
     for row in matrix_rows():
         values = list(row._asdict().items())
-        if row.model in WITH_EXPERTS or MODELS[row.model].lora or all(held[value] >= 2 for value in values):
+        if row.model in WITH_EXPERTS or all(held[value] >= 2 for value in values):
             continue
         chosen.add(row)
         held.update(values)

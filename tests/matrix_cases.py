@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from adapter_cases import LORA, adapter_loss_and_gradients
+from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.hf_model import build_stage_model
@@ -23,7 +23,7 @@ class RowTask(NamedTuple):
 
     Args:
         plan: encoded.
-        adapter: PEFT directory of the row's model, or None.
+        adapter: holds the PEFT directories of the row's model, one a precision; or None.
         sharing: the executor's arguments about shared documents.
         channels: between pipeline ranks.
     """
@@ -62,13 +62,19 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
             meshes[task.channels] = create_mesh(plan.layout, torch.device("cpu"), timeout_s=60, channels=task.channels)
         mesh = meshes[task.channels]
         case, batch = MODELS[task.model], batch_of(task.lengths, task.model)
-        lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=task.adapter) if task.adapter else None
+
+        def rank_in(dtype: torch.dtype, case=case, task=task, mesh=mesh) -> RankUnderTest:
+            lora = None
+            if task.adapter is not None:
+                lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(adapter_path(Path(task.adapter), dtype)))
+            return RankUnderTest(mesh, case.kind, case.changes, dtype, lora)
+
         with exact_casts(case.kind):
-            rank = RankUnderTest(mesh, case.kind, case.changes, torch.float64, lora)
+            rank = rank_in(torch.float64)
             loss, gradients, norm, stored = rank.run(rank.executor(**task.sharing), plan, batch)
         bf16 = None
         if twice:
-            rank = RankUnderTest(mesh, case.kind, case.changes, torch.bfloat16)
+            rank = rank_in(torch.bfloat16)
             bf16 = rank.run(rank.executor(**task.sharing), plan, batch)[:2]
         results.append(RankResult(loss, gradients, norm, stored, bf16))
     return results
@@ -81,27 +87,40 @@ class Expected(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+def adapter_path(directory: Path, dtype: torch.dtype) -> Path:
+    """Where the adapter in a precision lies."""
+    return directory / str(dtype).removeprefix("torch.")
+
+
 @cache
 def expected_of(model: str, lengths: tuple[int, ...], adapter: Path) -> Expected:
     """In float64, under the casts of `exact_casts`.
 
     Args:
-        adapter: directory that gets the model's adapter, where it has one.
+        adapter: directory that gets the model's adapter (`adapter_path`), where it has one.
     """
     case, batch = MODELS[model], batch_of(lengths, model)
     config = tiny_config(case.kind, **case.changes)
     with exact_casts(case.kind):
         if case.lora:
-            return Expected(*adapter_loss_and_gradients(config, adapter, batch, torch.float64))
+            tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, torch.float64)
+            return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
         weights = _weights(config, torch.float64)
         return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64))
 
 
 @cache
-def expected_in_bf16(model: str, lengths: tuple[int, ...]) -> tuple[Expected, Expected]:
+def expected_in_bf16(model: str, lengths: tuple[int, ...], adapter: Path) -> tuple[Expected, Expected]:
     """Of the weights rounded to bfloat16: in float64, and as plain bfloat16 autograd computes it."""
     case, batch = MODELS[model], batch_of(lengths, model)
     config = tiny_config(case.kind, **case.changes)
+    if case.lora:
+        tensors = adapter_tensors(config, torch.bfloat16)
+        doubles = {name: tensor.double() for name, tensor in tensors.items()}
+        with exact_casts(case.kind):
+            exact = Expected(*adapter_loss_and_gradients(config, doubles, adapter / "exact", batch, torch.float64))
+        path = adapter_path(adapter, torch.bfloat16)
+        return exact, Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.bfloat16))
     weights = _weights(config, torch.bfloat16)
     with exact_casts(case.kind):
         doubles = {name: weight.double() for name, weight in weights.items()}

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -98,3 +100,20 @@ def test_what_makes_items_is_let_go_with_the_last_reference(depth, to_the_end):
     for thread in threads:
         thread.join(10)
     assert alive() is None
+
+
+def test_the_process_ends_after_what_is_being_made():
+    """A thread inside a collective when the interpreter goes away aborted the process ("terminate called ...")."""
+    code = """
+import time
+from evenload.data.read_ahead import ReadAhead
+
+def make():
+    time.sleep(0.3)
+    print("made", flush=True)
+    return 1
+
+ahead = ReadAhead(make, 2, "test")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["made", "made"]

@@ -13,6 +13,10 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+_END_S = 5.0
+"""How long dropping or exit waits for what is being made. A thread that comes back from C++, from a collective say, when
+the interpreter is gone aborts the process; one that waits for a dead peer must not hold up the end of this one."""
+
 
 class ReadAhead(Generic[Item]):
     """Items in order.
@@ -37,8 +41,8 @@ class ReadAhead(Generic[Item]):
             )
             self._thread.start()
             # The thread knows nothing of this object, nor does what it calls on: so dropping this object ends it, and
-            # then lets go of all that `make` holds.
-            weakref.finalize(self, self._gate.finish)
+            # then lets go of all that `make` holds. The interpreter's exit does the same.
+            weakref.finalize(self, _end, self._gate, self._thread)
 
     def next(self) -> Item | None:
         """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
@@ -89,6 +93,12 @@ class _Gate:
         with self._changed:
             self._finishing = True
             self._changed.notify()
+
+
+def _end(gate: _Gate, thread: threading.Thread) -> None:
+    gate.finish()
+    if thread is not threading.current_thread():  # garbage may be collected there, too
+        thread.join(_END_S)
 
 
 def _make_ahead(
