@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 _END_S = 5.0
-"""How long dropping or exit waits for what is being made. A thread that comes back from C++, from a collective say, when
-the interpreter is gone aborts the process; one that waits for a dead peer must not hold up the end of this one."""
+"""How long dropping or exit waits for what is being made. A thread that comes back from C++, say from a collective,
+when the interpreter is gone aborts the process; one that waits for a dead peer must not hold up the end of this one."""
 
 
 class ReadAhead(Generic[Item]):
