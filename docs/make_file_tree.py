@@ -52,6 +52,7 @@ OTHER = {
     "tests/runtime": "Replay equals plain training for any cuts.",
     "tests/schedule": "No deadlock within the conditions, deadlock outside, memory bound by brute force.",
     "tests/simulate": "Hand-drawn timelines, closed forms, native equals its twin.",
+    "tests/suite": "Of the tests themselves.",
     "tests/types": "Catalogues, work curves, files.",
 }
 

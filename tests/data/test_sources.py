@@ -49,11 +49,12 @@ def test_broken_jsonl_line_names_file_and_line(tmp_path, line, why):
     ("name", "content", "why"),
     [
         ("b.txt", b"latin \xe4 text", r"not UTF-8: byte 0xe4 at offset 6"),
-        ("b.txt.gz", gzip.compress(b"x" * 1000)[:-9], "compression is damaged"),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 3)[:-9], "compression is damaged"),
+        ("b.txt.gz", gzip.compress(b"x" * 1000, mtime=0)[:-9], "compression is damaged"),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 3, mtime=0)[:-9], "compression is damaged"),
         ("b.jsonl.gz", b"no gzip at all", "compression is damaged"),
         ("b.parquet", b"PAR1 is not enough PAR1", "parquet file is damaged"),
     ],
+    ids=["latin text", "cut text.gz", "cut jsonl.gz", "no gzip", "no parquet"],
 )
 def test_undecodable_file_is_named_or_skipped_into_the_ledger(tmp_path, name, content, why):
     (tmp_path / "a.txt").write_text("before")
