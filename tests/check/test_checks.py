@@ -14,6 +14,7 @@ from evenload.check.verdict import Verdict, exit_code
 from evenload.runtime.config import load_train_config
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.trainer import layout_of, model_spec
+from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
 
 PIPELINE, TENSOR = ["parallel.pp=2"], ["parallel.tp=2"]
@@ -150,7 +151,7 @@ def test_the_fullest_step_is_held_against_the_limit(config_file):
     tight = surveyed(config_file, "plan.strategy=padded", cap_bytes=peak // 2)
     verdict = check_memory(tight, peak // 2, "padded")
     assert verdict.outcome == "fail"
-    assert f"{max(tight.peaks)[0] / 2**30:.2f} GiB predicted in step {max(tight.peaks)[1]}" in verdict.found
+    assert f"{format_bytes(max(tight.peaks)[0])} predicted in step {max(tight.peaks)[1]}" in verdict.found
     nothing = surveyed(config_file, cap_bytes=1000)
     verdict = check_memory(nothing, 1000, "slimpack")
     assert verdict.outcome == "fail"

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -184,6 +185,21 @@ def test_default_layout_of_a_model_too_large_exits_3(table, capsys) -> None:
 def test_help_has_an_example(capsys) -> None:
     assert run("--help") == 0
     assert "Example" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["auto", "flexpipe"])
+def test_planning_needs_nothing_that_only_linux_has(table, monkeypatch, strategy) -> None:
+    """macOS has no `os.sched_getaffinity`, and no cgroup or /proc files."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    real_open = open
+
+    def open_elsewhere(file, *arguments, **named):
+        if str(file).startswith(("/sys/", "/proc/")):
+            raise FileNotFoundError(file)
+        return real_open(file, *arguments, **named)
+
+    monkeypatch.setattr("builtins.open", open_elsewhere)
+    assert run(*inputs(table, "--strategy", strategy)) == 0
 
 
 def test_planning_never_imports_torch() -> None:

@@ -11,6 +11,7 @@ from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.model_catalog import model_from
+from evenload.types.scaled_units import format_bytes
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
 OPTIONS = PlanOptions(max_pack_tokens=8192, split_backward=True, candidates=3, max_candidates=16)
@@ -62,10 +63,8 @@ def test_what_is_out_says_which_rank_and_how_much() -> None:
     (alone,) = [result for result in results if result.layout == {"dp": 4, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}]
     assert not alone.feasible
     assert alone.mean_step_time_s is None
-    needed = alone.peak_memory_bytes / 2**30  # type: ignore[operator]
-    assert (
-        alone.why == f"weights and optimizer alone: pipeline rank 0 needs {needed:.1f} GiB, {needed - 44:.1f} GiB over"
-    )
+    needed, over = (format_bytes(alone.peak_memory_bytes - room) for room in (0, 44 * 2**30))  # type: ignore[operator]
+    assert alone.why == f"weights and optimizer alone: pipeline rank 0 needs {needed}, {over} over"
     assert results[0].feasible
     fits = [result.feasible for result in results]
     assert fits == sorted(fits, reverse=True), "those that fit come first"

@@ -148,7 +148,7 @@ def test_repeated_document_is_refused() -> None:
 @pytest.mark.parametrize("strategy", PIPELINED)
 def test_step_beyond_memory_is_infeasible_with_numbers(strategy) -> None:
     planner = tiny_planner(cap=1000)
-    with pytest.raises(InfeasiblePlanError, match=rf"{strategy} needs .* GiB on pipeline rank"):
+    with pytest.raises(InfeasiblePlanError, match=rf"{strategy} needs [1-9].* KiB on pipeline rank"):
         planner.plan(0, documents([200, 100]), strategy)
     assert not planner.propose(0, documents([200, 100]), strategy).feasible
 

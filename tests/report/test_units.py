@@ -3,8 +3,6 @@ import math
 import pytest
 
 from evenload.report.units import (
-    MISSING,
-    format_bytes,
     format_change,
     format_count,
     format_layout,
@@ -13,6 +11,7 @@ from evenload.report.units import (
     format_ratio,
     format_seconds,
 )
+from evenload.types.scaled_units import MISSING, format_bytes
 
 
 @pytest.mark.parametrize(

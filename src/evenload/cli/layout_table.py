@@ -6,7 +6,8 @@ from rich import box
 from rich.table import Table
 
 from evenload.plan.layout_search import LayoutResult
-from evenload.report.units import format_bytes, format_percent, format_seconds
+from evenload.report.units import format_percent, format_seconds
+from evenload.types.scaled_units import format_bytes
 
 SHOWN = 12
 """Layouts that fit, and as many of those that do not; the JSON file has all."""

@@ -11,7 +11,8 @@ from evenload.plan.evaluate import Evaluation
 from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.planner import Proposal
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.units import format_bytes, format_layout
+from evenload.report.units import format_layout
+from evenload.types.scaled_units import format_bytes
 
 
 def plan_report(

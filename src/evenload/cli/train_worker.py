@@ -14,6 +14,7 @@ from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
+from evenload.types.scaled_units import format_bytes
 
 
 @record
@@ -104,7 +105,7 @@ def _show_start(
         f"layout {trainer.mesh.layout.describe()}{', fifo channels' if config.parallel.channels == 'fifo' else ''}",
         f"attention {next(iter(trainer.stages.values())).backend_name}",
         f"costs {costs.source} on {costs.device}",
-        f"memory limit {memory_cap_bytes / 2**30:.1f} GiB a process",
+        f"memory limit {format_bytes(memory_cap_bytes)} a process",
     )
     console.print(" | ".join(facts), soft_wrap=True)
     layout = trainer.mesh.layout

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.plan.usable_cores import usable_cores
 from evenload.profile.calibrate import calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
 from evenload.runtime.config import TrainConfig
@@ -47,7 +48,7 @@ class RankSetup:
 def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSetup]:
     """Join the other processes of this job."""
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    threads = config.train.threads_per_process or max(1, len(os.sched_getaffinity(0)) // local_world)
+    threads = config.train.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
     require_device(config.train.device, local_world)
     device = rank_device(config.train.device, int(os.environ["LOCAL_RANK"]))

@@ -10,6 +10,7 @@ from evenload.errors import InfeasiblePlanError
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
+from evenload.types.scaled_units import format_bytes
 
 STATIC_SHARE = 0.5
 """Of a device's memory; the rest is for activations."""
@@ -29,8 +30,8 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
             return layout
     deepest = even_layout(model.num_layers, dp=cluster.num_devices // depths[-1], pp=depths[-1])
     raise InfeasiblePlanError(
-        f"model {model.name} needs {static_bytes(model, deepest).max() / 2**30:.0f} GiB a device for weights, "
-        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers {room / 2**30:.0f} GiB; "
+        f"model {model.name} needs {format_bytes(static_bytes(model, deepest).max())} a device for weights, "
+        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers {format_bytes(room)}; "
         "name a larger cluster"
     )
 

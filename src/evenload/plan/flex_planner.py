@@ -144,7 +144,7 @@ class FlexPlanner:
         """As `propose`, of a step that fits memory.
 
         Raises:
-            InfeasiblePlanError: no layout holds the batch; the message names the closest one, its stage and GiB.
+            InfeasiblePlanError: no layout holds the batch; the message names the closest one, its stage and bytes.
         """
         found = self.propose(step, documents, left_out, state=state, coming=coming)
         found.require_feasible()

@@ -11,7 +11,7 @@ Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
 Layers go to stages by cost (`plan.stage_layers`), evenly where that does not fit.
 A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
-and the GiB by which the best plan misses.
+and the bytes by which the best plan misses.
 """
 
 import itertools
@@ -34,6 +34,7 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
+from evenload.types.scaled_units import format_bytes
 
 QUICK_CANDIDATES = 24
 """Schedules of the first pass; enough to tell layouts apart by a few percent."""
@@ -227,8 +228,8 @@ def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
 def _over(held_bytes: np.ndarray, room_bytes: int) -> str:
     rank = int(held_bytes.argmax())
     return (
-        f"pipeline rank {rank} needs {held_bytes[rank] / 2**30:.1f} GiB, "
-        f"{(held_bytes[rank] - room_bytes) / 2**30:.1f} GiB over"
+        f"pipeline rank {rank} needs {format_bytes(held_bytes[rank])}, "
+        f"{format_bytes(held_bytes[rank] - room_bytes)} over"
     )
 
 

@@ -38,6 +38,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
+from evenload.types.scaled_units import format_bytes
 from evenload.types.time_split import TimeSplit
 
 
@@ -330,10 +331,11 @@ class StepPlanner:
         dp_rank = max(range(len(choices)), key=lambda rank: choices[rank].candidate.excess_bytes)
         peak = choices[dp_rank].candidate.simulation.peak_bytes
         rank = int(peak.argmax())
+        missing_bytes = int(peak[rank]) - self.memory_cap_bytes
         return (
-            f"strategy {strategy} needs {peak[rank] / 2**30:.1f} GiB on pipeline rank {rank} of replica {dp_rank}, "
-            f"the device offers {self.memory_cap_bytes / 2**30:.1f} GiB; raise pp, or lower max_pack_tokens "
-            f"({self.options.max_pack_tokens}) or the longest document ({self._longest(choices)} tokens)"
+            f"strategy {strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
+            f"the device offers {format_bytes(self.memory_cap_bytes)} ({format_bytes(missing_bytes)} less); raise pp, "
+            f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document ({self._longest(choices)} tokens)"
         )
 
     @staticmethod

@@ -6,7 +6,6 @@ documents, 64 packs and 4 stages. The Python backend makes a candidate of every 
 """
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from evenload.plan.candidate import UNLIMITED_BYTES, Candidate, imbalance, packf
 from evenload.plan.problem import StepProblem
 from evenload.plan.trial_packs import ALIGN_FROM_TILES, NO_TOKEN_LIMIT, cut_rules, trial_packs
 from evenload.plan.trial_space import Cut, Setting, Trial, neighbours, trial_rows
+from evenload.plan.usable_cores import usable_cores
 from evenload.types.columns import whole_document_columns
 
 NEAR_BOUND = 1.02
@@ -239,7 +239,7 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
         rules.min_slice_tokens,
         NO_TOKEN_LIMIT if rules.max_pack_tokens is None else rules.max_pack_tokens,
         ALIGN_FROM_TILES,
-        1 if count < PARALLEL_TRIALS else len(os.sched_getaffinity(0)),
+        1 if count < PARALLEL_TRIALS else usable_cores(),
     )
     for (search, trials), columns in zip(jobs, found, strict=True):
         rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -7,15 +7,8 @@ shown when any row has a value for it; keys without a column are carried by the 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from evenload.report.units import (
-    MISSING,
-    format_bytes,
-    format_count,
-    format_layout,
-    format_percent,
-    format_ratio,
-    format_seconds,
-)
+from evenload.report.units import format_count, format_layout, format_percent, format_ratio, format_seconds
+from evenload.types.scaled_units import MISSING, format_bytes
 from evenload.types.time_split import time_split_from
 
 TEXT_COLUMNS = frozenset({"time_split", "layout"})

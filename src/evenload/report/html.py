@@ -27,14 +27,8 @@ from evenload.report.page import figure_html, page_html
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.time_split_figure import time_split_figure
-from evenload.report.units import (
-    format_bytes,
-    format_change,
-    format_count,
-    format_percent,
-    format_plain,
-    format_seconds,
-)
+from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
+from evenload.types.scaled_units import format_bytes
 
 _READ_STEP_TIME = (
     "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "

@@ -11,14 +11,8 @@ from rich.text import Text
 
 from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.report.metrics_file import MetricRow, MetricValue
-from evenload.report.units import (
-    format_bytes,
-    format_change,
-    format_count,
-    format_percent,
-    format_plain,
-    format_seconds,
-)
+from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
+from evenload.types.scaled_units import format_bytes
 
 # Left out first when the terminal is narrow; all other columns stay as long as possible.
 _LEFT_OUT_FIRST = (

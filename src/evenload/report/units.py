@@ -1,29 +1,22 @@
 """Numbers as people read them: one place that decides units and digits for tables, lines and pictures.
 
-Bytes are binary (GiB) because device memory is sold that way; counts are decimal (K, M). A missing
+Bytes are binary (`types.scaled_units`) because device memory is sold that way; counts are decimal (K, M). A missing
 value (`None` or NaN) prints as a dash, so that "not measured" never looks like zero.
 """
 
 import math
 
-MISSING = "-"
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from evenload.types.scaled_units import MISSING, round_to_three, scaled, three_digits
+
 _COUNT_UNITS = ("", "K", "M", "G", "T", "P")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-
-
-def format_bytes(num_bytes: float | None) -> str:
-    """Bytes in binary units: `1610612736` is "1.50 GiB"; below one KiB exact."""
-    if num_bytes is None or math.isnan(num_bytes):
-        return MISSING
-    return _scaled(num_bytes, 1024.0, _BYTE_UNITS, separator=" ")
 
 
 def format_count(count: float | None) -> str:
     """A count in decimal units: `131072` is "131K"; below 1,000 exact."""
     if count is None or math.isnan(count):
         return MISSING
-    return _scaled(count, 1000.0, _COUNT_UNITS, separator="")
+    return scaled(count, 1000.0, _COUNT_UNITS, separator="")
 
 
 def format_power_of_two(count: int) -> str:
@@ -44,8 +37,8 @@ def format_seconds(seconds: float | None) -> str:
         return "0 s"
     for unit_s, name in _SECOND_UNITS:
         # Rounded first, so that 0.9999 s is "1.00 s" and not "1000 ms".
-        if abs(_round3(seconds)) >= unit_s:
-            return f"{_three_digits(seconds / unit_s)} {name}"
+        if abs(round_to_three(seconds)) >= unit_s:
+            return f"{three_digits(seconds / unit_s)} {name}"
     return f"{seconds:.3g} s"
 
 
@@ -81,26 +74,3 @@ def format_layout(layout: object) -> str:
     if isinstance(layout, dict):
         return " ".join(f"{key}={layout[key]}" for key in ("dp", "pp", "cp", "tp") if key in layout)
     return str(layout)
-
-
-def _scaled(value: float, base: float, units: tuple[str, ...], separator: str) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    power = 0
-    while round(abs(value / base**power)) >= base and power + 1 < len(units):
-        power += 1
-    if power == 0:
-        number = f"{value:.0f}" if float(value).is_integer() else _three_digits(value)
-        return f"{number}{separator}{units[0]}" if units[0] else number
-    return f"{_three_digits(value / base**power)}{separator}{units[power]}"
-
-
-def _three_digits(value: float) -> str:
-    """Three significant digits without an exponent; more when the whole part is longer."""
-    magnitude = abs(_round3(value))
-    decimals = 2 if magnitude < 10 else 1 if magnitude < 100 else 0
-    return f"{value:.{decimals}f}"
-
-
-def _round3(value: float) -> float:
-    return float(f"{value:.3g}")
