@@ -335,7 +335,8 @@ class StepPlanner:
         return (
             f"strategy {strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
             f"the device offers {format_bytes(self.memory_cap_bytes)} ({format_bytes(missing_bytes)} less); raise pp, "
-            f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document ({self._longest(choices)} tokens)"
+            f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document "
+            f"({self._longest(choices)} tokens)"
         )
 
     @staticmethod
