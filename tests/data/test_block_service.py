@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
-from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, SlowTokenizer
+from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
 from rank_threads import run_ranks
 
 from evenload.data.loader import GlobalBatchLoader
+from evenload.data.reading import stall_clock
 from evenload.errors import ConfigError, DataError
 
 TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
@@ -59,6 +60,7 @@ def test_a_stalled_reader_is_an_error_that_names_the_file(tmp_path, workers):
 
 
 def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
+    """Even where starting the worker takes longer than the server may."""
     hold = threading.Event()
 
     class Silent(http.server.BaseHTTPRequestHandler):
@@ -69,7 +71,7 @@ def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
             self.end_headers()
 
         def do_GET(self):
-            hold.wait(20)
+            hold.wait()
 
         def log_message(self, format, *args):
             pass
@@ -77,12 +79,22 @@ def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/docs.jsonl"
-        loader = GlobalBatchLoader(data_config(url, workers=1, stall_timeout_s=2.0))
-        with pytest.raises(DataError, match=r"nothing for 2 s.*docs\.jsonl"):
+        loader = GlobalBatchLoader(data_config(url, workers=1, stall_timeout_s=1.5), LateTokenizer(2.0))
+        with pytest.raises(DataError, match=r"nothing for 1\.5 s.*docs\.jsonl"):
             loader.next_batch()
         loader.close()
         hold.set()
         server.shutdown()
+
+
+def test_a_worker_that_never_starts_is_an_error_that_says_so(tmp_path, monkeypatch):
+    """However much is on its way to it."""
+    monkeypatch.setattr(stall_clock, "START_TIMEOUT_S", 0.5)
+    root = write_corpus(tmp_path, "jsonl", ["a"])
+    loader = GlobalBatchLoader(data_config(root, workers=1, stall_timeout_s=0.1), LargeTokenizer())
+    with pytest.raises(DataError, match=r"worker 0 has not started within 0\.5 s.*data\.workers = 0"):
+        loader.next_batch()
+    loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

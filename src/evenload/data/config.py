@@ -108,7 +108,8 @@ class DataConfig(Frozen):
         workers: processes per rank that read and tokenise; 0 = a thread of the training process.
         prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step asks (slow, for
             comparison).
-        stall_timeout_s: how long a source may give nothing before the run stops with its name.
+        stall_timeout_s: how long a source may give nothing before the run stops with its name; counts from when the
+            reading process has started, for which it has 300 s or, where this is longer, as long as this.
     """
 
     sources: tuple[str, ...] = ()

@@ -15,8 +15,9 @@ from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import DocumentEncoder
 from evenload.data.reading.block import Block, BlockCursor
 from evenload.data.reading.part_files import PartFiles
+from evenload.data.reading.stall_clock import StallClock
 from evenload.data.reading.workers import BlockWorker, ProcessWorker, ThreadWorker
-from evenload.errors import DataError, EvenloadError
+from evenload.errors import EvenloadError
 
 
 class LaneKey(NamedTuple):
@@ -46,14 +47,14 @@ class BlockService:
 
     Args:
         num_workers: processes; 0 = a thread of this one.
-        stall_timeout_s: how long a block may take.
+        stall_timeout_s: how long a worker may give no sign of life (`StallClock`).
     """
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
-        self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
+        self._job, self._num_workers = job, num_workers
         self._arrived = threading.Condition()
+        self._clock = StallClock(self._arrived, stall_timeout_s)
         self._blocks: dict[LaneKey, deque[tuple[BlockRequest, Block | EvenloadError]]] = {}
-        self._reading: dict[int, str] = {}
         self._failure: EvenloadError | None = None
         self._workers: list[BlockWorker] = []
 
@@ -65,22 +66,17 @@ class BlockService:
         """A block that was asked for, waiting for it if need be.
 
         Raises:
-            DataError: what reading it raised; nothing came for `stall_timeout_s`; workers die again and again.
+            DataError: what reading it raised; the worker does not start; the source gives nothing for
+                `stall_timeout_s`; workers die again and again.
         """
         worker = self._worker_of(request.key).index
-        deadline_s = time.monotonic() + self._stall_timeout_s
+        asked_s = time.monotonic()
+        wanted = f"lane {request.key.lane}, block {request.cursor.block}"
         with self._arrived:
             while not self._blocks.get(request.key):
                 if self._failure is not None:
                     raise self._failure
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise DataError(
-                        f"the data source gave nothing for {self._stall_timeout_s:g} s; it was reading "
-                        f"{self._reading.get(worker, 'no file yet')} (lane {request.key.lane}, block "
-                        f"{request.cursor.block}); check the storage, or raise data.stall_timeout_s"
-                    )
-                self._arrived.wait(left_s)
+                self._arrived.wait(self._clock.left_s(worker, asked_s, wanted))
             answered, outcome = self._blocks[request.key].popleft()
         assert answered == request, f"asked for {request}, got {answered}"
         if isinstance(outcome, EvenloadError):
@@ -100,7 +96,7 @@ class BlockService:
         self._failure = None
 
     def _start(self) -> list[BlockWorker]:
-        channels = (self._job, self._deliver, self._note_open, self._fail)
+        channels = (self._job, self._deliver, self._clock, self._fail)
         if not self._num_workers:
             return [ThreadWorker(0, *channels)]
         return [ProcessWorker(index, *channels) for index in range(self._num_workers)]
@@ -114,9 +110,6 @@ class BlockService:
         with self._arrived:
             self._blocks.setdefault(request.key, deque()).append((request, outcome))
             self._arrived.notify_all()
-
-    def _note_open(self, worker: int, name: str) -> None:
-        self._reading[worker] = name
 
     def _fail(self, error: EvenloadError) -> None:
         with self._arrived:

@@ -1,4 +1,4 @@
-"""The program of a worker process: receives a job, then requests, and answers each with a block or an error."""
+"""The program of a worker process: receives a job, says so, and answers each request with a block or an error."""
 
 import pickle
 import signal
@@ -12,6 +12,7 @@ def serve(connection: Connection) -> None:
     """Answer requests until the other side closes the connection."""
     job = pickle.loads(connection.recv_bytes())
     readers = make_readers(job, lambda name: connection.send(("open", name)))
+    connection.send(("started",))
     while True:
         request = connection.recv()
         connection.send(("block", request, read_block(readers, request)))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from evenload.data.reading.block import Block
 from evenload.data.reading.lane import BlockReader
+from evenload.data.reading.stall_clock import StallClock
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ _MOST_DEATHS = 3
 """A worker that ends so often without delivering a block in between is not started again."""
 
 Deliver = Callable[["BlockRequest", Block | EvenloadError], None]
-NoteOpen = Callable[[int, str], None]
 Fail = Callable[[EvenloadError], None]
 
 _log = logging.getLogger("evenload.data")
@@ -70,10 +70,11 @@ def read_block(readers: Sequence[BlockReader], request: "BlockRequest") -> Block
 class ThreadWorker:
     """Reads in a thread of this process."""
 
-    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, note_open: NoteOpen, fail: Fail) -> None:
+    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, clock: StallClock, fail: Fail) -> None:
         self.index = index
-        self._deliver = deliver
-        self._readers = make_readers(job, lambda name: note_open(index, name))
+        self._deliver, self._clock = deliver, clock
+        clock.starts(index)
+        self._readers = make_readers(job, lambda name: clock.opens(index, name))
         self._requests: queue.SimpleQueue[BlockRequest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="evenload-read", daemon=True)
         self._thread.start()
@@ -87,25 +88,29 @@ class ThreadWorker:
         self._requests.put(None)
 
     def _run(self) -> None:
+        self._clock.has_started(self.index)
         while (request := self._requests.get()) is not None:
-            self._deliver(request, read_block(self._readers, request))
+            outcome = read_block(self._readers, request)
+            self._clock.delivers(self.index)
+            self._deliver(request, outcome)
 
 
 class ProcessWorker:
     """Reads in a process; starts another one if it dies.
 
     Args:
-        deliver, note_open, fail: called from this worker's receiving thread.
+        deliver, clock, fail: called from this worker's receiving thread.
     """
 
-    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, note_open: NoteOpen, fail: Fail) -> None:
+    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, clock: StallClock, fail: Fail) -> None:
         self.index = index
-        self._job, self._deliver, self._note_open, self._fail = _pickle(job), deliver, note_open, fail
+        self._job, self._deliver, self._clock, self._fail = _pickle(job), deliver, clock, fail
         self._lock = threading.Lock()
         self._asked: dict[BlockRequest, None] = {}
-        self._closing = False
+        self._closing = self._started = False
         self._deaths = 0
-        self._process, self._connection = _start(self._job)
+        clock.starts(index)
+        self._process, self._connection = _start()
         self._thread = threading.Thread(target=self._receive, name=f"evenload-receive-{index}", daemon=True)
         self._thread.start()
 
@@ -118,11 +123,8 @@ class ProcessWorker:
         """Ask for a block; returns at once."""
         with self._lock:
             self._asked[request] = None
-            try:
-                self._connection.send(request)
-            except OSError:
-                # It just died; the receiving thread notices, and asks its successor for everything outstanding.
-                _log.debug("worker %d is gone; %s is asked again", self.index, request)
+            if self._started:
+                self._send(request)
 
     def close(self) -> None:
         """End the process."""
@@ -133,25 +135,46 @@ class ProcessWorker:
         self._thread.join()
         self._connection.close()
 
+    def _send(self, request: "BlockRequest") -> None:
+        try:
+            self._connection.send(request)
+        except OSError:
+            # It just died; the receiving thread notices, and its successor is asked for everything outstanding.
+            _log.debug("worker %d is gone; %s is asked again", self.index, request)
+
     def _receive(self) -> None:
+        job: bytes | None = self._job
         while True:
             try:
+                # Only here: a job larger than the connection's buffer waits until the process has started.
+                if job is not None:
+                    self._connection.send_bytes(job)
+                    job = None
                 kind, *content = self._connection.recv()
             except (EOFError, OSError):
                 if self._closing or not self._replace():
                     return
+                job = self._job
+                continue
+            if kind == "started":
+                self._clock.has_started(self.index)
+                with self._lock:
+                    self._started = True
+                    for request in self._asked:
+                        self._send(request)
                 continue
             if kind == "open":
-                self._note_open(self.index, content[0])
+                self._clock.opens(self.index, content[0])
                 continue
             request, outcome = content
+            self._clock.delivers(self.index)
             with self._lock:
                 self._asked.pop(request)
                 self._deaths = 0
             self._deliver(request, outcome)
 
     def _replace(self) -> bool:
-        """Start another process and ask it for everything outstanding; False when that is given up."""
+        """Start another process, which is asked for everything outstanding; False when that is given up."""
         code = self._process.wait()
         with self._lock:
             self._deaths += 1
@@ -174,9 +197,9 @@ class ProcessWorker:
                 code,
             )
             self._connection.close()
-            self._process, self._connection = _start(self._job)
-            for request in self._asked:
-                self._connection.send(request)
+            self._started = False
+            self._clock.starts(self.index)
+            self._process, self._connection = _start()
         return True
 
 
@@ -190,14 +213,12 @@ def _pickle(job: "ReadingJob") -> bytes:
         ) from error
 
 
-def _start(job: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that was given the pickled job, and the connection to it."""
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that waits for its pickled job, and the connection to it."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "evenload.data.reading.worker_process", str(theirs.fileno())]
         # Its working directory may lack the package that this process found through its own path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
-    connection = Connection(ours.detach())
-    connection.send_bytes(job)
-    return process, connection
+    return process, Connection(ours.detach())
