@@ -1,7 +1,8 @@
-"""TRL's `SFTTrainer`; skipped where TRL is not installed (it is in the extra `bench`)."""
+"""TRL's `SFTTrainer` trains from our loader as one document after another would."""
 
 import pytest
 import torch
+import trl
 from packed_cases import loader_of, tiny_model, write_texts
 from test_hf_objects import tokenizer  # noqa: F401
 from test_trainer import WEIGHTS, reference_run
@@ -10,7 +11,6 @@ from trainer_cases import weights_of
 from evenload.errors import ConfigError
 from evenload.integrations.trainer import PackedTrainerMixin
 
-trl = pytest.importorskip("trl")
 # Its own use of names that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
