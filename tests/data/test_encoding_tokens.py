@@ -103,3 +103,15 @@ def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):
     with pytest.raises(RecordProblem, match="below the vocabulary's"):
         known.encode(([5000], [1]))
     assert anyone.name != known.name
+
+
+def test_the_models_vocabulary_is_a_limit_of_ids_and_labels():
+    """Embedding rows beyond it do not exist, whatever made the ids."""
+    encoder = open_encoder(encoder_config(record="tokens", labels_column="targets"), vocab_size=50)
+    (document,) = encoder.encode_many([([1, 49], [-100, 49])])
+    assert document.tokens.tolist() == [1, 49]
+    for record, column in ((([1, 50], [1, 1]), "input_ids"), (([1, 2], [1, 50]), "targets")):
+        with pytest.raises(
+            RecordProblem, match=f"column '{column}' holds 50, must be in 0 .. below the vocabulary's 50"
+        ):
+            encoder.encode(record)

@@ -48,7 +48,7 @@ def run_checks(
     options, _ = decide_dp_merge(scope.config.plan.options, scope.config.plan.strategy, mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     verdicts = []
-    loader = GlobalBatchLoader(smaller.data)
+    loader = GlobalBatchLoader(smaller.data, vocab_size=model_spec(smaller).vocab_size)
     batch = loader.next_batch()
     loader.close()
     assert batch is not None, "an endless loader has a batch"

@@ -60,7 +60,9 @@ def survey_batches(
     planner = StepPlanner(model, coefficients, layout, memory_cap_bytes, options)
     survey, state = Survey(), DelayState()
     until_s = clock() + _MAX_S
-    loader = GlobalBatchLoader(msgspec.structs.replace(config.data, epochs=1, mixture_end="once"))
+    loader = GlobalBatchLoader(
+        msgspec.structs.replace(config.data, epochs=1, mixture_end="once"), vocab_size=model.vocab_size
+    )
     trained = 0
     try:
         while not survey.steps or (survey.documents < _MAX_DOCUMENTS and clock() < until_s):

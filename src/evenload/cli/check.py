@@ -39,8 +39,10 @@ def check_command(
     from evenload.check.scope import checked_scope
     from evenload.check.verdict import Verdict, exit_code
     from evenload.cli.launch import run_local
+    from evenload.data.tokenize import open_tokenizer
     from evenload.runtime.config import load_train_config
     from evenload.runtime.device import require_device
+    from evenload.runtime.run_tokenizer import tokenizer_fact
     from evenload.runtime.start_checks import require_runnable
     from evenload.runtime.trainer import layout_of, model_spec
 
@@ -57,6 +59,10 @@ def check_command(
         console = Console(stderr=True, highlight=False)
         smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
         console.print(f"checking {settings.model.path} on layout {layout.describe()}{smaller}", soft_wrap=True)
+        tokenizer = open_tokenizer(settings.data.tokenizer, settings.data.eos_token)
+        console.print(
+            f"tokenizer {tokenizer_fact(settings.data, tokenizer, model_spec(settings).vocab_size)}", soft_wrap=True
+        )
         require_device(scope.config.train.device, layout.world_size)
         run_local(run_check_worker, (settings, scope, cache, str(answer)), layout.world_size)
         verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])

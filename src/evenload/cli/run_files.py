@@ -47,6 +47,7 @@ class RunWriter:
     Args:
         directory: made if needed; an earlier run's metrics are continued when `resumed`, else replaced.
         memory_cap_bytes: drawn as the limit.
+        tokenizer: what the report says about it.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class RunWriter:
         costs: CostCoefficients,
         memory_cap_bytes: int,
         *,
+        tokenizer: str,
         resumed: bool,
     ) -> None:
         self._directory, self._config, self._model, self._costs = directory, config, model, costs
-        self._memory_cap_bytes = memory_cap_bytes
+        self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, tokenizer
         self._metrics = directory / "metrics.jsonl"
         directory.mkdir(parents=True, exist_ok=True)
         if resumed:
@@ -82,7 +84,7 @@ class RunWriter:
         run = RunFacts(
             model=self._model,
             memory_cap_bytes=self._memory_cap_bytes,
-            facts=_facts(self._config, self._model, self._costs, last),
+            facts=_facts(self._config, self._model, self._costs, self._tokenizer, last),
             ledger=last.ledger_lines,
         )
         (self._directory / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
@@ -129,7 +131,7 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
 
 
 def _facts(
-    config: TrainConfig, model: ModelSpec, costs: CostCoefficients, last: StepReport
+    config: TrainConfig, model: ModelSpec, costs: CostCoefficients, tokenizer: str, last: StepReport
 ) -> tuple[tuple[str, str], ...]:
     data = config.data
     batch = f"{data.batch_tokens:,} tokens" if data.batch_documents is None else f"{data.batch_documents:,} documents"
@@ -138,6 +140,7 @@ def _facts(
             "model",
             f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}",
         ),
+        ("tokenizer", tokenizer),
         ("precision", config.model.dtype),
         ("data", ", ".join(data.sources)),
         ("global batch", batch),

@@ -39,7 +39,15 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path) -> None:
     _show_start(console, trainer, costs, memory_cap_bytes, setup.threads, resumed)
     files = None
     if mesh.rank == 0:
-        files = RunWriter(directory, config, trainer.model, costs, memory_cap_bytes, resumed=resumed is not None)
+        files = RunWriter(
+            directory,
+            config,
+            trainer.model,
+            costs,
+            memory_cap_bytes,
+            tokenizer=trainer.tokenizer_fact,
+            resumed=resumed is not None,
+        )
     last = _run_steps(trainer, costs, memory_cap_bytes, files, console)
     if last is False:
         console.print(f"nothing left to train: {trainer.steps_done} steps are done; raise train.steps or data.epochs")
@@ -111,6 +119,7 @@ def _show_start(
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
+    console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")

@@ -89,7 +89,8 @@ class DataConfig(Frozen):
         chat_template: file with a Jinja template; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
             against the path below the directory. Empty = every file.
-        tokenizer: "bytes", a `tokenizer.json`, or a directory that holds one.
+        tokenizer: "bytes", a `tokenizer.json`, or a directory that holds one. Default: that of the model's directory;
+            where it has none, bytes if the model's weights are random or its vocabulary is one of bytes.
         eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
         append_eos: end every document of kind "text" with the end-of-document token.
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
@@ -127,7 +128,7 @@ class DataConfig(Frozen):
     loss_on: LossOn = "auto"
     chat_template: str | None = None
     include: tuple[str, ...] = ()
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     eos_token: str | None = None
     append_eos: bool = True
     batch_documents: int | None = None
@@ -188,6 +189,11 @@ class DataConfig(Frozen):
     def num_lanes(self) -> int:
         """Lanes of every part of the mixture."""
         return self.lanes or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
+
+
+def trains_given_ids(config: DataConfig) -> bool:
+    """All records hold token ids, so no tokeniser is used."""
+    return all(part.record == "tokens" for part in mixture_configs(config))
 
 
 def _check_choices(config: DataConfig | MixturePart, where: str) -> None:

@@ -45,6 +45,7 @@ class GlobalBatchLoader:
         tokenizer: instead of the one that `config.tokenizer` names.
         peers: the ranks that read together; each makes its own loader of equal settings.
         datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
+        vocab_size: of the model that is trained; token ids beyond it are corrupt records. None = not known.
 
     Raises:
         ConfigError: sources without files, a tokeniser or template that cannot be used.
@@ -57,6 +58,7 @@ class GlobalBatchLoader:
         *,
         peers: Peers | None = None,
         datasets: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
@@ -64,7 +66,7 @@ class GlobalBatchLoader:
         configs = mixture_configs(config)
         self._names = tuple(part.name for part in config.mixture) or ("sources",)
         self.parts = tuple(open_part(part, _dataset_of(part, datasets or {})) for part in configs)
-        encoders = tuple(open_encoder(part, self.tokenizer) for part in configs)
+        encoders = tuple(open_encoder(part, self.tokenizer, vocab_size) for part in configs)
         self._job = ReadingJob(tuple(zip(configs, self.parts, encoders, strict=True)))
         self._fingerprint = config_fingerprint(
             config, [part.digest for part in self.parts], [encoder.name for encoder in encoders]

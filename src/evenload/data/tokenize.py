@@ -24,6 +24,11 @@ from evenload.errors import ConfigError
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
 _BYTE_VALUES = 256
+MAX_BYTE_VOCABULARY = 320
+"""Ids that a vocabulary of bytes may have: 256 values and an end of document, rounded up to a multiple of 64. No
+published tokeniser is that small."""
+BYTES = "bytes"
+"""`DataConfig.tokenizer` of plain bytes."""
 
 
 class TokensWithOffsets(NamedTuple):
@@ -73,7 +78,7 @@ class DocumentTokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0..255, and 256 for the end of a document."""
 
-    name = "bytes"
+    name = BYTES
     vocab_size = _BYTE_VALUES + 1
     eos_id: int | None = _BYTE_VALUES
 
@@ -96,6 +101,8 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """A `tokenizer.json`.
+
+    `path` is the file and `kind` its algorithm, such as BPE.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
@@ -122,6 +129,8 @@ class FileTokenizer:
         self._tokenizer.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.vocab_size: int = self._vocab_size()
         self.eos_id: int | None = self._find_eos(file, eos_token)
+        self.path = file
+        self.kind: str = type(self._tokenizer.model).__name__
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -176,17 +185,31 @@ class FileTokenizer:
         return usual[0] if len(usual) == 1 else None
 
 
-def open_tokenizer(tokenizer: str, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
-    """The tokeniser that `DataConfig.tokenizer` names.
+def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
+    """The tokeniser that `DataConfig.tokenizer` names; None is bytes, because no model is known here.
 
     Raises:
         ConfigError: see `FileTokenizer`; or `eos_token` was set for bytes.
     """
-    if tokenizer != "bytes":
+    if tokenizer not in (None, BYTES):
         return FileTokenizer(tokenizer, eos_token)
     if eos_token is not None:
         raise ConfigError(f"data.eos_token is '{eos_token}', but bytes have no named tokens; leave it out")
     return ByteTokenizer()
+
+
+def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
+    """Where a tokeniser comes from, its kind and size, for a run's first lines and its report.
+
+    Args:
+        origin: instead of the path of its file.
+    """
+    size = f"{tokenizer.vocab_size:,} ids"
+    if isinstance(tokenizer, ByteTokenizer):
+        return f"plain bytes and an end of document, {size}"
+    if isinstance(tokenizer, FileTokenizer):
+        return f"{origin or tokenizer.path} ({tokenizer.kind}, {size})"
+    return f"{origin or tokenizer.name} ({type(tokenizer).__name__}, {size})"
 
 
 def required_eos(tokenizer: DocumentTokenizer) -> int:

@@ -37,8 +37,8 @@ from evenload.integrations.loader_checks import check_numbers, check_together
 from evenload.integrations.loader_peers import find_place
 from evenload.integrations.packed_step import PackedStep, StepShape, pack_step
 from evenload.integrations.start_lines import first_step_line, start_lines
-from evenload.integrations.step_planner import DEFAULT_MODEL, check_strategy, make_planner, may_delay
-from evenload.integrations.tokenizer_source import tokenizer_settings
+from evenload.integrations.step_planner import DEFAULT_MODEL, check_strategy, known_vocabulary, make_planner, may_delay
+from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
 from evenload.plan.delay import DelayState
 from evenload.plan.options import PlanOptions
 
@@ -64,7 +64,8 @@ class PackedLoader:
             `Dataset` or `IterableDataset`.
         max_tokens: most tokens of a pack; also of a document, unless `data` is a `DataConfig` that says less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours. No
-            special tokens are added but the end of a document.
+            special tokens are added but the end of a document. Default: that of a `DataConfig`, else bytes; the first
+            lines name it. Has to be given where `model` is the caller's own and records are to be tokenised.
         strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
             (may put documents off), `padded` (for comparison).
         micro_batches: packs of every rank and step, always exactly so many (what a Trainer's
@@ -72,7 +73,8 @@ class PackedLoader:
         equal_micro_batches: with None, ranks short of work get packs of one padding token without a loss, so that all
             ranks make equally many passes.
         format: names and label convention of the batches, see `batch_formats`.
-        model, costs: cost model for the balance, see `step_planner`.
+        model, costs: cost model for the balance, see `step_planner`. With the caller's own model (not a built-in name),
+            token ids beyond its vocabulary are corrupt records.
         plan_options: further `PlanOptions` by name.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
@@ -123,8 +125,10 @@ class PackedLoader:
         )
         delays = may_delay(strategy, options) and not evaluation
         check_together(config, place, strategy, max_tokens, micro_batches, equal_micro_batches, evaluation)
+        vocab_size = known_vocabulary(model)
+        require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
-            self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets)
+            self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
         planner = make_planner(model, costs, place.world_size, options)
         self._maker = StepMaker(
             self._loader,
@@ -153,8 +157,18 @@ class PackedLoader:
         self._mid_step: _MidStep | None = None
         self._has_logged = False
         self._ledger_lines: tuple[str, ...] = ()
+        fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
         self.start_lines: Sequence[str] = start_lines(
-            config, options, place, planner.costs, self._shape, strategy, format, delays=delays, evaluation=evaluation
+            config,
+            fact,
+            options,
+            place,
+            planner.costs,
+            self._shape,
+            strategy,
+            format,
+            delays=delays,
+            evaluation=evaluation,
         )
         if place.rank == 0:
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))

@@ -11,6 +11,7 @@ from evenload.plan.strategies import STRATEGY_WORKS, WHOLE_STRATEGIES
 
 def start_lines(
     config: DataConfig,
+    tokenizer: str,
     options: PlanOptions,
     place: LoaderPlace,
     costs: PackCosts,
@@ -24,6 +25,7 @@ def start_lines(
     """One line a subject.
 
     Args:
+        tokenizer: what is said about it.
         delays: documents may come in a later step than their batch's.
     """
     if config.batch_documents is not None:
@@ -52,6 +54,7 @@ def start_lines(
         f"strategy      {strategy}: {STRATEGY_WORKS[strategy]}{cuts}",
         f"balance       times of {costs.model.name}, {costs.coefficients.source} ({costs.coefficients.device})",
         f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of at most {shape.max_tokens} tokens",
+        f"tokenizer     {tokenizer}",
         f"boundaries    {METADATA[format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
         + (f", packed over {options.window} batches" if options.window > 1 else ""),

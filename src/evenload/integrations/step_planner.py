@@ -24,7 +24,7 @@ from evenload.plan.strategies import (
 from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
-from evenload.types.model_catalog import model_from
+from evenload.types.model_catalog import MODELS, model_from
 
 DEFAULT_MODEL = "llama-7b"
 
@@ -82,6 +82,16 @@ def make_planner(
             devices = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
         costs = analytic_coefficients(spec, cluster_from(f"h100x{devices}"), layout)
     return StepPlanner(spec, costs, layout, None, options)
+
+
+def known_vocabulary(model: Any) -> int | None:
+    """Ids of the caller's model; None for a built-in name, which may be another model that is balanced alike.
+
+    Raises:
+        ConfigError: not a model.
+    """
+    spec = _model_spec(model)
+    return None if spec in MODELS.values() else spec.vocab_size
 
 
 def _model_spec(model: Any) -> ModelSpec:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from evenload.data.config import DataConfig
-from evenload.data.tokenize import DocumentTokenizer
+from evenload.data.config import DataConfig, trains_given_ids
+from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 
 
@@ -48,3 +48,41 @@ def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[Dat
             f'tokenizer is a {type(tokenizer).__name__}; give "bytes", a tokenizer.json or its directory, a fast '
             "tokeniser of transformers, or a DocumentTokenizer"
         )
+
+
+def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
+    """Refuse plain bytes that nobody asked for where the caller's model has another vocabulary.
+
+    Args:
+        vocab_size: of the caller's model; None = not known.
+
+    Raises:
+        ConfigError: text is to be tokenised and no tokeniser is given.
+    """
+    if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
+        return
+    if vocab_size > MAX_BYTE_VOCABULARY:
+        raise ConfigError(
+            f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes; give the "
+            f'model\'s tokeniser or its directory, or say tokenizer="{BYTES}" to train a model from scratch on bytes'
+        )
+
+
+def loader_tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
+    """What the first lines say about the tokeniser.
+
+    Args:
+        given: by the caller.
+        opened: the one that is used.
+        vocab_size: of the caller's model; None = not known.
+    """
+    if trains_given_ids(config):
+        known = (
+            "not checked, as the model is not known" if vocab_size is None else f"checked to be below {vocab_size:,}"
+        )
+        return f"none: records hold token ids, {known}"
+    chosen = ", because none was given" if given is None and config.tokenizer is None else ""
+    origin = ""
+    if hasattr(given, "save_pretrained"):
+        origin = str(getattr(given, "name_or_path", "") or type(given).__name__)
+    return describe_tokenizer(opened, origin) + chosen

@@ -14,6 +14,7 @@ from evenload.runtime.device import DeviceKind
 from evenload.runtime.lora import LoraConfig
 from evenload.runtime.mesh import ChannelMode
 from evenload.runtime.optimizer import OptimizerConfig
+from evenload.runtime.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen
 
 
@@ -173,7 +174,7 @@ class TrainConfig(Frozen):
 
 
 def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
-    """Read a TOML file and apply `section.key=value` overrides.
+    """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
 
     Raises:
         ConfigError: no file, bad TOML, an unknown key (with the nearest known one), or a bad value.
@@ -188,10 +189,11 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
         _apply(tree, override)
     _refuse_unknown(tree, TrainConfig, "")
     try:
-        return msgspec.convert(tree, TrainConfig)
+        config = msgspec.convert(tree, TrainConfig)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         raise ConfigError(str(cause) if isinstance(cause, ConfigError) else _readable(error)) from error
+    return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
 
 
 def _readable(error: msgspec.ValidationError) -> str:

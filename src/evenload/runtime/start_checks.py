@@ -2,14 +2,15 @@
 
 Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
-(`runtime.tensor_weights`), ring and windows (`runtime.context_ring`), layers and stages (`types.layout`).
-tests/matrix.py lists the pairs; all others are trained in tests/dist/test_matrix.py.
+(`runtime.tensor_weights`), ring and windows (`runtime.context_ring`), layers and stages (`types.layout`), tokeniser and
+model (`runtime.run_tokenizer`). tests/matrix.py lists the pairs; all others are trained in tests/dist/test_matrix.py.
 """
 
 from evenload.plan.strategies import require_trainable
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_no_window
 from evenload.runtime.hf_model import load_config
+from evenload.runtime.run_tokenizer import require_tokenizer
 from evenload.runtime.tensor_weights import require_tensor_parallel
 from evenload.runtime.trainer import layout_of, model_spec
 from evenload.types.layout import ParallelLayout
@@ -27,4 +28,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_trainable(config.plan.strategy, layout, config.plan.options)
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(spec.windows))
+    require_tokenizer(
+        config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
+    )
     return layout

@@ -37,6 +37,7 @@ from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap, router_aux_loss_coef
+from evenload.runtime.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
@@ -111,6 +112,13 @@ class Trainer:
         self.mesh = mesh
         self.hf_config = load_config(config.model.path)
         self.model = model_spec(config)
+        tokenizer = require_tokenizer(
+            config.data,
+            model_path=config.model.path,
+            random_init=config.model.random_init,
+            vocab_size=self.model.vocab_size,
+        )
+        self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
         weights = None if config.model.random_init else config.model.path
         models = build_rank_models(
             self.hf_config,
@@ -137,12 +145,9 @@ class Trainer:
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
         if config.parallel.cp_exchange == "ring":
             require_ring(backend, max(self.model.windows))
-        self._loader = GlobalBatchLoader(config.data, peers=TorchPeers(mesh.planning))
-        if self._loader.tokenizer.vocab_size > self.model.vocab_size:
-            raise ConfigError(
-                f"tokeniser {self._loader.tokenizer.name} has {self._loader.tokenizer.vocab_size} tokens, the model's "
-                f"embedding {self.model.vocab_size}; use the model's own tokeniser or raise vocab_size in config.json"
-            )
+        self._loader = GlobalBatchLoader(
+            config.data, tokenizer, peers=TorchPeers(mesh.planning), vocab_size=self.model.vocab_size
+        )
         self.steps_done = 0
         self._loader_state = self._loader.state()
         self._planner_state = DelayState()

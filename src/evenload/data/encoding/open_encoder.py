@@ -9,27 +9,44 @@ from evenload.data.encoding.prompt_completion import PromptCompletion
 from evenload.data.encoding.template_file import open_chat_template
 from evenload.data.encoding.text_encoder import TextEncoder
 from evenload.data.encoding.token_ids import TokenIds
-from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, open_tokenizer, required_eos
+from evenload.data.tokenize import (
+    ByteTokenizer,
+    DocumentTokenizer,
+    describe_tokenizer,
+    open_tokenizer,
+    required_eos,
+)
 from evenload.errors import ConfigError
 
 
-def open_encoder(config: DataConfig, tokenizer: DocumentTokenizer | None = None) -> DocumentEncoder:
+def open_encoder(
+    config: DataConfig, tokenizer: DocumentTokenizer | None = None, vocab_size: int | None = None
+) -> DocumentEncoder:
     """The encoder of a configuration without mixture (see `mixture_configs`).
 
     Args:
         tokenizer: used instead of the one that `config.tokenizer` names; the chat template and special tokens are
             still looked up beside that.
+        vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
 
     Raises:
-        ConfigError: settings that contradict each other; no chat template where one is needed; `append_eos` without
-            an end-of-document token; see also `open_tokenizer` and `open_chat_template`.
+        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
+            where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
+            `open_chat_template`.
     """
     _check(config)
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
     if config.record == "tokens":
         # Bytes are what the setting is by default, so they say nothing about ids that others made.
-        vocab_size = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
-        return TokenIds(config.tokens_column, config.labels_column, vocab_size)
+        own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+        limit = min((size for size in (own, vocab_size) if size is not None), default=None)
+        return TokenIds(config.tokens_column, config.labels_column, limit)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
+            f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own tokeniser, or train a model with a "
+            "larger vocab_size"
+        )
     masked = config.loss_on != "all"
     if config.record == "messages":
         return TextEncoder(

@@ -11,7 +11,7 @@ from typing import Any
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.tokenize import DocumentTokenizer, FileTokenizer, read_settings
+from evenload.data.tokenize import BYTES, DocumentTokenizer, FileTokenizer, read_settings
 from evenload.errors import ConfigError
 
 _SPECIAL_TOKENS = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -36,7 +36,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
         variables["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
     template = ChatTemplate(source, variables, origin)
     missing = sorted((template.wanted_variables & _SPECIAL_TOKENS) - set(known) - set(variables))
-    if missing and config.tokenizer == "bytes":
+    if missing and directory is None:
         raise ConfigError(
             f"chat template '{origin}' writes {', '.join(missing)}, but bytes have no such tokens; "
             "write other text there, or use a tokenizer.json"
@@ -50,7 +50,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 
 def _tokenizer_directory(config: DataConfig) -> Path | None:
-    if config.tokenizer == "bytes":
+    if config.tokenizer in (None, BYTES):
         return None
     path = Path(config.tokenizer)
     return path if path.is_dir() else path.parent
@@ -62,8 +62,8 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
         return config.chat_template, _read_text(Path(config.chat_template))
     if directory is None:
         raise ConfigError(
-            'data.tokenizer is "bytes", which has no chat template, and the records hold messages; set '
-            "data.chat_template to a file with one"
+            "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "
+            "data.chat_template to a file with one, or data.tokenizer to a tokeniser that has one"
         )
     file = directory / "chat_template.jinja"
     if file.is_file():
