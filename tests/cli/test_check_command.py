@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dist_training import COSTS
 from evenload.cli.main import main
-from evenload.cost.coefficients import write_coefficients
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.types.model_catalog import MODELS, model_from
 from reference_training import tiny_config
 
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
@@ -67,7 +69,9 @@ def test_a_right_run_passes_and_nothing_is_written(project):
 
 def test_a_tensor_parallel_run_is_proved_too(project):
     """Two ranks with parts of every matrix and of every row: nothing is skipped."""
-    write_coefficients(project / "cost.json", COSTS)
+    model = msgspec.structs.replace(model_from(str(project / "model")), bytes_per_element=4)
+    measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=1, tp=2)
+    write_coefficients(project / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
     code, output = run(project, "parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
     assert verdicts(output) == dict.fromkeys(NAMES, "pass"), output
     assert code == 0
@@ -77,6 +81,8 @@ def test_a_tensor_parallel_run_is_proved_too(project):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["train.cost_file=of_nothing.json"], "does not say on which model and layout it was measured"),
+        (["train.cost_file=of_another.json"], "train.cost_file of_another.json was measured on model llama-7b"),
         (["train.setps=4"], "did you mean 'train.steps'?"),
         (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
         (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
@@ -84,6 +90,9 @@ def test_a_tensor_parallel_run_is_proved_too(project):
 )
 def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(project)
+    write_coefficients(project / "of_nothing.json", COSTS)
+    of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
+    write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))
     with pytest.raises(SystemExit) as exit:
         main(["check", "config.toml", *arguments])
     assert exit.value.code == 2

@@ -13,10 +13,10 @@ from rich.console import Console
 from evenload.cli.layout_option import parse_layout
 from evenload.cli.layout_table import layout_table
 from evenload.cli.output_file import require_writable, write_output
+from evenload.cli.plan_costs import plan_costs
 from evenload.cli.plan_report import plan_report
 from evenload.cli.progress_bar import progress_bar
-from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients
 from evenload.data.lengths import read_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.default_layout import default_layout, usable_bytes
@@ -125,8 +125,9 @@ def plan_command(
         raise ConfigError(f"--search-layout looks for the layout, --layout {layout} gives it; leave one out")
     if documents is not None and tokens is not None:
         raise ConfigError(f"--documents {documents} and --tokens {tokens} exclude each other; give one")
-    spec, machines = model_from(model), cluster_from(cluster)
-    measured = read_coefficients(cost) if cost else None
+    machines = cluster_from(cluster)
+    costs = plan_costs(cost, model_from(model), machines)
+    spec = costs.model
     table = read_lengths(lengths)
     batches = sample_global_batches(
         table,
@@ -153,7 +154,7 @@ def plan_command(
                 spec,
                 machines,
                 batches,
-                lambda one: measured or analytic_coefficients(spec, machines, one),
+                costs.of,
                 strategy="auto" if strategy == "all" or "," in strategy else strategy,
                 options=options,
                 on_progress=on_progress,
@@ -162,13 +163,12 @@ def plan_command(
         if not layouts[0].feasible:
             raise InfeasiblePlanError(f"no layout of {cluster} fits; the closest: {layouts[0].why}")
         chosen = layouts[0].parallel_layout()
-        coefficients = measured or analytic_coefficients(spec, machines, chosen)
+        coefficients = costs.of(chosen)
     else:
         sizes = (
             parse_layout(layout, spec.num_layers, machines.num_devices) if layout else default_layout(spec, machines)
         )
-        analytic = analytic_coefficients(spec, machines, sizes)  # also checks that the layout fits the cluster
-        coefficients = measured or analytic
+        coefficients = costs.of(sizes)  # also checks that the layout fits the cluster
         chosen = balanced_layout(
             spec,
             coefficients,
@@ -180,7 +180,7 @@ def plan_command(
     planner = StepPlanner(spec, coefficients, chosen, cap_bytes, options)
     flexible = FlexPlanner(
         planner,
-        lambda one: measured or analytic_coefficients(spec, machines, one),
+        costs.of,
         FlexOptions(known_steps=known_steps),
     )
     inputs: dict[str, Any] = {
@@ -205,6 +205,8 @@ def plan_command(
         "memory_cap_bytes": cap_bytes,
     }
     console.print(_first_line(inputs, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
+    for note in costs.notes(chosen):
+        console.print(f"cost: {note}", markup=False, highlight=False, soft_wrap=True)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(
             planner, batches, _strategy_names(strategy, chosen), flexible, on_progress=on_progress

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coverage import require_covered
 from evenload.plan.usable_cores import usable_cores
 from evenload.profile.calibrate import calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
@@ -99,6 +100,14 @@ def _found_or_measured(
         found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
     dist.broadcast_object_list(found, src=0, group=mesh.control)
     if found[0] is not None:
+        if configured is not None:
+            require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
+            if found[0].device != name:
+                console.print(
+                    f"costs measured on {found[0].device} (train.cost_file {configured}), this is {name}: predicted "
+                    "seconds are of the former",
+                    soft_wrap=True,
+                )
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens

@@ -91,5 +91,4 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,
         host_link=device.host_link,
-        model=model.name,
     )

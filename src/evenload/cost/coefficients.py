@@ -2,7 +2,8 @@
 
 The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
 planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
-in which measurements return to planning (DESIGN §1).
+in which measurements return to planning; it says what it was measured on (`cost.coverage` compares that with what is
+planned), and what was not measured is absent rather than free.
 
 Time of a pack on one layer is linear in five features of the pack:
 
@@ -24,6 +25,32 @@ import msgspec
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec
+from evenload.types.model import ModelSpec
+
+
+class MeasuredOn(Frozen):
+    """What measured coefficients were measured on.
+
+    Args:
+        model: whose layers were timed, in the precision that they computed in.
+        dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
+    """
+
+    model: ModelSpec
+    dp: int
+    cp: int
+    pp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        for field in ("dp", "cp", "pp", "tp"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"measured_on: {field} is {getattr(self, field)}, must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Devices that were measured."""
+        return self.dp * self.cp * self.pp * self.tp
 
 
 class PassCoefficients(Frozen):
@@ -57,8 +84,8 @@ class CostCoefficients(Frozen):
         head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
             BACKWARD, because that is where the runtime computes them (DESIGN §4).
         optimizer_s_per_parameter: one parameter of the rank's own shard.
-        p2p_bandwidth_bytes_per_s, p2p_latency_s: one hop between neighbouring pipeline stages.
-        reduce_bandwidth_bytes_per_s, reduce_latency_s: one hop of the ring over data-parallel ranks.
+        p2p_bandwidth_bytes_per_s, p2p_latency_s: one hop between neighbouring pipeline stages; None = not known.
+        reduce_bandwidth_bytes_per_s, reduce_latency_s: one hop of the ring over data-parallel ranks; None = not known.
         intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
             consecutive devices a group spans; None = such groups cannot be costed.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
@@ -66,7 +93,7 @@ class CostCoefficients(Frozen):
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         context_hidden_share: of a pack's attention, behind which transfers of K and V hide.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        model: name of the model these per-layer numbers belong to; shown to users.
+        measured_on: the model and layout that were measured; None where nothing was.
 
     Raises:
         ConfigError: a negative time or a bandwidth that is not positive.
@@ -82,10 +109,10 @@ class CostCoefficients(Frozen):
     head_s_per_token: float = 0.0
     head_pack_s: float = 0.0
     optimizer_s_per_parameter: float = 0.0
-    p2p_bandwidth_bytes_per_s: float
-    p2p_latency_s: float
-    reduce_bandwidth_bytes_per_s: float
-    reduce_latency_s: float
+    p2p_bandwidth_bytes_per_s: float | None = None
+    p2p_latency_s: float = 0.0
+    reduce_bandwidth_bytes_per_s: float | None = None
+    reduce_latency_s: float = 0.0
     intra_node: LinkSpec | None = None
     inter_node: LinkSpec | None = None
     devices_per_node: int = 1
@@ -94,7 +121,7 @@ class CostCoefficients(Frozen):
     weight_gather_exposed_share: float = 0.5
     context_hidden_share: float = 0.8
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
-    model: str = ""
+    measured_on: MeasuredOn | None = None
 
     def __post_init__(self) -> None:
         seconds = {
@@ -116,8 +143,9 @@ class CostCoefficients(Frozen):
             if not value >= 0:
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be >= 0 seconds")
         for field in ("peak_flops_per_s", "p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be > 0")
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be > 0")
         if self.attention_tile < 1:
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
@@ -127,6 +155,32 @@ class CostCoefficients(Frozen):
                 raise ConfigError(
                     f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"
                 )
+
+    def stage_link(self) -> LinkSpec:
+        """The link between neighbouring pipeline stages.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
+
+    def reduce_link(self) -> LinkSpec:
+        """The link that bounds the reduction of gradients.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        return self._known_link("reduce", "that gradients are reduced over, so a layout with dp or cp above 1", "dp=1")
+
+    def _known_link(self, kind: Literal["p2p", "reduce"], purpose: str, without: str) -> LinkSpec:
+        bandwidth_bytes_per_s: float | None = getattr(self, f"{kind}_bandwidth_bytes_per_s")
+        if bandwidth_bytes_per_s is None:
+            raise ConfigError(
+                f"cost coefficients of {self.device} know no link {purpose} cannot be costed; set "
+                f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, calibrate on such a layout, or "
+                f"plan with {without}"
+            )
+        return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
     def group_link(self, span_devices: int) -> LinkSpec:
         """The link that bounds a tensor- or context-parallel group over that many consecutive devices.

@@ -8,6 +8,8 @@ the gradient reduction is charged in full after the last backward (the runtime s
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenload.cost.coefficients import CostCoefficients
+
 
 def transfer_seconds(num_bytes: ArrayLike, bandwidth_bytes_per_s: float, latency_s: float) -> NDArray[np.float64]:
     """One message over one link; float64, shape of `num_bytes`."""
@@ -20,3 +22,15 @@ def ring_seconds(num_bytes: float, group_size: int, bandwidth_bytes_per_s: float
         return 0.0
     hops = group_size - 1
     return num_bytes * hops / group_size / bandwidth_bytes_per_s + hops * latency_s
+
+
+def reduction_ring_seconds(num_bytes: float, copies: int, coefficients: CostCoefficients) -> float:
+    """As `ring_seconds`, over the ranks that hold copies of the same weights.
+
+    Raises:
+        ConfigError: there are several copies and the coefficients know no link between them.
+    """
+    if copies == 1:
+        return 0.0
+    link = coefficients.reduce_link()
+    return ring_seconds(num_bytes, copies, link.bandwidth_bytes_per_s, link.latency_s)

@@ -74,7 +74,9 @@ def require_known_links(
     if policy is not None and (policy == OFFLOAD).any():
         costs.host_link()
     shared = forward.cp is not None or backward.cp is not None or costs.layout.cp > 1
-    if shared and None in (costs.coefficients.intra_node, costs.coefficients.inter_node):
+    coefficients = costs.coefficients
+    leaves_node = costs.layout.world_size > coefficients.devices_per_node
+    if shared and (coefficients.intra_node is None or (leaves_node and coefficients.inter_node is None)):
         costs.context_seconds(forward, "forward")  # refuses a group over a link that is not known
         costs.context_seconds(backward, "backward")
 

@@ -41,7 +41,8 @@ def native_table(costs: PackCosts) -> _native.CostTable:
     offloaded = activation_bytes_per_token(model, "replay", layout.tp)
     table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
     table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
-    table.p2p = _native.Link(coefficients.p2p_bandwidth_bytes_per_s, coefficients.p2p_latency_s)
+    # One stage sends nothing, so nothing has to be known.
+    table.p2p = _link(coefficients.stage_link() if layout.num_stages > 1 else None)
     table.stage_to_rank = list(layout.stage_to_rank)
     rates = byte_rates(model, layout)
     table.static_bytes = rates.static_bytes.tolist()

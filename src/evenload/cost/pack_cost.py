@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.comm import ring_seconds, transfer_seconds
+from evenload.cost.comm import reduction_ring_seconds, transfer_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
 from evenload.cost.memory import sharing_ranks, trained_parameters_per_rank
@@ -155,20 +155,24 @@ class PackCosts:
         """One hop of every pack's hidden states (or their gradient) to the next stage; float64[num_packs]."""
         if self.layout.num_stages == 1:
             return np.zeros(columns.num_packs)
+        link = self.coefficients.stage_link()
         return transfer_seconds(
             self._rank_tokens(columns) * (self.model.hidden_size * self.model.bytes_per_element / self.layout.tp),
-            self.coefficients.p2p_bandwidth_bytes_per_s,
-            self.coefficients.p2p_latency_s,
+            link.bandwidth_bytes_per_s,
+            link.latency_s,
         )
 
     def reduction_seconds(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank."""
+        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank.
+
+        Raises:
+            ConfigError: there are several such ranks and the coefficients know no link between them.
+        """
         parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
         element = self.model.bytes_per_element
-        link = (self.coefficients.reduce_bandwidth_bytes_per_s, self.coefficients.reduce_latency_s)
         copies = self.layout.dp * self.layout.cp
-        return ring_seconds(max(element, 4) * parameters, copies, *link) + ring_seconds(
-            element * parameters, copies, *link
+        return reduction_ring_seconds(max(element, 4) * parameters, copies, self.coefficients) + reduction_ring_seconds(
+            element * parameters, copies, self.coefficients
         )
 
     def optimizer_seconds(self) -> float:

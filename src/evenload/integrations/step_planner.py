@@ -6,11 +6,13 @@ documents are refused unless the caller says that its attention reads the keys o
 `DEFAULT_MODEL` on H100s.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coverage import completed_from_cluster, in_measured_precision
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat
 from evenload.plan.options import PlanOptions
@@ -27,6 +29,7 @@ from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.model_catalog import MODELS, model_from
 
 DEFAULT_MODEL = "llama-7b"
+_log = logging.getLogger("evenload.loader")
 
 
 def check_strategy(strategy: str, format: BatchFormat, *, accept_slices: bool) -> None:
@@ -67,20 +70,26 @@ def make_planner(
     Args:
         model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
             configuration.
-        costs: measured coefficients (`cost.json`) instead of a data sheet's.
+        costs: measured coefficients (`cost.json`) instead of a data sheet's. Links that a file lacks are an H100
+            node's: they count in predicted step times, not in the balance.
 
     Raises:
-        ConfigError: not a model.
+        ConfigError: not a model, or a cost file of another one.
     """
     spec = _model_spec(model)
     layout = even_layout(spec.num_layers, dp=world_size)
+    devices = world_size
+    if devices > DEVICES_PER_NODE:
+        devices = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
+    cluster = cluster_from(f"h100x{devices}")
     if isinstance(costs, str | Path):
-        costs = read_coefficients(costs)
+        origin, costs = f"cost file {costs}", read_coefficients(costs)
+        spec = in_measured_precision(spec, costs)
+        costs, notes = completed_from_cluster(costs, spec, layout, cluster, origin)
+        for note in notes:
+            _log.info("%s", note)
     if costs is None:
-        devices = world_size
-        if devices > DEVICES_PER_NODE:
-            devices = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
-        costs = analytic_coefficients(spec, cluster_from(f"h100x{devices}"), layout)
+        costs = analytic_coefficients(spec, cluster, layout)
     return StepPlanner(spec, costs, layout, None, options)
 
 

@@ -32,7 +32,7 @@ from evenload.cost.activation import (
     recomputed_width,
 )
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.comm import ring_seconds
+from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.memory import (
     OFFLOAD_BUFFERED_LAYERS,
     backward_temp_estimate,
@@ -172,14 +172,14 @@ class MappingCosts:
         hop_s = 0.0
         if depth > 1:
             hop_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
-            hop_s = hop_bytes / coefficients.p2p_bandwidth_bytes_per_s + coefficients.p2p_latency_s
+            hop = coefficients.stage_link()
+            hop_s = hop_bytes / hop.bandwidth_bytes_per_s + hop.latency_s
         element, copies = model.bytes_per_element, dp * cp
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
-        link = coefficients.reduce_bandwidth_bytes_per_s, coefficients.reduce_latency_s
-        latency_s = ring_seconds(0.0, copies, *link)
-        moved_s = ring_seconds(float(max(element, 4) + element), copies, *link) - latency_s
+        latency_s = reduction_ring_seconds(0.0, copies, coefficients)
+        moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
         self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
         self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * hop_s + 2 * latency_s
         self.even_edges = (0, *(last for _, last in even_layout(self.num_layers, pp=depth).stage_layers))

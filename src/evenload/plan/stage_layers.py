@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.comm import ring_seconds
+from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.memory import (
     embedding_parameters,
     layer_parameters,
@@ -208,8 +208,8 @@ def _problem(
 
     copies = even.dp * even.cp
     element = model.bytes_per_element
-    link = coefficients.reduce_bandwidth_bytes_per_s, coefficients.reduce_latency_s
-    moved_s = ring_seconds(float(max(element, 4) + element), copies, *link) - ring_seconds(0.0, copies, *link)
+    latency_s = reduction_ring_seconds(0.0, copies, coefficients)
+    moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
     after_s = moved_s + coefficients.optimizer_s_per_parameter / copies
 
     embedding, head = embedding_parameters(model, even.tp), embedding_parameters(model, even.tp) + model.hidden_size

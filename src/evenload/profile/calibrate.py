@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn, PassCoefficients
 from evenload.cost.flops import slice_pairs
 from evenload.runtime.cp_groups import ContextGroup
 from evenload.runtime.device import seconds_now
@@ -29,6 +29,7 @@ from evenload.runtime.mesh import Mesh
 from evenload.runtime.stage import PackTokens, PipelineStage
 from evenload.runtime.store import ActivationStore, Range
 from evenload.types.cluster import LinkSpec
+from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 _TIME_BUDGET_S = 4.0
@@ -92,7 +93,7 @@ def calibrate(
     }
     everyone: list[dict] = [{} for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    fitted = _fit(everyone, model, device_name, mesh.layout.tp)
+    fitted = _fit(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
         # compute, so that what hides varies with the load (benchmarks/overlap.py). None is counted.
@@ -100,7 +101,8 @@ def calibrate(
     return fitted
 
 
-def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> CostCoefficients:
+def _fit(everyone: list[dict], model: ModelSpec, device_name: str, layout: ParallelLayout) -> CostCoefficients:
+    tp = layout.tp
     samples = [s for rank in everyone for s in rank["layers"]]
     passes = {}
     for direction in ("forward", "backward"):
@@ -117,10 +119,10 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> C
     head = [point for rank in everyone for point in rank["head"]]
     head_s_per_token, head_pack_s = _fit_relative([(n, 1.0) for n, _ in head], [s for _, s in head])
     links = [rank["link"] for rank in everyone if rank["link"] is not None]
-    # Without a neighbour nothing is sent; any positive bandwidth will do.
-    latency_s, bandwidth = np.median(links, axis=0).tolist() if links else (0.0, 1e12)
+    # What nobody sent over is not known, which is not the same as free.
+    latency_s, bandwidth = np.median(links, axis=0).tolist() if links else (0.0, None)
     reductions = [rank["reduce"] for rank in everyone if rank["reduce"] is not None]
-    reduce_bandwidth, reduce_latency_s = np.median(reductions, axis=0).tolist() if reductions else (1e12, 0.0)
+    reduce_bandwidth, reduce_latency_s = np.median(reductions, axis=0).tolist() if reductions else (None, 0.0)
     contexts = [rank["context"] or rank["tensor"] for rank in everyone if rank["context"] or rank["tensor"]]
     context = None
     if contexts:
@@ -148,13 +150,13 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str, tp: int) -> C
         # Measured over the largest group that shares documents, wherever its ranks lie, else over one that shares
         # matrices; that one's transfers are in the layers' seconds already.
         intra_node=context,
-        inter_node=context,
         host_link=host_link,
+        # A group over more devices than took part may cross other links, which are not known.
         devices_per_node=len(everyone),
         tensor_exposed_share=0.0 if tp > 1 else 0.5,
         # Whole backwards are timed; what W makes again comes on top, and is waited for where it starts.
         weight_gather_exposed_share=1.0 if tp > 1 else 0.5,
-        model=model.name,
+        measured_on=MeasuredOn(model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
     )
 
 

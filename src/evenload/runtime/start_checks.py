@@ -3,9 +3,12 @@
 Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.tensor_weights`), ring and windows (`runtime.context_ring`), layers and stages (`types.layout`), tokeniser and
-model (`runtime.run_tokenizer`). tests/matrix.py lists the pairs; all others are trained in tests/dist/test_matrix.py.
+model (`runtime.run_tokenizer`), a cost file and what it was measured on (`cost.coverage`). tests/matrix.py lists the
+pairs; all others are trained in tests/dist/test_matrix.py.
 """
 
+from evenload.cost.coefficients import read_coefficients
+from evenload.cost.coverage import require_covered
 from evenload.plan.strategies import require_trainable
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_no_window
@@ -26,6 +29,9 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     spec = model_spec(config)
     layout = layout_of(config, spec.num_layers)
     require_trainable(config.plan.strategy, layout, config.plan.options)
+    if config.train.cost_file is not None:
+        file = config.train.cost_file
+        require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(spec.windows))
     require_tokenizer(

@@ -1,0 +1,183 @@
+"""Whether measured costs speak for a model and a layout, what they lack, and completing them from a cluster.
+
+Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. How many layers a
+model has, its name, whether its embedding is tied and which layers have windows is not part of the shape: seconds are
+of one layer, and pairs of tokens are counted by window.
+
+    layers      measured with matrices split over tp devices, the seconds include that group's transfers: they say
+                nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
+    links       a link is known between as many devices as took part in the measurement, and not known where nothing
+                was sent over it
+
+A run measures what its costs lack; a plan without devices takes links from its cluster and says so.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn
+from evenload.errors import ConfigError
+from evenload.types.cluster import ClusterSpec, LinkSpec
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+Lack = Literal["layers", "pipeline link", "reduction link", "group link"]
+"""A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
+reduced, and inside a tensor- or context-parallel group."""
+
+_NOT_SHAPE = {"name", "num_layers", "tied_embeddings", "sliding_windows"}
+_LINK_OF: Mapping[Lack, str] = {
+    "pipeline link": "the transfer between pipeline stages",
+    "reduction link": "the reduction of gradients",
+    "group link": "the transfer between devices that share matrices or documents",
+}
+
+
+def shape_differences(measured: ModelSpec, planned: ModelSpec) -> dict[str, tuple[object, object]]:
+    """Fields in which the layers of two models differ, with both values."""
+    one, other = msgspec.structs.asdict(measured), msgspec.structs.asdict(planned)
+    return {name: (one[name], other[name]) for name in one if name not in _NOT_SHAPE and one[name] != other[name]}
+
+
+def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin: str) -> MeasuredOn:
+    """Refuse costs of another model.
+
+    Args:
+        origin: where the costs come from, for messages, such as "cost file cost.json".
+
+    Raises:
+        ConfigError: they do not say what they were measured on, or layers of another shape or precision were measured.
+    """
+    measured = coefficients.measured_on
+    if measured is None:
+        raise ConfigError(
+            f"{origin} does not say on which model and layout it was measured (no 'measured_on'), so it could belong "
+            "to any; measure again: a run of evenload train without train.cost_file writes cost.json into its "
+            "output_dir"
+        )
+    differing = shape_differences(measured.model, model)
+    if differing:
+        fields = ", ".join(f"{name} {here} there and {there} here" for name, (here, there) in differing.items())
+        raise ConfigError(
+            f"{origin} was measured on model {measured.model.name} and this is {model.name}, whose layers differ: "
+            f"{fields}; give a cost file of {model.name}, or none"
+        )
+    return measured
+
+
+def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> ModelSpec:
+    """The model in the precision that was measured, where nobody says in which it will be trained."""
+    measured = coefficients.measured_on
+    if measured is None:
+        return model
+    return msgspec.structs.replace(model, bytes_per_element=measured.model.bytes_per_element)
+
+
+def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Lack, ...]:
+    """What a layout needs and the costs do not have; () = they cover it."""
+    measured = coefficients.measured_on
+    known_span = coefficients.devices_per_node if measured is None else measured.world_size
+    lacks: list[Lack] = []
+    if measured is not None and measured.tp not in (1, layout.tp):
+        lacks.append("layers")
+    if layout.num_stages > 1 and not (
+        coefficients.p2p_bandwidth_bytes_per_s and (measured is None or layout.world_size <= known_span)
+    ):
+        lacks.append("pipeline link")
+    reduced_span = layout.dp * layout.cp * layout.tp
+    if layout.dp * layout.cp > 1 and not (
+        coefficients.reduce_bandwidth_bytes_per_s and (measured is None or reduced_span <= known_span)
+    ):
+        lacks.append("reduction link")
+    if layout.cp * layout.tp > 1 and _group_link(coefficients, layout.cp * layout.tp) is None:
+        lacks.append("group link")
+    return tuple(lacks)
+
+
+def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
+    """Refuse costs that are of another model or do not cover the layout.
+
+    Raises:
+        ConfigError: names the model and the differing fields, or what is missing.
+    """
+    measured = require_measured_on(coefficients, model, origin)
+    lacks = missing_costs(coefficients, layout)
+    if not lacks:
+        return
+    if "layers" in lacks:
+        raise ConfigError(_other_tp(measured, layout, origin))
+    parts = " and ".join(_LINK_OF[lack] for lack in lacks)
+    raise ConfigError(
+        f"{origin} was measured on {_sizes(measured)} and does not cover layout {layout.describe()}: {parts} was not "
+        "measured between so many devices; measure on this layout, or train on the measured one"
+    )
+
+
+def completed_from_cluster(
+    coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, origin: str
+) -> tuple[CostCoefficients, tuple[str, ...]]:
+    """Costs in which the links that the layout needs and the measurement lacks are the cluster's, and what was taken,
+    one sentence each.
+
+    Links known between fewer devices than the layout has stand for all that lie in one node of the cluster.
+
+    Raises:
+        ConfigError: another model, or seconds of layers under another tp.
+    """
+    measured = require_measured_on(coefficients, model, origin)
+    if "layers" in missing_costs(coefficients, layout):
+        raise ConfigError(_other_tp(measured, layout, origin))
+    # What was measured inside a node holds for the whole node.
+    known_span = max(measured.world_size, cluster.devices_per_node)
+    changes: dict[str, object] = {"devices_per_node": max(coefficients.devices_per_node, cluster.devices_per_node)}
+    notes = []
+
+    def take(lack: Lack, span_devices: int) -> LinkSpec:
+        link = cluster.link(span_devices)
+        notes.append(
+            f"{_LINK_OF[lack]} over {span_devices} devices was not measured ({origin}: {_sizes(measured)}): taken from "
+            f"cluster {cluster.name}, {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e6:.3g} us"
+        )
+        return link
+
+    reduced_span = layout.dp * layout.cp * layout.tp
+    used: tuple[tuple[Lack, str, bool, int], ...] = (
+        ("pipeline link", "p2p", layout.num_stages > 1, layout.world_size),
+        ("reduction link", "reduce", layout.dp * layout.cp > 1, reduced_span),
+    )
+    for lack, prefix, is_used, span in used:
+        if is_used and (getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span):
+            link = take(lack, span)
+            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
+            changes[f"{prefix}_latency_s"] = link.latency_s
+    # Replicas may share documents, and a switch of layout may move layers between any two devices.
+    if layout.world_size > 1 and coefficients.intra_node is None:
+        changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node))
+    if layout.world_size > known_span and coefficients.inter_node is None:
+        changes["inter_node"] = take("group link", layout.world_size)
+    if coefficients.host_link is None and cluster.device.host_link is not None:
+        changes["host_link"] = cluster.device.host_link
+        notes.append(
+            f"copies to host memory were not measured ({origin}): taken from cluster {cluster.name}, "
+            f"{cluster.device.host_link.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+        )
+    return msgspec.structs.replace(coefficients, **changes), tuple(notes)
+
+
+def _group_link(coefficients: CostCoefficients, span_devices: int) -> LinkSpec | None:
+    return coefficients.intra_node if span_devices <= coefficients.devices_per_node else coefficients.inter_node
+
+
+def _sizes(measured: MeasuredOn) -> str:
+    sizes = [f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp") if getattr(measured, axis) > 1]
+    return f"layout {','.join(sizes)}" if sizes else "one device"
+
+
+def _other_tp(measured: MeasuredOn, layout: ParallelLayout, origin: str) -> str:
+    return (
+        f"{origin} was measured under tp={measured.tp}, and the seconds of its layers include that group's transfers, "
+        f"so they say nothing about layout {layout.describe()}; plan with tp={measured.tp}, or give a cost file "
+        f"measured under tp=1 or tp={layout.tp}"
+    )

@@ -1,0 +1,96 @@
+"""`evenload plan --cost`: only a file of this model is accepted, and what it lacks is said."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from evenload.cli.main import main
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn, write_coefficients
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
+from evenload.types.model_catalog import MODELS
+
+SMALL = MODELS["qwen2.5-0.5b"]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 3000, 100).astype(np.uint32))
+    return str(tmp_path / "lengths.npy")
+
+
+def measured_on_one_device(model: ModelSpec) -> CostCoefficients:
+    """As a calibration leaves them where there is one device: without links."""
+    analytic = analytic_coefficients(model, cluster_from("h100x1"), even_layout(model.num_layers))
+    return msgspec.structs.replace(
+        analytic,
+        source="calibrated",
+        device="slow",
+        p2p_bandwidth_bytes_per_s=None,
+        reduce_bandwidth_bytes_per_s=None,
+        intra_node=None,
+        inter_node=None,
+        devices_per_node=1,
+        host_link=None,
+        measured_on=MeasuredOn(model=model, dp=1, cp=1, pp=1, tp=1),
+    )
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    return int(stopped.value.code or 0)
+
+
+def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path, capsys) -> None:
+    """`auto` was infeasible for want of a link, and the reduction of gradients cost nothing."""
+    write_coefficients(tmp_path / "cost.json", measured_on_one_device(SMALL))
+    common = [table, "--model", SMALL.name, "--cluster", "h100x8", "--layout", "dp=4,pp=2", "--documents", "30"]
+    common += ["--strategy", "best_fit,auto"]
+    assert run(*common, "--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / "measured.json")) == 0
+    shown = capsys.readouterr().out
+    assert "reduction of gradients over 4 devices was not measured" in shown
+    assert "taken from cluster h100x8, 400 GB/s" in shown
+    assert run(*common, "--json", str(tmp_path / "sheet.json")) == 0
+    measured, sheet = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("measured", "sheet"))
+    for one, other in zip(measured["strategies"], sheet["strategies"], strict=True):
+        assert one["feasible"]
+        assert one["step_time_s"] == pytest.approx(other["step_time_s"], rel=1e-6)
+
+
+def test_the_precision_is_the_files(table, tmp_path) -> None:
+    """The command line names no precision, and a CPU measures in fp32: memory and transfers are of 4 bytes."""
+    wide = msgspec.structs.replace(SMALL, bytes_per_element=4)
+    peaks = []
+    for name, model in (("fp32", wide), ("bf16", SMALL)):
+        write_coefficients(tmp_path / "cost.json", measured_on_one_device(model))
+        files = ["--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / name)]
+        common = ["--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit", "--policy", "replay"]
+        assert run(table, "--model", SMALL.name, *common, *files) == 0
+        (row,) = json.loads((tmp_path / name).read_text())["strategies"]
+        peaks.append(row["peak_memory_bytes"])
+    assert peaks[0] > peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (SMALL, "was measured on model qwen2.5-0.5b and this is llama-7b"),
+        (None, "does not say on which model and layout it was measured"),
+    ],
+    ids=["another model", "no model"],
+)
+def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, message) -> None:
+    costs = measured_on_one_device(SMALL)
+    if model is None:
+        costs = msgspec.structs.replace(costs, measured_on=None)
+    write_coefficients(tmp_path / "cost.json", costs)
+    assert run(table, "--model", "llama-7b", "--cluster", "h100x8", "--cost", str(tmp_path / "cost.json")) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

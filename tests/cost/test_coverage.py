@@ -1,0 +1,117 @@
+import msgspec
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn
+from evenload.cost.coverage import completed_from_cluster, missing_costs, require_covered
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.types.cluster import LinkSpec
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import ParallelLayout, even_layout
+
+LINK = LinkSpec(bandwidth_bytes_per_s=7e9, latency_s=1e-6)
+CLUSTER = cluster_from("h100x32")
+MODEL = sample_model(num_heads=4, num_kv_heads=4, head_dim=2, num_layers=8)
+
+
+def measured(dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, **changes) -> CostCoefficients:
+    """As a calibration on so many devices leaves them: nothing is known of what it did not send over."""
+    world_size, links = dp * cp * pp * tp, {}
+    if world_size == 1 or (pp == 1 and dp * cp == 1):
+        links |= {"p2p_bandwidth_bytes_per_s": None, "p2p_latency_s": 0.0}
+    if dp * cp == 1:
+        links |= {"reduce_bandwidth_bytes_per_s": None, "reduce_latency_s": 0.0}
+    if cp * tp > 1:
+        links["intra_node"] = LINK
+    on = MeasuredOn(model=MODEL, dp=dp, cp=cp, pp=pp, tp=tp)
+    return sample_coefficients(**{**links, "devices_per_node": world_size, "measured_on": on, **changes})
+
+
+def layout(**sizes: int) -> ParallelLayout:
+    return even_layout(MODEL.num_layers, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("costs", "sizes", "lacks"),
+    [
+        (measured(), {}, ()),
+        (measured(), {"dp": 2}, ("reduction link",)),
+        (measured(), {"pp": 2}, ("pipeline link",)),
+        (measured(), {"tp": 2}, ("group link",)),
+        (measured(), {"cp": 2}, ("reduction link", "group link")),
+        (measured(dp=2), {"dp": 2}, ()),
+        (measured(dp=2), {"pp": 2}, ()),
+        (measured(dp=2), {"dp": 4}, ("reduction link",)),
+        (measured(pp=2), {"dp": 2, "pp": 2}, ("pipeline link", "reduction link")),
+        (measured(tp=2), {"tp": 2}, ()),
+        (measured(tp=2), {}, ("layers",)),
+        (measured(tp=2), {"tp": 4}, ("layers", "group link")),
+        (measured(dp=4, cp=2), {"dp": 2, "cp": 2}, ()),
+    ],
+    ids=range(13),
+)
+def test_what_a_measurement_lacks_for_a_layout(costs, sizes, lacks) -> None:
+    assert missing_costs(costs, layout(**sizes)) == lacks
+
+
+def test_links_that_are_not_known_are_refused_rather_than_free() -> None:
+    """Without this check one device's cost file made 32 replicas reduce their gradients in no time."""
+    costs = PackCosts(MODEL, measured(), layout(dp=2))
+    with pytest.raises(ConfigError, match="reduce_bandwidth_bytes_per_s"):
+        costs.reduction_seconds()
+    assert PackCosts(MODEL, measured(), layout()).reduction_seconds() == 0.0
+    with pytest.raises(ConfigError, match="p2p_bandwidth_bytes_per_s"):
+        _ = PackCosts(MODEL, measured(), layout(pp=2)).native
+
+
+def test_another_model_is_refused_with_both_names_and_the_fields() -> None:
+    other = msgspec.structs.replace(MODEL, name="big", hidden_size=16, bytes_per_element=4)
+    with pytest.raises(ConfigError) as error:
+        require_covered(measured(), other, layout(), "cost file x.json")
+    for part in ("x.json", "tiny", "big", "hidden_size 8 there and 16 here", "bytes_per_element 2 there and 4 here"):
+        assert part in str(error.value)
+
+
+def test_fewer_layers_another_name_and_windows_are_the_same_model() -> None:
+    other = msgspec.structs.replace(MODEL, name="deep", num_layers=16, tied_embeddings=True, sliding_windows=(4, 0) * 8)
+    require_covered(measured(), other, even_layout(16), "cost file x.json")
+
+
+def test_costs_that_do_not_say_what_was_measured_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not say on which model"):
+        require_covered(sample_coefficients(), MODEL, layout(), "cost file x.json")
+
+
+def test_a_layout_that_is_not_covered_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"one device.*dp=4 pp=2.*between pipeline stages and the reduction"):
+        require_covered(measured(), MODEL, layout(dp=4, pp=2), "cost file x.json")
+    with pytest.raises(ConfigError, match="measured under tp=2"):
+        require_covered(measured(tp=2), MODEL, layout(), "cost file x.json")
+
+
+def test_missing_links_are_the_clusters_and_said_by_name() -> None:
+    wide = layout(dp=8, pp=4)
+    found, notes = completed_from_cluster(measured(), MODEL, wide, CLUSTER, "cost file x.json")
+    assert found.forward == measured().forward
+    assert (found.p2p_bandwidth_bytes_per_s, found.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
+    assert (found.intra_node, found.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
+    assert found.group_link(8) == CLUSTER.intra_node
+    assert any("pipeline stages over 32 devices" in note and "42 GB/s" in note for note in notes)
+    assert any("reduction of gradients over 8 devices" in note for note in notes)
+
+
+def test_measured_links_stay_inside_a_node_and_give_way_across_nodes() -> None:
+    costs = measured(dp=2, cp=2)
+    inside, notes = completed_from_cluster(costs, MODEL, layout(dp=4, cp=2), cluster_from("h100x8"), "cost file x.json")
+    assert (inside.reduce_bandwidth_bytes_per_s, inside.intra_node) == (1000.0, LINK)
+    assert not [note for note in notes if "host" not in note]
+    across, notes = completed_from_cluster(costs, MODEL, layout(dp=16, cp=2), CLUSTER, "cost file x.json")
+    assert across.reduce_bandwidth_bytes_per_s == 42e9
+    assert (across.intra_node, across.inter_node) == (LINK, CLUSTER.inter_node)
+    assert any("reduction of gradients over 32 devices" in note for note in notes)
+
+
+def test_layers_measured_under_another_tp_cannot_be_completed() -> None:
+    with pytest.raises(ConfigError, match="plan with tp=2"):
+        completed_from_cluster(measured(tp=2), MODEL, layout(tp=4), CLUSTER, "cost file x.json")
