@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.lora import LoraConfig, write_adapter
+from evenload.runtime.lora import write_adapter
+from evenload.runtime.lora_config import LoraConfig
 from reference_training import plain_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -12,7 +12,7 @@ from evenload.attention.range_attention import select_backend
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.held_bytes import STORE_KINDS
-from evenload.runtime.lora import LoraConfig
+from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.rank_model import build_rank_models

@@ -10,7 +10,7 @@ from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
 from evenload.plan.cp_sharding import ShardingCost
 from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.lora import LoraConfig
+from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.schedule.rendezvous import ChannelMode
 from evenload.types.plan import decode_plan

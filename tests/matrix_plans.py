@@ -23,7 +23,7 @@ from evenload.plan.sharding_cost import sharding_cost
 from evenload.plan.strategies import WHOLE_STRATEGIES
 from evenload.plan.validate import validate_plan
 from evenload.plan.validate_groups import block_of
-from evenload.runtime.lora import adapter_parameters_per_layer
+from evenload.runtime.lora_config import adapter_parameters_per_layer
 from evenload.schedule.gpipe import gpipe
 from evenload.schedule.packflow import packflow_list, packflow_word
 from evenload.schedule.zero_bubble import zero_bubble_h1

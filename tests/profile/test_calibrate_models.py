@@ -6,7 +6,7 @@ import torch
 from evenload.attention.range_attention import select_backend
 from evenload.profile.calibrate import _time_round
 from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.lora import LoraConfig
+from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage

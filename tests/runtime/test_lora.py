@@ -14,7 +14,8 @@ from evenload.cost.flops import training_flops
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.lora import LoraConfig, adapter_parameters_per_layer, write_adapter
+from evenload.runtime.lora import write_adapter
+from evenload.runtime.lora_config import LoraConfig, adapter_parameters_per_layer
 from evenload.runtime.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage

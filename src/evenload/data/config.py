@@ -6,6 +6,7 @@ import msgspec
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.nearest_name import did_you_mean
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "memmap"]
 RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]
@@ -200,7 +201,9 @@ def _check_choices(config: DataConfig | MixturePart, where: str) -> None:
     for field, allowed in _CHOICES.items():
         value = getattr(config, field, None)
         if value is not None and value not in allowed:
-            raise ConfigError(f"{where}{field} is '{value}'; choose one of {', '.join(allowed)}")
+            raise ConfigError(
+                f"{where}{field} is '{value}'; {did_you_mean(value, allowed)}choices: {', '.join(allowed)}"
+            )
 
 
 def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:

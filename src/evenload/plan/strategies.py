@@ -1,6 +1,5 @@
 """All strategies by name (DESIGN §5): one visible table."""
 
-import difflib
 from collections.abc import Callable, Sequence
 
 from evenload.errors import ConfigError
@@ -18,6 +17,7 @@ from evenload.plan.skrull import can_fit, plan_skrull, require_flat
 from evenload.plan.slimpack import plan_slimpack
 from evenload.plan.wlb import delay_wlb, plan_wlb
 from evenload.types.layout import ParallelLayout
+from evenload.types.nearest_name import did_you_mean
 
 STRATEGIES: dict[str, Planner] = {
     "padded": plan_padded,
@@ -110,9 +110,7 @@ def strategy_named(name: str) -> Planner:
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(f"unknown strategy '{name}'; {hint}available: {', '.join(STRATEGIES)}")
+    raise ConfigError(f"unknown strategy '{name}'; {did_you_mean(name, STRATEGIES)}available: {', '.join(STRATEGIES)}")
 
 
 def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -> None:

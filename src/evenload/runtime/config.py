@@ -1,21 +1,25 @@
-"""`TrainConfig`: the TOML file of `evenload train`, strict about every key."""
+"""`TrainConfig`: the TOML file of `evenload train`, strict about every key.
 
-import difflib
+Needs no torch: `evenload plan` and `evenload lengths` read the same file.
+"""
+
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 import msgspec
 
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.options import PlanOptions
-from evenload.runtime.device import DeviceKind
-from evenload.runtime.lora import LoraConfig
-from evenload.runtime.mesh import ChannelMode
-from evenload.runtime.optimizer import OptimizerConfig
+from evenload.runtime.config_keys import OTHER_NAMES, require_known
+from evenload.runtime.lora_config import LoraConfig
+from evenload.runtime.optimizer_config import OptimizerConfig
 from evenload.runtime.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen
+
+DeviceKind = Literal["cpu", "cuda"]
+ChannelMode = Literal["directed", "fifo"]
 
 
 class ModelConfig(Frozen):
@@ -177,7 +181,7 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
     """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
 
     Raises:
-        ConfigError: no file, bad TOML, an unknown key (with the nearest known one), or a bad value.
+        ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
     """
     try:
         tree = tomllib.loads(path.read_text())
@@ -187,7 +191,7 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
         raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(tree, override)
-    _refuse_unknown(tree, TrainConfig, "")
+    require_known(tree, TrainConfig)
     try:
         config = msgspec.convert(tree, TrainConfig)
     except msgspec.ValidationError as error:
@@ -206,7 +210,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
-        raise ConfigError(f"override '{override}' is not of the form section.key=value, such as train.steps=20")
+        meant = OTHER_NAMES.get(name.strip())
+        example = f"{meant}={text}" if equals and meant else "train.steps=20"
+        raise ConfigError(f"override '{override}' is not of the form section.key=value, such as {example}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -217,16 +223,3 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override '{override}': '{section}' is a value, not a section")
     node[key] = value
-
-
-def _refuse_unknown(tree: dict[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
-    """Every key must be a field; names the nearest one that is."""
-    hints = get_type_hints(kind)
-    for key, value in tree.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(sorted(hints))}"
-            raise ConfigError(f"unknown configuration key '{prefix}{key}'; {hint}")
-        for table in (hints[key], *get_args(hints[key])):  # `Table | None` is a table, too
-            if isinstance(value, dict) and isinstance(table, type) and issubclass(table, msgspec.Struct):
-                _refuse_unknown(value, table, f"{prefix}{key}.")

@@ -6,14 +6,13 @@ computing stream instead and is read after the step; `HostClock` is the same int
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from evenload.errors import ConfigError
-
-DeviceKind = Literal["cpu", "cuda"]
+from evenload.runtime.config import DeviceKind
 
 
 def require_device(kind: DeviceKind, processes_here: int) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from evenload.runtime.hf_weights import stored_tensors
-from evenload.runtime.lora import LoraConfig, write_adapter
+from evenload.runtime.lora import write_adapter
+from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.parameter_units import FlatBuffer
 from evenload.runtime.recipes import check_supported

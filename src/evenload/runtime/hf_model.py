@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_weights import fill_constants, initialise_weights, load_weights
-from evenload.runtime.lora import LoraConfig, add_adapters
+from evenload.runtime.lora import add_adapters
+from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.recipes import ReplayRecipe, check_supported
 from evenload.runtime.tensor_weights import require_tensor_parallel, split_weights
 

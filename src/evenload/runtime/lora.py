@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_weights import unit_seed
-from evenload.types.base import Frozen
-from evenload.types.model import ModelSpec
+from evenload.runtime.lora_config import LoraConfig, target_linears
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
 """Names of the modules that hold an adapter's two matrices."""
@@ -29,71 +28,6 @@ _ADAPTER = "default"
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Where a PEFT file's names begin: its own wrapper, then the model.
 _PEFT_PREFIX = "base_model.model."
-
-
-class LoraConfig(Frozen):
-    """Train LoRA adapters instead of the model's own weights, which stay frozen.
-
-    Args:
-        rank: of the adapters.
-        alpha: an adapter's output is multiplied by alpha / rank.
-        target_modules: linears of every layer that get an adapter, by their last name; empty = all of them.
-        dropout: must be 0, because a mask would differ between forward and backward packs.
-        path: a PEFT directory whose adapter to go on from; None = a new one, which begins as no change at all.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: tuple[str, ...] = ()
-    dropout: float = 0.0
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"model.lora.rank is {self.rank}, must be at least 1")
-        if self.alpha <= 0:
-            raise ConfigError(f"model.lora.alpha is {self.alpha}, must be above 0")
-        if self.dropout != 0:
-            raise ConfigError(
-                f"model.lora.dropout is {self.dropout}, must be 0: a dropout mask would differ between forward and "
-                "backward packs"
-            )
-
-
-def adapter_parameters_per_layer(model: ModelSpec, lora: LoraConfig) -> int:
-    """Trained elements of one layer: rank·(in + out) a linear that has an adapter.
-
-    Raises:
-        ConfigError: a target module that the layer does not have.
-    """
-    sizes = _linear_sizes(model)
-    return sum(lora.rank * sum(sizes[name]) for name in _targets(sizes, lora))
-
-
-def _linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
-    hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key_value),
-        "v_proj": (hidden, key_value),
-        "o_proj": (query, hidden),
-    }
-    if not model.num_experts:
-        sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, model.ffn_hidden_size))
-        sizes["down_proj"] = (model.ffn_hidden_size, hidden)
-    return sizes
-
-
-def _targets(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
-    """The linears that get an adapter."""
-    for name in lora.target_modules:
-        if name not in known:
-            raise ConfigError(
-                f"model.lora.target_modules has '{name}'; a layer of this model has the linears "
-                f"{', '.join(known)} (experts, embedding and head cannot have adapters)"
-            )
-    return [name for name in known if not lora.target_modules or name in lora.target_modules]
 
 
 def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraConfig, seed: int) -> None:
@@ -113,8 +47,8 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
         raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
     some_layer = next(iter(layers.values()))
     known = {name.rsplit(".", 1)[-1]: m for name, m in some_layer.named_modules() if type(m) is nn.Linear}
-    # What `_linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
-    inject_adapter_in_model(_peft_config(lora, _targets(known, lora)), whole, adapter_name=_ADAPTER)
+    # What `linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
+    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
     for index, layer in layers.items():
         prefix = f"model.layers.{index}"
         found = _adapter_parameters(layer, prefix)

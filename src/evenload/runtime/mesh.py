@@ -10,19 +10,17 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
 from evenload.plan.validate_groups import Block
+from evenload.runtime.config import ChannelMode
 from evenload.runtime.cp_groups import create_context_groups
 from evenload.runtime.tensor_group import TensorGroup
 from evenload.runtime.watch import RankWatch
 from evenload.types.layout import ParallelLayout
-
-ChannelMode = Literal["directed", "fifo"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from evenload.runtime.hf_model import StageModel, build_stage_model
-from evenload.runtime.lora import LoraConfig
+from evenload.runtime.lora_config import LoraConfig
 from evenload.types.layout import ParallelLayout
 
 

@@ -31,7 +31,7 @@ from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seco
 from evenload.runtime.executor import Executor
 from evenload.runtime.hf_export import export_adapter, export_hf
 from evenload.runtime.hf_model import load_config
-from evenload.runtime.lora import adapter_parameters_per_layer
+from evenload.runtime.lora_config import adapter_parameters_per_layer
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units, frozen_bytes

@@ -1,0 +1,82 @@
+"""The file of a run: what is wrong in it is said with what was probably meant, and reading it needs no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.runtime.config import TrainConfig, load_train_config
+from evenload.runtime.config_keys import OTHER_NAMES, require_known, setting_paths
+
+CONFIG = """
+[model]
+path = "model"
+[data]
+sources = ["corpus"]
+max_document_tokens = 1024
+batch_documents = 6
+[train]
+output_dir = "run"
+steps = 5
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.dtype=bf16", "model.dtype is 'bf16'; did you mean 'bfloat16'? choices: float32, bfloat16, float64"),
+        ("model.dtype=fp32", "did you mean 'float32'?"),
+        ("train.device=gpu", "train.device is 'gpu'; did you mean 'cuda'? choices: cpu, cuda"),
+        ("data.overlong=trunc", "data.overlong is 'trunc'; did you mean 'truncate'? choices: error, split"),
+        ("data.record=message", "data.record is 'message'; did you mean 'messages'?"),
+        ("plan.options.cuts=symetric", "plan.options.cuts is 'symetric'; did you mean 'symmetric'?"),
+        ("plan.options.policy=recomputation", "did you mean 'recompute'?"),
+        ("parallel.cp_exchange=allgather", "did you mean 'all_gather'?"),
+        ("train.on_failed_checkpoint=ignore", "choices: stop, continue"),
+        ("optimizer.lr=1e-3", "unknown configuration key 'optimizer.lr'; did you mean 'optimizer.learning_rate'?"),
+        ("optimizer.gradient_clipping=1", "did you mean 'optimizer.clip_norm'?"),
+        ("train.batch_size=8", "did you mean 'data.batch_documents'?"),
+        ("train.bf16=true", "did you mean 'model.dtype'?"),
+        ("data.max_seq_length=4096", "did you mean 'data.max_document_tokens'?"),
+        ("train.warmup_steps=10", "did you mean 'optimizer.warmup_steps'?"),
+        ("model.lora.r=8", "did you mean 'model.lora.rank'?"),
+        ("data.mixture=[{name='a', weight=1, sources=['x'], wieght=2}]", "'data.mixture[0].wieght'; did you mean"),
+        ("lr=1e-3", "is not of the form section.key=value, such as optimizer.learning_rate=1e-3"),
+        ("training.steps=5", "unknown configuration key 'training'; did you mean 'train'?"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_was_meant(config_file, override, message) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_train_config(config_file, [override])
+    assert message in str(error.value)
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist_and_are_none_of_ours_in_that_section() -> None:
+    paths = set(setting_paths(TrainConfig))
+    assert set(OTHER_NAMES.values()) <= paths
+    for name, ours in OTHER_NAMES.items():
+        assert f"{ours.rpartition('.')[0]}.{name}" not in paths, f"{name} is a setting of that section"
+
+
+def test_a_word_with_free_text_beside_its_choices_is_left_to_its_own_check() -> None:
+    require_known({"train": {"attention": "anything"}}, TrainConfig)
+
+
+def test_reading_the_file_needs_no_torch(config_file) -> None:
+    """`evenload plan config.toml` runs on a laptop without the extra."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from pathlib import Path\n"
+        "from evenload.runtime.config import load_train_config\n"
+        f"assert load_train_config(Path({str(config_file)!r}), []).train.steps == 5\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
