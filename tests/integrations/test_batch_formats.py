@@ -13,7 +13,7 @@ from evenload.integrations.batch_formats import (
     megatron_packed_seq_params,
     move_batch,
 )
-from evenload.integrations.packed_step import zero_weight_pack
+from evenload.integrations.pack_padding import pad_pack, zero_weight_pack
 from evenload.types.document import Slice
 from evenload.types.micropack import MicroPack
 
@@ -55,14 +55,18 @@ def test_varlen_names():
     assert type(batch["max_q"]) is int
 
 
-def test_torchtitan_names():
-    inputs, labels = format_pack(pack_of(DOCUMENTS), "torchtitan", 5)
+@pytest.mark.parametrize(("format", "shape"), [("torchtitan_folded", (8,)), ("torchtitan_batched", (1, 8))])
+def test_torchtitan_names(format, shape):
+    inputs, labels = format_pack(pack_of(DOCUMENTS), format, 5)
     assert set(inputs) == {"input", "positions", "attention_masks"}
-    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == (1, 8)
-    assert VarlenMetadata._fields == ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == shape
+    assert inputs["input"].flatten().tolist() == [5, 6, 7, 9, 1, 2, 3, 4]
+    assert inputs["positions"].flatten().tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert VarlenMetadata._fields == ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "cu_seq_q_host")
     assert inputs["attention_masks"].cu_seq_q.tolist() == [0, 3, 4, 8]
+    assert inputs["attention_masks"].cu_seq_q_host == (0, 3, 4, 8)
     # Its loss takes labels as they are: shifted, -100 ignored.
-    assert labels[0].tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
+    assert labels.flatten().tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
 
 
 def test_megatron_names():
@@ -98,7 +102,7 @@ def test_padding_has_no_label_and_stays_in_its_document():
 
 
 def test_moving_a_batch_moves_every_tensor_and_no_integer():
-    for format in ("hf", "varlen", "torchtitan", "megatron"):
+    for format in ("hf", "varlen", "torchtitan_folded", "torchtitan_batched", "megatron"):
         batch = format_pack(pack_of(DOCUMENTS), format, 5)
         moved = move_batch(batch, "meta")
         tensors = [value for value in _leaves(moved) if torch.is_tensor(value)]
@@ -148,6 +152,30 @@ def test_a_zero_weight_pack_has_a_gradient_of_zeros():
     gradient = gradient_of(model)
     assert gradient.shape[0] == sum(parameter.numel() for parameter in model.parameters())
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("num_tokens", [6, 7, 8])
+def test_a_padded_pack_has_the_gradients_of_its_documents(num_tokens):
+    """What sequence parallelism needs: a length that the ranks divide, and nothing else changed."""
+    model = tiny_model()
+    documents = {1: [3, 4, 5], 2: list(range(6, 6 + num_tokens - 3))}
+    loss, gradient = reference_gradient(model, documents.values())
+    model.zero_grad()
+    pack = pad_pack(pack_of(documents), 4)
+    assert pack.num_tokens == 8
+    assert pack.num_padding_tokens == 8 - num_tokens
+    assert pack.cu_seqlens_q.tolist() == ([0, 3, num_tokens, 8] if num_tokens < 8 else [0, 3, 8])
+    found = packed_loss(model, hf_batch(pack, num_tokens - 2))
+    found.backward()
+    assert found.item() == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(gradient_of(model), gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_a_long_padding_starts_at_position_zero():
+    pack = pad_pack(pack_of({1: [5, 6]}), 8)
+    assert pack.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert (pack.max_seqlen_q, pack.max_seqlen_k) == (6, 6)
+    assert pack.cu_seqlens_k.dtype == np.int32
 
 
 def test_unknown_formats_are_refused():

@@ -1,8 +1,9 @@
+import itertools
 import json
 from collections import Counter
 
 import pytest
-from packed_cases import all_documents, batch_fingerprint, documents_of, loader_of, tokens_of, write_texts
+from packed_cases import all_documents, batch_fingerprint, documents_of, loader_of, tiny_model, tokens_of, write_texts
 
 from evenload import PackedLoader
 from evenload.data.config import DataConfig, MixturePart
@@ -332,6 +333,69 @@ def test_start_lines_say_what_is_done_and_what_is_not(tmp_path, caplog):
     # Only once, however long the run.
     list(loader)
     assert caplog.text.count("first step") == 1
+
+
+def test_a_model_that_nobody_named_is_said_first(tmp_path, caplog):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path)
+    assert loader.model_is_assumed
+    assert "llama-7b, which is assumed: give the model you train" in loader.start_lines[0]
+    assert not caplog.records
+    list(itertools.islice(loader, 3))
+    # Without any setting of logging: a warning, once.
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "PackedLoader(model=...)" in caplog.text
+
+
+def test_a_model_given_later_is_the_one_that_packs_are_balanced_for(tmp_path, caplog):
+    write_texts(tmp_path, num_documents=60, longest=60)
+    config = tiny_model().config
+    named = loader_of(tmp_path, model=config, batch_documents=30, rank=0, world_size=2)
+    given = loader_of(tmp_path, batch_documents=30, rank=0, world_size=2)
+    assumed = loader_of(tmp_path, batch_documents=30, rank=0, world_size=2)
+    given.balance_for(tiny_model())
+    assert not given.model_is_assumed
+    assert given.start_lines[0] == named.start_lines[0]
+    steps = [next(loader.steps()) for loader in (named, given, assumed)]
+    assert steps[0].plan.digest == steps[1].plan.digest != steps[2].plan.digest
+    assert sum("assumed" in record.message for record in caplog.records) == 1
+    with pytest.raises(ConfigError, match="after steps were made for another one"):
+        assumed.balance_for(config)
+
+
+def test_packs_of_a_multiple(tmp_path):
+    """Sequence parallelism stops at a pack whose tokens the tensor-parallel ranks do not divide."""
+    texts = write_texts(tmp_path)
+    settings = {"epochs": 1, "micro_batches": 8, "pack_multiple": 16}
+    loader = loader_of(tmp_path, **settings)
+    batches = list(loader)
+    assert {batch["input_ids"].shape[1] % 16 for batch in batches} == {0}
+    assert max(batch["input_ids"].shape[1] for batch in batches) <= 64
+    found = all_documents(batches)
+    padding = {document for document in found if not any(document)}
+    assert padding, "no pack was padded"
+    for document in padding:
+        del found[document]
+    assert found == Counter(map(tokens_of, texts))
+    assert "each padded to a multiple of 16 tokens" in "\n".join(loader.start_lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pack_multiple": 10}, "set max_tokens to a multiple, such as 70"),
+        ({"pack_multiple": 0}, "pack_multiple is 0"),
+        (
+            {"pack_multiple": 2, "strategy": "slimpack", "accept_slices": True, "format": "varlen"},
+            "only where documents stay whole",
+        ),
+    ],
+    ids=["not-a-divisor", "zero", "slices"],
+)
+def test_multiples_that_cannot_be_kept_are_refused(tmp_path, settings, message):
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        loader_of(tmp_path, **settings)
 
 
 def test_closing_keeps_the_place(tmp_path):

@@ -175,6 +175,43 @@ def test_loaders_of_another_kind_are_refused(corpus, tmp_path):
         trainer.evaluate()
 
 
+def test_packs_are_balanced_for_the_model_that_is_trained(corpus, tmp_path, caplog):
+    """Loaders made without a model take the Trainer's; one made with a model keeps it."""
+    caplog.set_level("INFO", "evenload.loader")
+    train, evaluation = loader_of(corpus, micro_batches=4), loader_of(corpus, evaluation=True, shuffle_window=1)
+    assert train.model_is_assumed
+    PackedTrainer(tiny_model(), arguments(tmp_path), train_loader=train, eval_loader=evaluation)
+    for loader in (train, evaluation):
+        assert not loader.model_is_assumed
+        assert "packs of equal time for llama;" in loader.start_lines[0]
+    named = loader_of(corpus, micro_batches=4, model="qwen2.5-0.5b")
+    PackedTrainer(tiny_model(), arguments(tmp_path), train_loader=named)
+    assert "qwen2.5-0.5b" in named.start_lines[0]
+
+
+def test_bytes_that_nobody_asked_for_are_refused_for_the_trainers_model(corpus, tmp_path):
+    """The loader was made without a model, so only the Trainer's shows that a tokeniser is missing."""
+    model = tiny_model(vocab_size=5000)
+    with pytest.raises(ConfigError, match="tokenizer is not given"):
+        PackedTrainer(model, arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4))
+    loader = loader_of(corpus, micro_batches=4, tokenizer="bytes")
+    PackedTrainer(model, arguments(tmp_path), train_loader=loader)
+
+
+def test_a_model_whose_costs_are_not_known_is_named(corpus, tmp_path, caplog):
+    model = tiny_model()
+
+    class Unknown(type(model.config)):
+        def to_dict(self):
+            return {"model_type": "unheard_of"}
+
+    model.config.__class__ = Unknown
+    train = loader_of(corpus, micro_batches=4)
+    PackedTrainer(model, arguments(tmp_path), train_loader=train)
+    assert train.model_is_assumed
+    assert "packs are not balanced for the model that is trained" in caplog.text
+
+
 def test_a_model_that_cannot_take_the_count_is_refused(corpus, tmp_path):
     class Old(torch.nn.Module):
         def __init__(self):

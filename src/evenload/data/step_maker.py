@@ -83,8 +83,9 @@ class StepMaker:
         waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         self.loader = loader
+        self.planner = planner
         self.planner_state = planner_state or DelayState()
-        self._planner, self._strategy, self._may_delay = planner, strategy, may_delay
+        self._strategy, self._may_delay = strategy, may_delay
         self._waiting = waiting
         self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
 
@@ -141,7 +142,7 @@ class StepMaker:
 
     def _planned(self, batch: GlobalBatch) -> _Answer:
         start_s = time.perf_counter()
-        proposal = self._planner.propose(
+        proposal = self.planner.propose(
             batch.step,
             batch.carried + batch.documents,
             self._strategy,

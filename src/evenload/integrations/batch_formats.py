@@ -4,7 +4,9 @@
 |---|---|---|
 | `hf` | transformers models, Trainer, TRL, Accelerate, DeepSpeed | not shifted, -100 at the first token of a document |
 | `varlen` | `torch.nn.attention.varlen.varlen_attn`, flash-attn | `targets`: shifted, -100 at the last token |
-| `torchtitan` | `(inputs, labels)` with `VarlenMetadata` as `attention_masks` | shifted, -100 at the last token |
+| `torchtitan` | `torchtitan_folded` or `torchtitan_batched`, whichever the installed torchtitan takes | |
+| `torchtitan_folded` | `(inputs, labels)` of shape [T], `VarlenMetadata` as masks | shifted, -100 at the last token |
+| `torchtitan_batched` | the same of shape [1, T], for torchtitan up to 0.3.0 | shifted, -100 at the last token |
 | `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
 | `pack` | everything else | the `PackBatch` itself |
 
@@ -13,7 +15,7 @@ kernel asks the device), positions from 0 in every document. No attention mask i
 the CPU. Price: a copy of the labels; everything else shares the pack's memory.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,29 +23,48 @@ import torch
 from evenload.data.collate import PackBatch
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import ConfigError
+from evenload.integrations.torchtitan_shape import torchtitan_is_folded
 
-BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
-BATCH_FORMATS: tuple[BatchFormat, ...] = ("hf", "varlen", "torchtitan", "megatron", "pack")
+BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]
+BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
 """Those whose keys can say that the keys of attention are more than the queries."""
 
 METADATA = {
     "hf": "position_ids that restart, cu_seq_lens_q/k and max_length_q/k; no attention_mask, use_cache off",
     "varlen": "cu_seq_q, cu_seq_k, max_q, max_k",
-    "torchtitan": "VarlenMetadata as attention_masks, positions that restart",
+    "torchtitan_folded": "VarlenMetadata as attention_masks, positions [T] that restart",
+    "torchtitan_batched": "VarlenMetadata as attention_masks, positions [1, T] that restart",
     "megatron": 'PackedSeqParams with qkv_format "thd"; no attention_mask',
     "pack": "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, positions",
 }
-"""How attention learns the boundaries, by format; for people."""
+"""How attention learns the boundaries, by format that `resolve_format` returns; for people."""
 
 
 class VarlenMetadata(NamedTuple):
-    """Fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers."""
+    """Fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
+
+    `cu_seq_q_host` holds the values of `cu_seq_q` for kernels that want them on the host.
+    """
 
     cu_seq_q: torch.Tensor
     cu_seq_k: torch.Tensor
     max_q: int
     max_k: int
+    cu_seq_q_host: tuple[int, ...] | None = None
+
+
+def resolve_format(format: BatchFormat) -> BatchFormat:
+    """The format itself; for `torchtitan` the one that the installed torchtitan takes.
+
+    Raises:
+        ConfigError: no such format; torchtitan is not installed, or of a version that is not known.
+    """
+    if format not in BATCH_FORMATS:
+        raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
+    if format != "torchtitan":
+        return format
+    return "torchtitan_folded" if torchtitan_is_folded() else "torchtitan_batched"
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
@@ -53,19 +74,18 @@ def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> 
         num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: no such format; see `resolve_format`.
     """
+    format = resolve_format(format)
     if format == "hf":
         return hf_batch(pack, num_label_tokens)
     if format == "varlen":
         return varlen_batch(pack, num_label_tokens)
-    if format == "torchtitan":
-        return torchtitan_batch(pack)
+    if format in ("torchtitan_folded", "torchtitan_batched"):
+        return torchtitan_batch(pack, folded=format == "torchtitan_folded")
     if format == "megatron":
         return megatron_batch(pack, num_label_tokens)
-    if format == "pack":
-        return pack
-    raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
+    return pack
 
 
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
@@ -103,23 +123,31 @@ def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
         "input_ids": torch.from_numpy(pack.token_ids),
         "targets": torch.from_numpy(pack.targets),
         "positions": torch.from_numpy(pack.positions),
-        **_varlen_metadata(pack)._asdict(),
+        "cu_seq_q": torch.from_numpy(pack.cu_seqlens_q),
+        "cu_seq_k": torch.from_numpy(pack.cu_seqlens_k),
+        "max_q": pack.max_seqlen_q,
+        "max_k": pack.max_seqlen_k,
         "num_label_tokens": max(1, num_label_tokens),
     }
 
 
-def torchtitan_batch(pack: PackBatch) -> tuple[dict[str, Any], torch.Tensor]:
+def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], torch.Tensor]:
     """Inputs and labels, as torchtitan's data loaders yield them.
 
+    Args:
+        folded: without a batch dimension.
+
     Returns:
-        `{"input": int64[1, T], "positions": int64[1, T], "attention_masks": VarlenMetadata}` and int64[1, T].
+        `{"input": int64[T], "positions": int64[T], "attention_masks": VarlenMetadata}` and labels int64[T]; [1, T] each
+        where not folded.
     """
+    shape = (-1,) if folded else (1, -1)
     inputs = {
-        "input": torch.from_numpy(pack.token_ids)[None],
-        "positions": torch.from_numpy(pack.positions)[None],
+        "input": torch.from_numpy(pack.token_ids).reshape(shape),
+        "positions": torch.from_numpy(pack.positions).reshape(shape),
         "attention_masks": _varlen_metadata(pack),
     }
-    return inputs, torch.from_numpy(pack.targets)[None]
+    return inputs, torch.from_numpy(pack.targets).reshape(shape)
 
 
 def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
@@ -179,5 +207,9 @@ def move_batch(batch: Any, device: torch.device | str) -> Any:
 
 def _varlen_metadata(pack: PackBatch) -> VarlenMetadata:
     return VarlenMetadata(
-        torch.from_numpy(pack.cu_seqlens_q), torch.from_numpy(pack.cu_seqlens_k), pack.max_seqlen_q, pack.max_seqlen_k
+        torch.from_numpy(pack.cu_seqlens_q),
+        torch.from_numpy(pack.cu_seqlens_k),
+        pack.max_seqlen_q,
+        pack.max_seqlen_k,
+        tuple(pack.cu_seqlens_q.tolist()),
     )

@@ -2,13 +2,12 @@
 
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import BATCH_FORMATS
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.plan.strategies import WHOLE_STRATEGIES
 
 
-def check_numbers(max_tokens: int, micro_batches: int | None, format: str) -> None:
-    """Sizes and names by themselves.
+def check_numbers(max_tokens: int, micro_batches: int | None, pack_multiple: int, strategy: str) -> None:
+    """Sizes, before anything is opened.
 
     Raises:
         ConfigError: naming the value.
@@ -17,8 +16,19 @@ def check_numbers(max_tokens: int, micro_batches: int | None, format: str) -> No
         raise ConfigError(f"max_tokens is {max_tokens}, must be at least 1")
     if micro_batches is not None and micro_batches < 1:
         raise ConfigError(f"micro_batches is {micro_batches}, must be at least 1, or None")
-    if format not in BATCH_FORMATS:
-        raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
+    if pack_multiple < 1:
+        raise ConfigError(f"pack_multiple is {pack_multiple}, must be at least 1")
+    if max_tokens % pack_multiple:
+        raise ConfigError(
+            f"max_tokens is {max_tokens}, pack_multiple {pack_multiple}: a full pack padded to a multiple would pass "
+            f"max_tokens; set max_tokens to a multiple, such as {-(-max_tokens // pack_multiple) * pack_multiple}"
+        )
+    if pack_multiple > 1 and strategy not in WHOLE_STRATEGIES:
+        raise ConfigError(
+            f"pack_multiple is {pack_multiple}, and strategy '{strategy}' cuts documents, so that later packs attend "
+            "to tokens of earlier ones; packs can be padded only where documents stay whole: choose one of "
+            f"{', '.join(WHOLE_STRATEGIES)}, or leave pack_multiple out"
+        )
 
 
 def check_together(

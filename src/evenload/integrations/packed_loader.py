@@ -31,13 +31,13 @@ from evenload.data.read_ahead import ReadAhead
 from evenload.data.state import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.step_maker import StepMaker
 from evenload.errors import ConfigError, DataError
-from evenload.integrations.batch_formats import BatchFormat
+from evenload.integrations.batch_formats import BatchFormat, resolve_format
 from evenload.integrations.data_source import data_config
 from evenload.integrations.loader_checks import check_numbers, check_together
 from evenload.integrations.loader_peers import find_place
 from evenload.integrations.packed_step import PackedStep, StepShape, pack_step
-from evenload.integrations.start_lines import first_step_line, start_lines
-from evenload.integrations.step_planner import DEFAULT_MODEL, check_strategy, known_vocabulary, make_planner, may_delay
+from evenload.integrations.start_lines import balance_line, first_step_line, start_lines
+from evenload.integrations.step_planner import ASSUMED_MODEL, check_strategy, known_vocabulary, make_planner, may_delay
 from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
 from evenload.plan.delay import DelayState
 from evenload.plan.options import PlanOptions
@@ -72,9 +72,12 @@ class PackedLoader:
             `gradient_accumulation_steps` wants); None = as many as the plan needs.
         equal_micro_batches: with None, ranks short of work get packs of one padding token without a loss, so that all
             ranks make equally many passes.
-        format: names and label convention of the batches, see `batch_formats`.
-        model, costs: cost model for the balance, see `step_planner`. With the caller's own model (not a built-in name),
-            token ids beyond its vocabulary are corrupt records.
+        pack_multiple: the tokens of every pack are a multiple of it, by a document of padding at the end: the number
+            of tensor-parallel ranks where the loop splits sequences over them (Megatron-Core's sequence parallelism).
+        format: names, shapes and label convention of the batches, see `batch_formats`.
+        model, costs: cost model for the balance, see `step_planner`; without a model `ASSUMED_MODEL`, and the loader
+            says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are corrupt
+            records.
         plan_options: further `PlanOptions` by name.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
@@ -98,8 +101,9 @@ class PackedLoader:
         strategy: str = "balanced",
         micro_batches: int | None = None,
         equal_micro_batches: bool = True,
+        pack_multiple: int = 1,
         format: BatchFormat = "hf",
-        model: Any = DEFAULT_MODEL,
+        model: Any = None,
         costs: CostCoefficients | str | Path | None = None,
         plan_options: dict[str, Any] | None = None,
         accept_slices: bool = False,
@@ -110,7 +114,8 @@ class PackedLoader:
         peer_timeout_s: float = 1800.0,
         **settings: Any,
     ) -> None:
-        check_numbers(max_tokens, micro_batches, format)
+        format = resolve_format(format)
+        check_numbers(max_tokens, micro_batches, pack_multiple, strategy)
         check_strategy(strategy, format, accept_slices=accept_slices)
         place = find_place(rank, world_size, group, peer_timeout_s)
         config, datasets = data_config(
@@ -129,7 +134,7 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
-        planner = make_planner(model, costs, place.world_size, options)
+        planner = make_planner(ASSUMED_MODEL if model is None else model, costs, place.world_size, options)
         self._maker = StepMaker(
             self._loader,
             planner,
@@ -144,7 +149,10 @@ class PackedLoader:
             micro_batches=micro_batches,
             equal=equal_micro_batches,
             max_tokens=max_tokens,
+            multiple=pack_multiple,
         )
+        self._costs, self._options, self._tokenizer = costs, options, tokenizer
+        self._model_is_assumed = model is None
         self._format: BatchFormat = format
         self._strategy, self._evaluation = strategy, evaluation
         self._ahead: ReadAhead[PackedStep] | None = None
@@ -169,6 +177,7 @@ class PackedLoader:
             format,
             delays=delays,
             evaluation=evaluation,
+            assumed=model is None,
         )
         if place.rank == 0:
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
@@ -202,6 +211,35 @@ class PackedLoader:
     def is_evaluation(self) -> bool:
         """Everything exactly once an iteration."""
         return self._evaluation
+
+    @property
+    def model_is_assumed(self) -> bool:
+        """Packs are balanced for `ASSUMED_MODEL`, because nobody has named the model that is trained."""
+        return self._model_is_assumed
+
+    def balance_for(self, model: Any) -> None:
+        """Balance packs by the times of this model, from the first step on. Collective: all ranks, the same model.
+
+        Args:
+            model: as the constructor's.
+
+        Raises:
+            ConfigError: not a model; no tokeniser was given, and the model's vocabulary is not one of bytes; steps have
+                been made already.
+        """
+        require_choice(self.config, self._tokenizer, known_vocabulary(model))
+        if self._ahead is not None:
+            raise ConfigError(
+                "balance_for(model) after steps were made for another one; call it before the first iteration, or give "
+                "PackedLoader(model=...)"
+            )
+        planner = make_planner(model, self._costs, self.world_size, self._options)
+        self._maker.planner = planner
+        self._model_is_assumed = False
+        line = balance_line(planner.costs, assumed=False)
+        self.start_lines = [line, *self.start_lines[1:]]
+        if self.rank == 0:
+            _log.info("PackedLoader\n  %s", line)
 
     @property
     def epoch(self) -> int:
@@ -350,6 +388,8 @@ class PackedLoader:
         if self._ended:
             return None
         if self._ahead is None:
+            if self._model_is_assumed and not self._has_logged and self.rank == 0:
+                _log.warning("%s", self.start_lines[0])
             maker, shape, format = self._maker, self._shape, self._format
 
             def make() -> PackedStep | None:

@@ -1,22 +1,19 @@
 """`PackedStep`: one optimizer step as micro-batches of this rank, in the format asked for.
 
-Every rank runs equally many micro-batches where that is asked for: ranks short of work get packs of one padding token
-without a loss. Such a pack makes a forward and a backward pass like any other (so collectives inside a model meet), and
-its gradient is exactly 0.
+Every rank runs equally many micro-batches where that is asked for: ranks short of work get packs of padding (see
+`pack_padding`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from evenload.data.collate import PADDING_TOKEN, PackBatch, collate_packs
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.collate import PackBatch, collate_packs
 from evenload.data.state import LoaderState
 from evenload.data.step_maker import PlannedStep
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat, format_pack
+from evenload.integrations.pack_padding import pad_pack, zero_weight_pack
 from evenload.plan.delay import DelayState
 from evenload.types.plan import StepPlan
 
@@ -77,6 +74,8 @@ class StepShape:
         rank, world_size: of the ranks that share the global batch.
         micro_batches: of every rank; None = as many as the plan has.
         equal: with None: as many as the rank with the most.
+        max_tokens: of a pack.
+        multiple: of which the tokens of every pack are one, by padding at its end.
     """
 
     rank: int
@@ -84,6 +83,11 @@ class StepShape:
     micro_batches: int | None
     equal: bool
     max_tokens: int
+    multiple: int = 1
+
+    def computed_tokens(self, num_tokens: int) -> int:
+        """Tokens of a pack of so many, with the padding at its end."""
+        return -(-num_tokens // self.multiple) * self.multiple
 
 
 def pack_step(step: PlannedStep, shape: StepShape, format: BatchFormat) -> PackedStep:
@@ -100,7 +104,7 @@ def pack_step(step: PlannedStep, shape: StepShape, format: BatchFormat) -> Packe
         wanted = max(counts) if shape.equal else counts[shape.rank]
     forward, backward = collate_packs(step.plan.pack_plans[shape.rank], step.tokens)
     missing = max(0, wanted - len(forward))
-    packs = forward + (zero_weight_pack(),) * missing
+    packs = (*(pad_pack(pack, shape.multiple) for pack in forward), *(zero_weight_pack(shape.multiple),) * missing)
     return PackedStep(
         epoch=step.epoch,
         plan=step.plan,
@@ -113,25 +117,6 @@ def pack_step(step: PlannedStep, shape: StepShape, format: BatchFormat) -> Packe
         plan_time_s=step.plan_time_s,
         loader_state=step.loader_state,
         planner_state=step.planner_state,
-    )
-
-
-def zero_weight_pack() -> PackBatch:
-    """One padding token, a document of its own, without a loss."""
-    edges = np.array([0, 1], np.int32)
-    return PackBatch(
-        doc_ids=np.array([-1], np.int64),
-        starts=np.zeros(1, np.int64),
-        stops=np.ones(1, np.int64),
-        token_ids=np.full(1, PADDING_TOKEN, np.int64),
-        targets=np.full(1, IGNORE_INDEX, np.int64),
-        positions=np.zeros(1, np.int64),
-        cu_seqlens_q=edges,
-        cu_seqlens_k=edges,
-        max_seqlen_q=1,
-        max_seqlen_k=1,
-        num_label_tokens=0,
-        num_padding_tokens=1,
     )
 
 

@@ -21,11 +21,14 @@ def start_lines(
     *,
     delays: bool,
     evaluation: bool,
+    assumed: bool,
 ) -> list[str]:
-    """One line a subject.
+    """One line a subject, `balance_line` first.
 
     Args:
         tokenizer: what is said about it.
+        format: as `resolve_format` returns it.
+        assumed: nobody has named the model that is trained.
         delays: documents may come in a later step than their batch's.
     """
     if config.batch_documents is not None:
@@ -50,12 +53,14 @@ def start_lines(
     if delays and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
     cuts = "" if strategy in WHOLE_STRATEGIES else "; the loop must follow step.plan"
+    if shape.multiple > 1:
+        packs += f", each padded to a multiple of {shape.multiple} tokens"
     lines = [
+        balance_line(costs, assumed=assumed),
         f"strategy      {strategy}: {STRATEGY_WORKS[strategy]}{cuts}",
-        f"balance       times of {costs.model.name}, {costs.coefficients.source} ({costs.coefficients.device})",
         f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of at most {shape.max_tokens} tokens",
         f"tokenizer     {tokenizer}",
-        f"boundaries    {METADATA[format]}",
+        f"boundaries    format {format}: {METADATA[format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
         + (f", packed over {options.window} batches" if options.window > 1 else ""),
         f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",
@@ -66,17 +71,26 @@ def start_lines(
     return lines
 
 
+def balance_line(costs: PackCosts, *, assumed: bool) -> str:
+    """By whose times packs are balanced."""
+    line = f"balance       packs of equal time for {costs.model.name}"
+    if assumed:
+        line += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention"
+        line += " in a document's time depends on it"
+    return f"{line}; times from {costs.coefficients.source} ({costs.coefficients.device})"
+
+
 def first_step_line(step: PackedStep, shape: StepShape) -> str:
     """How well the first step's packs are filled and balanced."""
     plan = step.plan
     packs = [pack for packs in plan.pack_plans for pack in packs.forward]
     tokens = sum(pack.num_tokens for pack in packs)
-    padding = sum(pack.num_padding_tokens for pack in packs)
+    computed = sum(shape.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
     times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
     mean_s = sum(times) / len(times)
     uneven = max(times) / mean_s if mean_s else 1.0
     return (
         f"first step    {len(plan.documents)} documents, {tokens} tokens in {len(packs)} packs "
-        f"({tokens / (len(packs) * shape.max_tokens):.0%} of max_tokens), {tokens / (tokens + padding):.1%} not "
+        f"({tokens / (len(packs) * shape.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
         f"padding, slowest rank {uneven:.3f} of the mean by prediction"
     )

@@ -2,8 +2,8 @@
 
 A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
 documents are refused unless the caller says that its attention reads the keys of earlier slices. Balance needs the
-*ratio* of attention to linear work, so the analytic cost model of any model of like size will do; the default is
-`DEFAULT_MODEL` on H100s.
+*ratio* of attention to linear work, which depends on the model's width above all; where nobody names the model, it is
+`ASSUMED_MODEL` on H100s, and the loader says so.
 """
 
 import logging
@@ -28,7 +28,7 @@ from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.model_catalog import MODELS, model_from
 
-DEFAULT_MODEL = "llama-7b"
+ASSUMED_MODEL = "llama-7b"
 _log = logging.getLogger("evenload.loader")
 
 
@@ -94,11 +94,14 @@ def make_planner(
 
 
 def known_vocabulary(model: Any) -> int | None:
-    """Ids of the caller's model; None for a built-in name, which may be another model that is balanced alike.
+    """Ids of the caller's model; None for a built-in name, which may be another model that is balanced alike, and for no
+    model.
 
     Raises:
         ConfigError: not a model.
     """
+    if model is None:
+        return None
     spec = _model_spec(model)
     return None if spec in MODELS.values() else spec.vocab_size
 
@@ -112,6 +115,6 @@ def _model_spec(model: Any) -> ModelSpec:
     if hasattr(config, "to_dict"):
         return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
     raise ConfigError(
-        f"model is a {type(model).__name__}; give a built-in name such as '{DEFAULT_MODEL}', a config.json or its "
+        f"model is a {type(model).__name__}; give a built-in name such as '{ASSUMED_MODEL}', a config.json or its "
         "directory, a ModelSpec, or a transformers model or configuration"
     )

@@ -12,12 +12,14 @@ What it replaces, and why:
   every batch up to there (`ignore_data_skip` is switched on, so it does not).
 - `evaluation_loop`: the mean over all label tokens. The Trainer's mean of batch means weighs a short batch as much as
   a full one.
+- The cost model: a loader made without `model` balances its packs for the Trainer's.
 
 What the Trainer would do differently with a loader of one's own is refused at start, with the reason.
 """
 
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +31,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.step_planner import known_vocabulary
 
 LOADER_STATE = "evenload_loader.json"
 """File in a checkpoint's directory."""
 
 _COUNT = "num_items_in_batch"
+
+_log = logging.getLogger("evenload.loader")
 
 
 class PackedTrainerMixin:
@@ -67,6 +72,9 @@ class PackedTrainerMixin:
             settings["eval_dataset"] = _placeholder()
         super().__init__(*arguments, **settings)
         _refuse_trainer(self, train_loader)
+        for loader in (train_loader, eval_loader):
+            if loader is not None and loader.model_is_assumed:
+                _balance(loader, self.model)  # pyright: ignore[reportAttributeAccessIssue]
         self.add_callback(_SaveLoader(train_loader))  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_train_dataloader(self) -> Any:
@@ -189,6 +197,18 @@ def _read_state(file: Path) -> dict[str, Any]:
             f"checkpoint has no readable loader state '{file}': {err}; resume from another one, or train from its "
             "weights without resume_from_checkpoint"
         ) from err
+
+
+def _balance(loader: PackedLoader, model: Any) -> None:
+    """Packs by the times of the model that is trained, where the loader was made without one."""
+    config = getattr(model, "config", None)
+    try:
+        known_vocabulary(config)
+    except ConfigError as err:
+        if loader.rank == 0:
+            _log.warning("packs are not balanced for the model that is trained: %s", err)
+    else:
+        loader.balance_for(config)
 
 
 def _refuse_settings(
