@@ -94,8 +94,8 @@ def make_planner(
 
 
 def known_vocabulary(model: Any) -> int | None:
-    """Ids of the caller's model; None for a built-in name, which may be another model that is balanced alike, and for no
-    model.
+    """Ids of the caller's model; None without a model, and for a built-in name, which may be another one that is
+    balanced alike.
 
     Raises:
         ConfigError: not a model.
