@@ -5,6 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from evenload.types.train_extra import needs_train_extra
+
 if TYPE_CHECKING:
     from evenload.integrations.packed_loader import PackedLoader
 
@@ -13,7 +15,8 @@ __all__ = ["PackedLoader"]
 
 def __getattr__(name: str) -> Any:
     if name == "PackedLoader":
-        from evenload.integrations.packed_loader import PackedLoader
+        with needs_train_extra("evenload.PackedLoader"):
+            from evenload.integrations.packed_loader import PackedLoader
 
         return PackedLoader
     raise AttributeError(f"module 'evenload' has no attribute '{name}'")

@@ -15,6 +15,10 @@ class ConfigError(EvenloadError, ValueError):
     """A setting, a layout or a combination of features that cannot work."""
 
 
+class MissingPackageError(EvenloadError, ImportError):
+    """Packages of an optional part of Evenload are not installed."""
+
+
 class DataError(EvenloadError, ValueError):
     """A document source that cannot be read or a document that breaks a limit."""
 

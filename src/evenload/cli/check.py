@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenload.errors import ConfigError
+from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
     from evenload.check.scope import Scope
@@ -36,15 +37,16 @@ def check_command(
     import msgspec
     from rich.console import Console
 
-    from evenload.check.scope import checked_scope
-    from evenload.check.verdict import Verdict, exit_code
-    from evenload.cli.launch import run_local
-    from evenload.data.tokenize import open_tokenizer
-    from evenload.runtime.config import load_train_config
-    from evenload.runtime.device import require_device
-    from evenload.runtime.run_tokenizer import tokenizer_fact
-    from evenload.runtime.start_checks import require_runnable
-    from evenload.runtime.trainer import layout_of, model_spec
+    with needs_train_extra("evenload check"):
+        from evenload.check.scope import checked_scope
+        from evenload.check.verdict import Verdict, exit_code
+        from evenload.cli.launch import run_local
+        from evenload.data.tokenize import open_tokenizer
+        from evenload.runtime.config import load_train_config
+        from evenload.runtime.device import require_device
+        from evenload.runtime.run_tokenizer import tokenizer_fact
+        from evenload.runtime.start_checks import require_runnable
+        from evenload.runtime.trainer import layout_of, model_spec
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evenload.errors import ConfigError
+from evenload.types.train_extra import needs_train_extra
 
 
 def train_command(
@@ -33,11 +34,12 @@ def train_command(
 
     Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
     """
-    from evenload.cli.launch import run_local
-    from evenload.cli.train_worker import run_worker
-    from evenload.runtime.config import load_train_config
-    from evenload.runtime.device import require_device
-    from evenload.runtime.start_checks import require_runnable
+    with needs_train_extra("evenload train"):
+        from evenload.cli.launch import run_local
+        from evenload.cli.train_worker import run_worker
+        from evenload.runtime.config import load_train_config
+        from evenload.runtime.device import require_device
+        from evenload.runtime.start_checks import require_runnable
 
     settings = load_train_config(config, overrides or [])
     cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
