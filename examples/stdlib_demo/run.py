@@ -6,18 +6,19 @@ both predictions are printed, whatever they are, and runs/demo/report.html shows
 """
 
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from evenload.cli.run_files import read_run
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.report.html import write_report
+from evenload.report.run_figures import comparison_row, typical_meaning
 from evenload.report.run_report import RunReport
 from evenload.report.table import comparison_table
 
@@ -62,7 +63,7 @@ def main() -> None:
         ),
     )
     console.rule("result")
-    show(console, rows, best)
+    show(console, rows, best, typical_meaning(sections[0].metrics))
     console.print("\n".join(["ledger of documents and tokens", *facts[0].ledger]))
     console.print(
         f"\nopen {OUTPUT / 'report.html'} in a browser; {OUTPUT / 'trace.json'} at ui.perfetto.dev "
@@ -110,36 +111,14 @@ def train(sources: list[str], tokenizer: Path, strategy: str, output: Path, *mor
         sys.exit(code)
 
 
-def comparison_row(section) -> dict:
-    """Medians over the steps; the first step warms caches up and is left out."""
-    rows = section.metrics[1:] or section.metrics
-
-    def median(key: str) -> float:
-        return statistics.median(float(row[key]) for row in rows)
-
-    return {
-        "name": section.name,
-        "feasible": True,
-        "measured_step_time_s": median("step_time_s"),
-        "mean_step_time_s": median("predicted_step_time_s"),
-        "measured_tokens_per_s": median("tokens_per_s"),
-        "bubble_fraction": median("bubble_fraction"),
-        "imbalance_forward": median("imbalance_forward"),
-        "imbalance_backward": median("imbalance_backward"),
-        "peak_memory_bytes": int(max(float(row["peak_memory_bytes"]) for row in rows)),
-        "final_loss": section.metrics[-1]["loss"],
-        "layout": section.metrics[-1]["layout"],
-    }
-
-
-def show(console: Console, rows: list[dict], best: str) -> None:
+def show(console: Console, rows: list[dict[str, Any]], best: str, meaning: str) -> None:
     """Both runs, measured and predicted."""
     console.print(comparison_table(rows, best))
     ours, theirs = rows
     console.print(
         f"measured: {theirs['name']} / {ours['name']} = "
         f"{theirs['measured_step_time_s'] / ours['measured_step_time_s']:.2f}; predicted: "
-        f"{theirs['mean_step_time_s'] / ours['mean_step_time_s']:.2f} (medians over the steps after the first)"
+        f"{theirs['mean_step_time_s'] / ours['mean_step_time_s']:.2f} (of each run {meaning})"
     )
 
 

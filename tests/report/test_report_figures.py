@@ -2,8 +2,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.report.figures import loss_figure, metric_column, step_time_figure, tokens_per_s_figure
+from evenload.report.figures import loss_figure, step_time_figure, tokens_per_s_figure
 from evenload.report.pack_time_figure import pack_time_figure, relative_times
+from evenload.report.run_figures import metric_column
 from evenload.report.time_split_figure import time_split_figure
 from evenload.types.pack_times import pack_times
 from evenload.types.time_split import CAUSE_LABELS
@@ -105,7 +106,7 @@ def test_stacked_parts_add_up_to_the_step_time_and_causes_of_nothing_are_left_ou
     assert [bar.name for bar in figure.data] == ["useful work", "padding", "dependency"]
     assert [sum(bar.x[i] for bar in figure.data) for i in range(2)] == [3.5, 5.5]
     notes = [annotation.text for annotation in figure.layout.annotations]
-    assert notes == ["3.50 s, 85.7 % useful", "5.50 s, 54.5 % useful"]
+    assert notes == ["3.50 s predicted, 85.7 % useful", "5.50 s predicted, 54.5 % useful"]
     assert figure.data[1].customdata[0] == "500 ms, 14.3 % of the step"
 
 

@@ -6,7 +6,7 @@ resampling. Predicted is dashed and grey; measured is solid. User texts are esca
 reads a small HTML subset in names.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from evenload.report.metrics_file import MetricRow, latest_per_step
 from evenload.report.palette import MEASURED, PREDICTED, series_style
+from evenload.report.run_figures import metric_column
 
 _CURVE_PX = 300
 # From this many steps on markers hide the line.
@@ -48,11 +49,6 @@ def step_time_figure(rows: Sequence[MetricRow]) -> go.Figure:
     _dress_curve(figure, "step", "step time")
     figure.update_yaxes(rangemode="tozero", tickformat="~s", ticksuffix="s")
     return figure
-
-
-def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
-    """One key of metrics rows as float64[num_rows]; `None` becomes NaN, a gap in a line."""
-    return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
 
 
 def _metric_figure(runs: Mapping[str, Sequence[MetricRow]], key: str, y_title: str, y_format: str) -> go.Figure:

@@ -14,7 +14,7 @@ import numpy as np
 
 from evenload.errors import ConfigError
 from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
-from evenload.report.figures import loss_figure, metric_column, step_time_figure, tokens_per_s_figure
+from evenload.report.figures import loss_figure, step_time_figure, tokens_per_s_figure
 from evenload.report.length_figures import (
     READ_CLASSES,
     READ_CUMULATIVE,
@@ -24,6 +24,7 @@ from evenload.report.length_figures import (
 from evenload.report.metrics_file import MetricRow, latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import figure_html, page_html
+from evenload.report.run_figures import largest, metric_column, typical, typical_meaning
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.time_split_figure import time_split_figure
@@ -46,10 +47,10 @@ _READ_PACKS = (
     "1.000 is perfectly even, 1.300 loses up to 30 %. Few packs are drawn one by one."
 )
 _READ_SPLIT = (
-    "Every bar is a step of the average device, from left to right: useful work (the lower bound, equal for all "
-    "strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the end of "
-    "the step. The parts add up to the step time. Point at a part for its seconds and share; click a name to take a "
-    "cause out."
+    "Every bar is the predicted step of the average device, from left to right: useful work (the lower bound, equal "
+    "for all strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the "
+    "end of the step. The parts add up to the step time. Point at a part for its seconds and share; click a name to "
+    "take a cause out."
 )
 
 
@@ -75,6 +76,7 @@ def render_report(report: RunReport) -> str:
     if report.comparison:
         blocks.append("<h2>Comparison</h2>")
         blocks.append(_comparison(report.comparison, report.best))
+        blocks.append(_comparison_note(trained))
     blocks += _notes(report.sections)
     blocks += _overview(report)
     step_view = step_view_html(report.sections, report.best, _refused(report))
@@ -116,10 +118,11 @@ def _overview(report: RunReport) -> list[str]:
     refused = _refused(report)
     names = {section.name: f"{section.name} *" if section.name in refused else section.name for section in sections}
     remark = " * exceeds memory: what it would take, were there more." if refused else ""
-    splits = {names[section.name]: section.time_split for section in sections if section.time_split is not None}
-    if splits:
-        figure = time_split_figure(splits)
-        blocks.append(figure_html("all-split", "Where the time goes", _READ_SPLIT + remark, figure))
+    split = [section for section in sections if section.time_split is not None]
+    if split:
+        figure = time_split_figure({names[one.name]: one.time_split for one in split if one.time_split is not None})
+        which = _read_split_of(split)
+        blocks.append(figure_html("all-split", "Where the time goes, predicted", _READ_SPLIT + which + remark, figure))
     with_times = {names[section.name]: section.timelines() for section in sections if section.steps}
     if with_times:
         figure = pack_time_figure(with_times)
@@ -129,6 +132,17 @@ def _overview(report: RunReport) -> list[str]:
         blocks.append(figure_html("all-speed", "Tokens per second", _READ_TOKENS, tokens_per_s_figure(trained)))
         blocks.append(figure_html("all-loss", "Loss", _READ_LOSS, loss_figure(trained)))
     return blocks if len(blocks) > 1 else []
+
+
+def _read_split_of(sections: Sequence[RunSection]) -> str:
+    """Of which step of the trained runs the predicted split is."""
+    steps = {section.name: section.steps[-1].step for section in sections if section.metrics and section.steps}
+    if not steps:
+        return ""
+    shown = ", ".join(f"{escape(name)} step {step}" for name, step in steps.items())
+    return (
+        f" Of trained runs the bars are <b>predicted</b> too, for the last step ({shown}); what it took stands below."
+    )
 
 
 def _training(identifier: str, section: RunSection) -> list[str]:
@@ -158,21 +172,23 @@ def _training(identifier: str, section: RunSection) -> list[str]:
 
 
 def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
-    """(name, HTML value) of the numbers a reader asks for first; medians over the steps."""
+    """(name, HTML value) of the numbers a reader asks for first, each with what it is."""
     rows = latest_per_step(section.metrics)
-    measured, predicted = _median(rows, "step_time_s"), _median(rows, "predicted_step_time_s")
+    measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     off = measured / predicted - 1 if measured is not None and predicted else None
+    meaning = typical_meaning(rows)
     return [
         ("steps", f"{len(rows):,}"),
-        ("loss", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
+        ("loss, last step", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
         (
-            "step time, median",
-            f"{format_seconds(measured)}<small>predicted {format_seconds(predicted)}, {format_change(off)}</small>",
+            "step time, measured",
+            f"{format_seconds(measured)}<small>{meaning}; predicted {format_seconds(predicted)}, "
+            f"{format_change(off)}</small>",
         ),
-        ("tokens/s, median", f"{format_count(_median(rows, 'tokens_per_s'))}<small>real tokens</small>"),
-        ("bubble, median", format_percent(_median(rows, "bubble_fraction"))),
-        ("memory, peak", _measured_and_predicted_peak(rows)),
-        ("data wait, median", format_seconds(_median(rows, "data_wait_s"))),
+        ("tokens/s, measured", f"{format_count(typical(rows, 'tokens_per_s'))}<small>{meaning}; real tokens</small>"),
+        ("bubble, measured", f"{format_percent(typical(rows, 'bubble_fraction'))}<small>{meaning}</small>"),
+        ("memory, peak of all steps", _measured_and_predicted_peak(rows)),
+        ("data wait", f"{format_seconds(typical(rows, 'data_wait_s'))}<small>{meaning}</small>"),
     ]
 
 
@@ -181,7 +197,7 @@ def _loss(row: MetricRow) -> str:
 
 
 def _measured_and_predicted_peak(rows: Sequence[MetricRow]) -> str:
-    measured, predicted = _maximum(rows, "peak_memory_bytes"), _maximum(rows, "predicted_peak_memory_bytes")
+    measured, predicted = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     return f"{format_bytes(measured)}<small>predicted {format_bytes(predicted)}</small>"
 
 
@@ -193,6 +209,17 @@ def _prediction_error(rows: Sequence[MetricRow]) -> str:
         return " No step has both numbers."
     error = float(np.abs(predicted[known] / measured[known] - 1).mean())
     return f" Mean absolute error of the prediction over {int(known.sum()):,} steps: <b>{format_percent(error)}</b>."
+
+
+def _comparison_note(trained: Sequence[tuple[str, RunSection]]) -> str:
+    """What the numbers of trained runs in the comparison are; nothing for predictions, whose columns say it."""
+    meanings = {typical_meaning(section.metrics) for _, section in trained}
+    if not meanings:
+        return ""
+    return (
+        f"<p>Times, tokens/s, bubble and max/mean are the {escape(' or '.join(sorted(meanings)))} of each run, "
+        "measured unless the heading says predicted; memory is the measured peak of all steps.</p>"
+    )
 
 
 def _comparison(rows: Sequence[Mapping[str, object]], best: str) -> str:
@@ -233,15 +260,3 @@ def _definitions(kind: str, pairs: Sequence[tuple[str, str]]) -> str:
         for name, value in pairs
     )
     return f'<dl class="{kind}">{"".join(entries)}</dl>'
-
-
-def _median(rows: Sequence[MetricRow], key: str) -> float | None:
-    values = metric_column(rows, key)
-    values = values[~np.isnan(values)]
-    return float(np.median(values)) if len(values) else None
-
-
-def _maximum(rows: Sequence[MetricRow], key: str) -> float | None:
-    values = metric_column(rows, key)
-    values = values[~np.isnan(values)]
-    return float(values.max()) if len(values) else None

@@ -95,7 +95,7 @@ Evenload.stepControls = (() => {
   const heading = (panel, first, names) => {
     const { timeline } = panel;
     const title = [names.length > 1 ? names[panel.section] : "", panel.origin].filter(Boolean).join(", ");
-    const facts = [`step ${seconds(timeline.stepTimeS)}`];
+    const facts = [`step ${panel.step}: ${seconds(timeline.stepTimeS)}`];
     if (panel !== first && first.timeline.stepTimeS > 0) {
       const ratio = timeline.stepTimeS / first.timeline.stepTimeS;
       facts[0] += panel.section === first.section && first.origin === "predicted"

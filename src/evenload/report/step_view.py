@@ -103,16 +103,23 @@ def _section(section: RunSection, blocks: list[str], best: str, refused: Collect
         views = {origin: _add(blocks, timeline_block(timeline)) for origin, timeline in view.timelines().items()}
         plan = _add(blocks, plan_block(view.plan)) if view.plan else None
         steps.append({"step": view.step, "views": views, "plan": plan})
-    times = next(iter(section.timelines().values()))
-    mean_s = sum(timeline.step_time_s for timeline, _ in times) / len(times)
-    mark = " ★" if section.name == best else ""
-    over = ", does not fit" if section.name in refused else ""
     return {
         "name": section.name,
-        "label": f"{section.name}{mark} ({format_seconds(mean_s)}{over})",
+        "label": _label(section, is_best=section.name == best, is_refused=section.name in refused),
         "limitBytes": section.memory_limit_bytes,
         "steps": steps,
     }
+
+
+def _label(section: RunSection, *, is_best: bool, is_refused: bool) -> str:
+    """A choice in the page. Trained runs have no time here: the view shows single steps, the comparison the run."""
+    label = f"{section.name} ★" if is_best else section.name
+    remarks = ["does not fit"] if is_refused else []
+    if not section.metrics:
+        origin, times = next(iter(section.timelines().items()))
+        mean_s = sum(timeline.step_time_s for timeline, _ in times) / len(times)
+        remarks.insert(0, f"{format_seconds(mean_s)} {origin}")
+    return f"{label} ({', '.join(remarks)})" if remarks else label
 
 
 def _add(blocks: list[str], block: Block) -> dict[str, Any]:

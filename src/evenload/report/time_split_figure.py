@@ -1,4 +1,4 @@
-"""Where the time of a step goes: one stacked bar a strategy, its parts adding up to the step time.
+"""Where the predicted time of a step goes: one stacked bar a strategy, its parts adding up to the step time.
 
 Useful work is blue; what computing costs on top of it is light blue to yellow; waiting inside pipelines red to violet,
 transfers green, the end of the step brown. The same cause has the same colour in every report.
@@ -53,7 +53,7 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> go.Figure:
         figure.add_annotation(
             x=split.total_s(),
             y=name,
-            text=f"{format_seconds(split.total_s())}, {format_percent(useful)} useful",
+            text=f"{format_seconds(split.total_s())} predicted, {format_percent(useful)} useful",
             xanchor="left",
             xshift=6,
             showarrow=False,
@@ -70,10 +70,10 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> go.Figure:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, zeroline=False, fixedrange=True)
     # Room on the right for the numbers.
     figure.update_xaxes(
-        range=[0, longest_s * 1.22 or 1],
+        range=[0, longest_s * 1.3 or 1],
         tickformat="~s",
         ticksuffix="s",
         zeroline=False,
-        title_text="seconds of a step, mean over devices and steps",
+        title_text="predicted seconds of a step, mean over devices and steps",
     )
     return figure
