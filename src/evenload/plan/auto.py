@@ -75,9 +75,7 @@ def plan_auto(problems: Sequence[StepProblem], rivals: Sequence[Rival]) -> Plann
         plans.append((problem, found.choices()))
     failure: Exception | None = None
     try:
-        plans.append(
-            plan_slimpack(problems, lambda problem: replace(slimpack_rules(problem), known=known.get(id(problem))))
-        )
+        plans.append(plan_slimpack(problems, lambda problem: known.get(id(problem))))
     except (ConfigError, InfeasiblePlanError) as error:
         failure = error
     for rival in rivals:

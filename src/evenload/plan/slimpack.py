@@ -6,15 +6,17 @@
                            slices of a document last-first (§4.1.2)
               symmetric    chain-free slices used in both directions (`plan.chain_free`; ours, oracle §3)
     order     PackFlow word with and without the injected forward (§4.2), and the memory-capped list schedule
-    choose    by simulated makespan among the candidates within memory (§4.3)
+    choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
+              open, each is searched alone and the faster step is taken, so that an open choice is never the slower one
+              (one search over both was: it preferred a slow even cut of one schedule to a fast uneven one of the other)
 
 Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
 monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
 when to come back and its memory grows (oracle §5). Without a pipeline, packs of whole documents are tried too, and
 for documents that replicas share. DP-Merge (`plan.dp_merge`) where the options allow it and the step is faster.
 
-The replica with the most work rates every (m, cuts, order); the others, which hold nearly equal work, the best of
-those; then replicas are evened out (`plan.step_search`).
+The replica with the most work rates every (m, cuts), and other orders of the best; the others, which hold nearly equal
+work, the best of those; then replicas are evened out (`plan.step_search`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +25,10 @@ from functools import partial
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.dp_balance import assign_replicas
 from evenload.plan.dp_merge import merge_documents, other_merges
-from evenload.plan.levels import CLOSE, rank_levels
+from evenload.plan.levels import CLOSE, rank_levels, worst_score
 from evenload.plan.pack_counts import pack_counts
 from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.replica_search import ReplicaSearch, TrialScore
+from evenload.plan.replica_search import KnownScores, ReplicaSearch, TrialScore
 from evenload.plan.step_search import FoundStep, SearchRules, search_merged, search_step
 from evenload.plan.trial_space import ORDERS, Cut, Order, Setting, Trial
 
@@ -37,18 +39,20 @@ EVEN_REPLICAS = 1.01
 """Max/mean time of replicas above which merging documents is tried."""
 EFFICIENT = 0.97
 """Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
+SCHEDULES = ("list", "word")
+"""What `plan.options.schedule` "choose" chooses from."""
 SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
 
 def plan_slimpack(
-    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules] | None = None
+    problems: Sequence[StepProblem], known_of: Callable[[StepProblem], KnownScores | None] = lambda _: None
 ) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
     """The step under the policies that suit it best, and one choice per replica.
 
     Args:
         problems: the step under every level of `plan.policies` that may be used, all stored first.
-        rules_of: default: `slimpack_rules`.
+        known_of: scores that other searches of a problem found.
 
     Raises:
         ConfigError: a bidirectional model, whose documents cannot be sliced.
@@ -59,14 +63,23 @@ def plan_slimpack(
             f"strategy slimpack: model {problems[0].costs.model.name} is bidirectional, every token sees the whole "
             "document, so documents cannot be sliced; use padded, best_fit or balanced"
         )
-    steps = search_levels(problems, rules_of or slimpack_rules)
+    options = problems[0].options
+    steps = []
+    for orders in (_orders(schedule) for schedule in SCHEDULES if options.schedule in (schedule, "choose")):
+        found = search_levels(
+            problems, lambda problem, orders=orders: slimpack_rules(problem, orders, known_of(problem))
+        )
+        steps += found[:1]
     if not steps:
-        options = problems[0].options
         raise InfeasiblePlanError(
             f"strategy slimpack: no number of packs meets max_pack_tokens {options.max_pack_tokens} with "
             f"slices of at least {options.min_slice_tokens} tokens; raise the one or lower the other"
         )
-    problem, found = steps[0]
+    if any(found.blocks for _, found in steps):
+        # What phases take together is known when they are joined; before that, only an upper bound.
+        planned = [(problem, found.choices()) for problem, found in steps]
+        return min(planned, key=lambda one: worst_score(one[1]))
+    problem, found = min(steps, key=lambda step: step[1].worth()[:2])
     return problem, found.choices()
 
 
@@ -93,14 +106,22 @@ def _best_worth(steps: list[tuple[StepProblem, FoundStep]]) -> tuple[int, float]
     return min(found.worth()[:2] for _, found in steps)
 
 
-def slimpack_rules(problem: StepProblem) -> SearchRules:
-    """Every setting under one order, the best ones under all."""
-    orders = _orders(problem)
+def slimpack_rules(
+    problem: StepProblem, orders: Sequence[Order] | None = None, known: KnownScores | None = None
+) -> SearchRules:
+    """Every setting under one order, the best ones under all.
+
+    Args:
+        orders: default: those that the options allow.
+        known: scores that other searches of the problem found.
+    """
+    orders = _orders(problem.options.schedule) if orders is None else orders
     return SearchRules(
-        first=_first_trials,
+        first=partial(_first_trials, order=orders[0]),
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
         worth=partial(_worth, problem),
         shared=SHARED_TRIALS,
+        known=known,
     )
 
 
@@ -151,7 +172,7 @@ def _worth(problem: StepProblem, score: TrialScore) -> tuple[int, float]:
     return score.excess_bytes, score.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
 
 
-def _first_trials(search: ReplicaSearch) -> list[Trial]:
+def _first_trials(search: ReplicaSearch, order: Order) -> list[Trial]:
     """Every setting that the options allow."""
     options, layout = search.problem.options, search.problem.layout
     counts = pack_counts(int(search.num_tokens.sum()), layout.pp, options.candidates, options.max_pack_tokens)
@@ -161,10 +182,8 @@ def _first_trials(search: ReplicaSearch) -> list[Trial]:
     elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks):
         # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
         cuts = (*cuts, "whole")
-    order = _orders(search.problem)[0]
     return [Trial(Setting(cut, count), order) for count in counts for cut in cuts]
 
 
-def _orders(problem: StepProblem) -> list[Order]:
-    wanted = problem.options.schedule
-    return [order for order in ORDERS if wanted == "choose" or order.startswith(wanted)]
+def _orders(schedule: str) -> list[Order]:
+    return [order for order in ORDERS if schedule == "choose" or order.startswith(schedule)]
