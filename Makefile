@@ -9,8 +9,11 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
 
+# Processes by the hundred import the same modules; compiling those anew in each costs minutes.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: .venv/dev check  ## everything CI checks
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=15
 
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check
@@ -40,6 +43,6 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	@touch $@
 
-.venv/dev: .venv/train
+.venv/dev: .venv/bin/python $(SOURCES)  # holds all of .venv/train
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch .venv/train $@

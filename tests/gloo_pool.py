@@ -1,7 +1,7 @@
 """A pool of real processes that run functions as `torch.distributed` ranks over gloo.
 
-Starting a process with torch and transformers takes seconds; the pool starts its processes once and
-gives every case a fresh process group of the size it needs.
+Starting a process with torch and transformers takes seconds; the pool starts its processes once, all of them from one
+that has imported everything already, and gives every case a fresh process group of the size it needs.
 """
 
 import gc
@@ -16,7 +16,9 @@ class GlooPool:
     """Processes are started as they are needed, up to the largest world a test asks for."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        # Tests that lose ranks start theirs from the same server.
+        self._context.set_forkserver_preload(["lost_rank_cases", "matrix_cases", "training_cases"])
         self._workers = []
         self._directory = tempfile.TemporaryDirectory()
         self._cases = 0
@@ -66,6 +68,7 @@ def _work(connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    frozen = False
     while (task := connection.recv()) is not None:
         rank, world_size, store, function, arguments = task
         try:
@@ -81,4 +84,8 @@ def _work(connection) -> None:
         # Groups in reference cycles keep their threads, which wake a hundred times a second each: after some hundred
         # cases the machine would do nothing else.
         gc.collect()
+        if not frozen:
+            # What the first case imported stays for good: going through it after every case takes longer than most do.
+            gc.freeze()
+            frozen = True
         connection.send(answer)
