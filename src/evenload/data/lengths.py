@@ -4,48 +4,104 @@ Counting tokenises every document once, in file order, before anything is split,
 (`evenload plan --overlong` decides about those). Price: one pass over the source; 8 bytes per document.
 """
 
-import gzip
-import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
-import fsspec
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.number_files import holds_numbers, read_numbers
 from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import open_part
+from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
+from evenload.types.length_unit import LengthUnit
 
 _CHUNK_RECORDS = 64
+NUMBERS = "none: the file holds lengths"
+TOKEN_IDS = "none: the records hold token ids"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LengthTable:
+    """Lengths of documents, and what they count.
+
+    Args:
+        lengths: int64[num_documents], each at least 1.
+        unit: "bytes" where documents were counted without a tokeniser, end of document included.
+        tokenizer: which, in words.
+    """
+
+    lengths: NDArray[np.int64]
+    unit: LengthUnit
+    tokenizer: str
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
-    """Lengths of documents in tokens.
+    """int64[num_documents] of `read_length_table`."""
+    return read_length_table(source, config).lengths
+
+
+def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
+    """Lengths of documents.
 
     Args:
-        source: a `.npy` or `.npy.gz` of integers, a `.txt` of one length a line, or a text source (file,
-            directory, glob such as `docs/*.txt`, fsspec URL) whose documents are counted.
+        source: a file of numbers (`data.number_files`: .npy, .txt of one length a line, .csv, .json, ...), or a text
+            source (file, directory, glob such as `docs/*.txt`, fsspec URL) whose documents are counted.
         config: how a text source is read (format, text column, tokeniser, end-of-document token, corrupt
             records); its `sources` are not used. Default: bytes with an end-of-document token.
 
     Returns:
-        int64[num_documents], each at least 1. Empty documents have no length and are left out.
+        Empty documents have no length and are left out.
 
     Raises:
-        ConfigError: the source does not exist.
+        ConfigError: the source does not exist; a tokeniser for a file of numbers.
         DataError: not integers, not one-dimensional, a length below 1, or no lengths at all.
     """
-    if source.endswith((".npy", ".npy.gz")):
-        lengths = _read_npy(source)
-    elif source.endswith(".txt") and "*" not in source:
-        lengths = _read_txt(source)
-    else:
-        base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
-        lengths = np.fromiter(_count(msgspec.structs.replace(base, sources=(source,))), dtype=np.int64)
+    base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
+    # A .npy of token ids, and a file whose format is named, are documents.
+    if holds_numbers(source) and base.format == "auto" and base.record == "text":
+        lengths = read_numbers(source)
+        if lengths is not None:
+            if base.tokenizer is not None:
+                raise ConfigError(
+                    f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is "
+                    f"'{base.tokenizer}'; leave --tokenizer out, or name the documents themselves"
+                )
+            return LengthTable(lengths=_checked(lengths, source), unit="tokens", tokenizer=NUMBERS)
+    return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+
+
+def count_documents(config: DataConfig, origin: str) -> LengthTable:
+    """Lengths of the documents that a run with these data settings reads in an epoch.
+
+    Args:
+        origin: names the data in messages.
+
+    Raises:
+        ConfigError: parts of a mixture that are repeated by weight, so that there is no such thing as all documents;
+            sources without files, a tokeniser that cannot be used.
+        DataError: a record that cannot be read, or no documents.
+    """
+    if config.mixture_end == "repeat":
+        raise ConfigError(
+            f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
+            'table of documents; give one part as LENGTHS, or set data.mixture_end = "once"'
+        )
+    tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
+    parts = mixture_configs(config)
+    lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
+    if trains_given_ids(config):
+        return LengthTable(lengths=_checked(lengths, origin), unit="tokens", tokenizer=TOKEN_IDS)
+    unit: LengthUnit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
+    return LengthTable(lengths=_checked(lengths, origin), unit=unit, tokenizer=describe_tokenizer(tokenizer))
+
+
+def _checked(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
     if not len(lengths):
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:
@@ -56,54 +112,8 @@ def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.in
     return lengths
 
 
-def _read_npy(source: str) -> NDArray[np.int64]:
-    content = _read_bytes(source)
-    try:
-        if source.endswith(".gz"):
-            content = gzip.decompress(content)
-        values = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as err:
-        raise DataError(f"{source} is not a numpy array file: {err}; write it with numpy.save") from err
-    if not isinstance(values, np.ndarray) or values.ndim != 1:
-        shape = getattr(values, "shape", "no array")
-        raise DataError(f"{source} has shape {shape}; lengths are a one-dimensional array, one entry per document")
-    if values.dtype.kind not in "iu":
-        raise DataError(f"{source} has dtype {values.dtype}; lengths are integers, so save it as int32 or int64")
-    if len(values) and int(values.max()) > np.iinfo(np.int64).max:
-        raise DataError(f"{source}: length {values.max()} does not fit int64")
-    return values.astype(np.int64)
-
-
-def _read_txt(source: str) -> NDArray[np.int64]:
-    lengths: list[int] = []
-    for number, line in enumerate(_read_bytes(source).splitlines(), start=1):
-        if line.isspace() or not line:
-            continue
-        try:
-            lengths.append(int(line))
-        except ValueError as err:
-            shown = line[:40].decode("utf-8", errors="replace")
-            raise DataError(
-                f"{source}:{number}: '{shown}' is not a length; a .txt holds one integer per line "
-                "(to count the tokens of text files, name their directory or a glob such as 'docs/*.txt')"
-            ) from err
-    return np.array(lengths, dtype=np.int64)
-
-
-def _read_bytes(source: str) -> bytes:
-    try:
-        filesystem, path = fsspec.url_to_fs(source)
-        return filesystem.cat_file(path)
-    except FileNotFoundError as err:
-        raise ConfigError(f"lengths file '{source}' does not exist") from err
-    except ImportError as err:
-        raise ConfigError(f"lengths file '{source}' needs a package that is not installed: {err}") from err
-    except OSError as err:
-        raise DataError(f"lengths file '{source}' cannot be read: {err}") from err
-
-
-def _count(config: DataConfig) -> Iterator[int]:
-    encoder = open_encoder(config)
+def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
+    encoder = open_encoder(config, tokenizer)
     files = open_part(config)
     for segment in files.segments:
         file, reader = files.files[segment.file], files.readers[segment.file]
