@@ -1,8 +1,8 @@
 """`read_numbers`: document lengths from files that hold numbers: .npy, .txt, .csv, .tsv, .json, .jsonl, also with .gz.
 
 A table must have one column of whole numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused in
-words, because a table that is read as if it were a document gives one length that looks right. Only .jsonl may also hold
-documents; its first record tells. Price: a file of numbers is held in memory whole.
+words, because a table that is read as if it were a document gives one length that looks right. Only .jsonl may hold
+documents, too; its first record tells. Price: a file of numbers is held in memory whole.
 """
 
 import csv
