@@ -33,7 +33,8 @@ from evenload.profile.calibrate import calibrate
 from evenload.runtime.config import load_train_config
 from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.mesh import create_mesh
-from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.simulate.memory_ledger import memory_ledger
 from evenload.types.cluster import LinkSpec
 from evenload.types.pipeline import action_columns

@@ -17,7 +17,8 @@ from evenload.check.verdict import Verdict
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.config import TrainConfig, load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
-from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import Trainer, model_spec
 
 CAP_BYTES = 2**34
 

@@ -12,7 +12,8 @@ from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint import load_checkpoint, run_tensors
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
-from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import Trainer, model_spec
 
 
 def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:

@@ -8,7 +8,8 @@ import torch
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import create_mesh
-from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
 

@@ -15,8 +15,9 @@ from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import create_mesh
+from evenload.runtime.run_layout import layout_of
 from evenload.runtime.stage import PipelineStage
-from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.runtime.trainer import Trainer, model_spec
 
 PLACES = {"transfer": (PipelineStage, "forward"), "planning": (StepPlanner, "propose")}
 """What the lost rank was about to call."""

@@ -13,7 +13,8 @@ from evenload.check.survey import survey_batches
 from evenload.check.verdict import Verdict, exit_code
 from evenload.runtime.config import load_train_config
 from evenload.runtime.hf_model import load_config
-from evenload.runtime.trainer import layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import model_spec
 from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
 

@@ -20,7 +20,8 @@ from evenload.profile.calibrate import calibrate
 from evenload.runtime.config import load_train_config
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.mesh import create_mesh
-from evenload.runtime.trainer import Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import Trainer, model_spec
 from lost_rank_cases import run_rank
 from training_cases import STEPS, plain_losses, write_training_config
 

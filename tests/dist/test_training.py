@@ -14,7 +14,7 @@ from evenload.data.state import decode_state
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint import Progress
 from evenload.runtime.config import load_train_config
-from evenload.runtime.trainer import layout_of
+from evenload.runtime.run_layout import layout_of
 from training_cases import STEPS, plain_losses, write_training_config
 
 

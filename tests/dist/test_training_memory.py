@@ -11,7 +11,7 @@ from dist_training import memory_steps, train_steps
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.config import load_train_config
-from evenload.runtime.trainer import layout_of
+from evenload.runtime.run_layout import layout_of
 from training_cases import STEPS, plain_losses, write_training_config
 
 

@@ -21,7 +21,8 @@ from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.mesh import Mesh
-from evenload.runtime.trainer import layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import model_spec
 from evenload.types.document import Document
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 

@@ -44,9 +44,10 @@ def check_command(
         from evenload.data.tokenize import open_tokenizer
         from evenload.runtime.config import load_train_config
         from evenload.runtime.device import require_device
+        from evenload.runtime.run_layout import layout_of
         from evenload.runtime.run_tokenizer import tokenizer_fact
         from evenload.runtime.start_checks import require_runnable
-        from evenload.runtime.trainer import layout_of, model_spec
+        from evenload.runtime.trainer import model_spec
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")
@@ -85,7 +86,8 @@ def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) 
 
     from evenload.check.run_checks import run_checks
     from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
-    from evenload.runtime.trainer import Trainer, layout_of, model_spec
+    from evenload.runtime.run_layout import layout_of
+    from evenload.runtime.trainer import Trainer, model_spec
 
     layout = layout_of(scope.config, model_spec(scope.config).num_layers)
     users = layout_of(config, model_spec(config).num_layers)

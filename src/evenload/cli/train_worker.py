@@ -13,7 +13,8 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.config import TrainConfig
-from evenload.runtime.trainer import StepReport, Trainer, layout_of, model_spec
+from evenload.runtime.run_layout import layout_of
+from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.types.scaled_units import format_bytes
 
 

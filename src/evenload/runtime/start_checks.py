@@ -13,9 +13,10 @@ from evenload.plan.strategies import require_trainable
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_no_window
 from evenload.runtime.hf_model import load_config
+from evenload.runtime.run_layout import layout_of
 from evenload.runtime.run_tokenizer import require_tokenizer
 from evenload.runtime.tensor_weights import require_tensor_parallel
-from evenload.runtime.trainer import layout_of, model_spec
+from evenload.runtime.trainer import model_spec
 from evenload.types.layout import ParallelLayout
 
 

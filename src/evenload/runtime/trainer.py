@@ -37,18 +37,16 @@ from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.rank_model import build_rank_models
 from evenload.runtime.recipes import attention_soft_cap, router_aux_loss_coef
+from evenload.runtime.run_layout import BYTES_PER_ELEMENT
 from evenload.runtime.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.step_metrics import step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.runtime.torch_peers import TorchPeers
 from evenload.runtime.trace import gather_timeline
-from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,28 +74,11 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     hf = load_config(config.model.path)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    spec = model_from_hf_config(hf.to_dict(), name, _BYTES[config.model.dtype])
+    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
     if config.model.lora is None:
         return spec
     adapters = adapter_parameters_per_layer(spec, config.model.lora)
     return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapters)
-
-
-def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
-    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
-
-    Raises:
-        ConfigError: more stages than layers, or stages that do not hold all layers.
-    """
-    p = config.parallel
-    if p.stage_layers is None:
-        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual)
-    if sum(p.stage_layers) != num_layers:
-        raise ConfigError(
-            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
-            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
-        )
-    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
 
 
 class Trainer:
