@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
-from evenload.errors import CheckpointError
+from evenload.errors import CheckpointError, ConfigError
 from evenload.runtime.checkpoint import load_checkpoint, run_tensors
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
@@ -89,3 +89,13 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     return [
         name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
     ]
+
+
+def resume_error(config_file: str, overrides: list[str]) -> str:
+    """What refuses to resume, or ""."""
+    trainer, _ = make_trainer(config_file, overrides)
+    try:
+        trainer.resume()
+    except ConfigError as error:
+        return str(error)
+    return ""

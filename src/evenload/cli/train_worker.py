@@ -12,6 +12,7 @@ from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
+from evenload.runtime.checkpoint import skipped_checkpoints
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import StepReport, Trainer, model_spec
@@ -122,5 +123,7 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
+    for line in skipped_checkpoints(Path(config.train.output_dir) / "checkpoints", resumed):
+        console.print(f"evenload: warning: {line}", soft_wrap=True)
     if resumed is not None:
         console.print(f"resumed from {resumed} after {trainer.steps_done} steps")

@@ -6,7 +6,11 @@ A checkpoint is a directory `step-<n>` with
                            whole tensor (`checkpoint_pieces`), so any layout can load them; random states by rank
     loader.json            where the loader stands, ledger included; global and small (positions, no text)
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
-    progress.json          steps done, layout, state of the planner; written last: without it there is no checkpoint
+    progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
+                           there is no checkpoint
+
+The number of steps stands in the directory's name, in progress.json and among the tensors; where they differ, something
+was changed or mixed, and the checkpoint is refused.
 
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
 so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
@@ -16,6 +20,7 @@ Resuming at the same layout is exact to the bit; at another, up to summation ord
 Price: reading takes what the disk gives; a rank reads only its own stage.
 """
 
+import hashlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -26,12 +31,12 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.plan.delay import DelayState
+from evenload.runtime.checkpoint_metadata import CheckedReader, read_metadata
 from evenload.runtime.checkpoint_pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
@@ -42,6 +47,7 @@ from evenload.types.base import Frozen
 PROGRESS_FILE = "progress.json"
 LOADER_FILE = "loader.json"
 COST_FILE = "cost.json"
+STEPS_TENSOR = "run.steps_done"
 
 
 class Progress(Frozen):
@@ -51,11 +57,13 @@ class Progress(Frozen):
         steps_done: optimizer steps taken.
         layout: that saved, as `ParallelLayout.describe` says it.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
+        loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
     steps_done: int
     layout: str
     planner: DelayState = DelayState()
+    loader_digest: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,18 +84,28 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
     """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
 
     Raises:
-        ConfigError: not a complete checkpoint, of another version, or of another model.
+        ConfigError: not a complete checkpoint, changed after it was saved, of another version, or of another model.
     """
     position = _read_position(path)
+    metadata = read_metadata(path)
     tensors = run_tensors(buffers, optimizer, mesh)
     random_states = {}
     if position.progress.layout == mesh.layout.describe():
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = metadata.state_dict_metadata
         random_states = {name: state for name, state in random_tensors(mesh).items() if name in saved}
+    steps = torch.zeros(1, dtype=torch.int64)
     try:
-        load(tensors | random_states, checkpoint_id=path, planner=PieceLoadPlanner(), process_group=mesh.control)
+        load(
+            tensors | random_states | {STEPS_TENSOR: whole_tensor(steps)},
+            storage_reader=CheckedReader(path, metadata),
+            planner=PieceLoadPlanner(),
+            process_group=mesh.control,
+        )
     except CheckpointException as error:
-        raise ConfigError(f"checkpoint {path} does not fit the configured model: {first_failure(error)}") from error
+        raise ConfigError(
+            f"checkpoint {path} is damaged or does not fit the configured model: {first_failure(error)}"
+        ) from error
+    _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors")
     optimizer.set_num_steps(position.progress.steps_done)
     _restore_random({name: state.pieces[0].local for name, state in random_states.items()}, mesh)
     return position
@@ -101,10 +119,30 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """All complete ones, fewest steps first."""
+    return [path for path in _named_checkpoints(directory) if (path / PROGRESS_FILE).is_file()]
+
+
+def _named_checkpoints(directory: Path) -> list[Path]:
     named = (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
-    return sorted(
-        (path for path in named if (path / PROGRESS_FILE).is_file()), key=lambda path: int(path.name.split("-")[1])
-    )
+    return sorted(named, key=_steps_in_name)
+
+
+def _steps_in_name(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
+    """Why directories that are named like newer checkpoints than the one that is resumed from are not.
+
+    Args:
+        taken: the checkpoint that the run goes on from; None = it starts from the beginning.
+    """
+    instead = f"going on from {taken.name}" if taken is not None else "starting from the beginning"
+    return [
+        f"{path} is not a complete checkpoint (no {PROGRESS_FILE}, which is written last) and is passed over; {instead}"
+        for path in _named_checkpoints(directory)
+        if (taken is None or _steps_in_name(path) > _steps_in_name(taken)) and not (path / PROGRESS_FILE).is_file()
+    ]
 
 
 def checkpoint_path(directory: Path, steps_done: int) -> Path:
@@ -154,6 +192,11 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
             shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
             tensors[f"optimizer.{name}.{kind}"] = TensorPieces(shape, pieces, False, elsewhere)
     return tensors
+
+
+def steps_tensor(steps_done: int, mesh: Mesh) -> dict[str, TensorPieces]:
+    """The number of steps beside the tensors that so many steps made; written by rank 0."""
+    return {STEPS_TENSOR: whole_tensor(torch.tensor([steps_done]))} if mesh.rank == 0 else {}
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
@@ -208,10 +251,27 @@ def _read_position(path: Path) -> RunPosition:
             f"checkpoint {path} cannot be read by this version of Evenload: {error}; go on with the version that wrote "
             "it, or start anew in another train.output_dir"
         ) from error
+    if re.fullmatch(r"step-\d{8,}", path.name):
+        _require_same_steps(path, progress.steps_done, _steps_in_name(path), "its name")
+    if progress.loader_digest != hashlib.sha256(loader).hexdigest():
+        raise ConfigError(
+            f"checkpoint {path} was changed after it was saved: {LOADER_FILE} is not the one that {PROGRESS_FILE} "
+            "belongs to, so documents would be repeated or left out; restore both, or remove this checkpoint to go on "
+            "from the one before"
+        )
     costs = path / COST_FILE
     return RunPosition(
         progress=progress, loader=loader, coefficients=read_coefficients(costs) if costs.is_file() else None
     )
+
+
+def _require_same_steps(path: Path, steps_done: int, others: int, where: str) -> None:
+    if steps_done != others:
+        raise ConfigError(
+            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} says that {steps_done} steps are done, "
+            f"{where} {'say' if where.endswith('s') else 'says'} {others}; restore it, or remove this checkpoint to go "
+            "on from the one before"
+        )
 
 
 def _placed(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:

@@ -12,6 +12,7 @@ Price: the loop waits for one copy in memory (`stall_s`); host memory holds weig
 the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/0018.
 """
 
+import hashlib
 import os
 import shutil
 import threading
@@ -42,8 +43,10 @@ from evenload.runtime.checkpoint import (
     random_tensors,
     remove_leftovers,
     run_tensors,
+    steps_tensor,
     tensors_to_write,
 )
+from evenload.runtime.checkpoint_metadata import METADATA_FILE
 from evenload.runtime.checkpoint_pieces import Piece, PieceSavePlanner, TensorPieces
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.optimizer import ShardedAdamW
@@ -93,7 +96,7 @@ class CheckpointWriter:
             from_s: `time.perf_counter()` when training stopped for this save.
         """
         assert self._thread is None, "one save at a time"
-        tensors = self._stage()
+        tensors = self._stage(position.progress.steps_done)
         stall_s = time.perf_counter() - from_s
         # A daemon: when training fails, the process must end although this thread may wait for a dead rank.
         self._thread = threading.Thread(
@@ -125,10 +128,10 @@ class CheckpointWriter:
             raise outcome
         return outcome
 
-    def _stage(self) -> dict[str, TensorPieces]:
+    def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
         """Copies of this rank's part, in buffers that stay."""
         mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
-        mine |= random_tensors(self._mesh)
+        mine |= random_tensors(self._mesh) | steps_tensor(steps_done, self._mesh)
         for name, part in mine.items():
             if name not in self._staged:
                 copies = (Piece(piece.offsets, _host_buffer(piece.local)) for piece in part.pieces)
@@ -182,10 +185,11 @@ class CheckpointWriter:
         (partial / LOADER_FILE).write_bytes(position.loader)
         if position.coefficients is not None:
             write_coefficients(partial / COST_FILE, position.coefficients)
-        for name in (LOADER_FILE, COST_FILE, ".metadata"):
+        for name in (LOADER_FILE, COST_FILE, METADATA_FILE):
             if (partial / name).is_file():
                 _sync(partial / name)
-        (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(position.progress))
+        progress = msgspec.structs.replace(position.progress, loader_digest=hashlib.sha256(position.loader).hexdigest())
+        (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
         _sync(partial / PROGRESS_FILE)
         _sync(partial)
         final = checkpoint_path(self._directory, position.progress.steps_done)
