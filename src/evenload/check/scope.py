@@ -7,6 +7,7 @@ user's own batches and model.
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.trainer import model_spec
+from evenload.runtime.weight_files import INDEX_FILE, stored_weights
 
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10
@@ -53,7 +55,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
     if layers < model.num_layers:
         notes.append(f"first {layers} of {model.num_layers} layers")
-        _write_short_model(Path(settings.path), directory / "model", layers)
+        _write_short_model(Path(settings.path), directory / "model", layers, random_init=settings.random_init)
         settings = msgspec.structs.replace(settings, path=str(directory / "model"))
         parallel = msgspec.structs.replace(parallel, stage_layers=None)
     if settings.router_aux_loss_coef is None or settings.router_aux_loss_coef:
@@ -115,8 +117,8 @@ def _kept_layers(config: TrainConfig, num_layers: int, parameters_per_layer: int
     return min(num_layers, max(stages, 2, int(_MAX_PARAMETERS // parameters_per_layer)))
 
 
-def _write_short_model(path: Path, directory: Path, layers: int) -> None:
-    """A directory with the first layers' config.json and links to all weights, of which only those are read."""
+def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
+    """A directory with the first layers' config.json and, unless weights are random, their weights."""
     source = path if path.is_dir() else path.parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -127,7 +129,20 @@ def _write_short_model(path: Path, directory: Path, layers: int) -> None:
         if isinstance(value, list) and len(value) == num_layers:
             settings[key] = value[:layers]
     (directory / "config.json").write_text(json.dumps(settings))
-    if path.is_dir():
-        for file in source.iterdir():
-            if ".safetensors" in file.name:
-                (directory / file.name).symlink_to(file.resolve())
+    if not random_init:
+        _link_weights(source, directory, layers)
+
+
+def _link_weights(source: Path, directory: Path, layers: int) -> None:
+    """Links to the files, and an index that leaves out the other layers' tensors."""
+    stored = stored_weights(source)
+    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name) < layers}
+    for file in sorted(set(kept.values())):
+        (directory / file).symlink_to((source / file).resolve())
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": kept}))
+
+
+def _layer_of(name: str) -> int:
+    """Index of a tensor's layer; -1 for those of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found.group(1)) if found else -1

@@ -14,6 +14,7 @@ from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint import skipped_checkpoints
 from evenload.runtime.config import TrainConfig
+from evenload.runtime.recipes import position_warning
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.types.scaled_units import format_bytes
@@ -123,6 +124,8 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
+    if warning := position_warning(trainer.hf_config, config.data.max_document_tokens):
+        console.print(f"evenload: warning: {warning}", soft_wrap=True)
     for line in skipped_checkpoints(Path(config.train.output_dir) / "checkpoints", resumed):
         console.print(f"evenload: warning: {line}", soft_wrap=True)
     if resumed is not None:

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from evenload.runtime.hf_weights import stored_tensors
 from evenload.runtime.lora import write_adapter
 from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import Mesh
 from evenload.runtime.parameter_units import FlatBuffer
 from evenload.runtime.recipes import check_supported
 from evenload.runtime.tensor_weights import join_parts, tensor_split
+from evenload.runtime.weight_files import stored_tensors
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ not on the layout, so that every layout starts from the same weights. With LoRA,
 filled layers and everything else is frozen.
 """
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_weights import fill_constants, initialise_weights, load_weights
@@ -22,6 +24,7 @@ from evenload.runtime.lora import add_adapters
 from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.recipes import ReplayRecipe, check_supported
 from evenload.runtime.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.weight_files import StoredTensor, require_fitting, stored_weights
 
 
 @dataclass(eq=False)
@@ -111,7 +114,7 @@ def load_config(path: str) -> PretrainedConfig:
     """The model's configuration from a directory or a `config.json`.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: no such file, or one that transformers cannot read.
         UnsupportedModelError: an architecture or option that replay does not run exactly.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -119,9 +122,63 @@ def load_config(path: str) -> PretrainedConfig:
         raise ConfigError(
             f"model.path '{path}': no config.json there; give a Hugging Face directory or its config.json"
         )
-    config = AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
+    try:
+        # Code that a directory brings along is never run.
+        config = AutoConfig.from_pretrained(
+            file.parent if file.name == "config.json" else file, trust_remote_code=False
+        )
+    except Exception as error:  # transformers has no common class
+        raise ConfigError(
+            f"model.path '{path}': transformers cannot read {file.name} ({' '.join(str(error).split())})"
+        ) from error
     check_supported(config)
     return config
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The whole model without memory.
+
+    Raises:
+        ConfigError: transformers cannot make it from this configuration.
+    """
+    pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
+    if pad is not None and not -vocab_size <= pad < vocab_size:
+        raise ConfigError(
+            f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null; documents are "
+            "never padded, so nothing else depends on it"
+        )
+    for key in ("hidden_act", "hidden_activation"):
+        function = getattr(config, key, None)
+        if isinstance(function, str) and function not in ACT2FN:
+            near = difflib.get_close_matches(function, ACT2FN, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "most decoders have 'silu'"
+            raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # whatever a module does with a number it cannot use
+        raise ConfigError(
+            f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
+        ) from error
+
+
+def require_model(config: PretrainedConfig, weights: str | None) -> None:
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's; reads headers only.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as `empty_model`, `stored_weights` and `require_fitting`.
+    """
+    whole = empty_model(config)
+    if weights is not None:
+        _fitting_weights(config, whole, Path(weights))
+
+
+def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
+    stored = stored_weights(directory)
+    experts = check_supported(config).expert_names
+    require_fitting(stored, whole, directory, experts, tied=bool(config.tie_word_embeddings))
+    return stored
 
 
 def build_stage_model(
@@ -148,12 +205,12 @@ def build_stage_model(
 
     Raises:
         UnsupportedModelError: a layer holds a module that replay does not know, or that tp cannot cut.
-        ConfigError: the weights lack a needed tensor, adapters fit nowhere, or sizes do not divide by tp.
+        ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
     recipe = check_supported(config)
     require_tensor_parallel(config, tp)
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    whole = empty_model(config, dtype)
+    stored = {} if weights is None else _fitting_weights(config, whole, Path(weights))
     decoder: Any = whole.model
     is_first, is_last = layers[0] == 0, layers[1] == config.num_hidden_layers
     kept = {index: decoder.layers[index] for index in range(*layers)}
@@ -195,7 +252,7 @@ def build_stage_model(
             initialise_weights(whole, {name: module}, seed)
             module.to(device)
         else:
-            load_weights({name: module}, Path(weights), tied=tied_copy, experts=recipe.expert_names)
+            load_weights({name: module}, Path(weights), stored, tied=tied_copy, experts=recipe.expert_names)
         if tp > 1 and lora is None:
             split_weights([(name, module)], tp_rank, tp)
     fill_constants(modules)

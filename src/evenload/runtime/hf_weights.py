@@ -1,12 +1,11 @@
 """Weights of a stage's modules: from a Hugging Face directory, or from a seed.
 
 In files every expert has three matrices of its own, in transformers' modules all experts of a layer are two tensors.
-`stored_tensors` is the one place that knows: it names the parts of a parameter as files do, as views, so that reading
-copies into them and export copies out of them.
+`weight_files.stored_tensors` is the one place that knows: it names the parts of a parameter as files do, as views, so
+that reading copies into them and export copies out of them.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from evenload.errors import ConfigError
 from evenload.runtime.recipes import ExpertNames
+from evenload.runtime.weight_files import StoredTensor, stored_parts
 
 _UNIT_OF_PREFIX = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 2}
 
@@ -44,61 +43,33 @@ def unit_seed(prefix: str, seed: int) -> int:
 
 
 def load_weights(
-    modules: dict[str, nn.Module | None], directory: Path, *, tied: bool, experts: ExpertNames | None
+    modules: dict[str, nn.Module | None],
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    *,
+    tied: bool,
+    experts: ExpertNames | None,
 ) -> None:
     """Copy tensors from a Hugging Face safetensors directory into the modules.
 
     Args:
         modules: by their name in the model; None is skipped.
+        stored: what the directory holds, after `require_fitting`.
         tied: the head is the embedding.
         experts: names of experts in files.
-
-    Raises:
-        ConfigError: no safetensors there, or a tensor is missing or has another shape.
     """
-    where = _tensor_files(directory)
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
     for prefix, module in modules.items():
         if module is None or (prefix == "lm_head" and tied):
             continue
         for name, parameter in module.named_parameters(prefix=prefix):
-            # A directory may also hold the fused tensors of transformers' modules.
-            parts = [(name, parameter.detach())] if name in where else stored_tensors(name, parameter.detach(), experts)
-            for stored, view in parts:
-                if stored not in where:
-                    raise ConfigError(
-                        f"{directory}: no tensor '{stored}'; is this the directory of the configured model?"
-                    )
-                by_file.setdefault(where[stored], []).append((stored, view))
+            for part, view in stored_parts(stored, name, parameter.detach(), experts):
+                by_file.setdefault(stored[part].file, []).append((part, view))
     with torch.no_grad():
         for file, wanted in by_file.items():
             with safe_open(directory / file, framework="pt") as tensors:
                 for name, view in wanted:
-                    tensor = tensors.get_tensor(name)
-                    if tensor.shape != view.shape:
-                        raise ConfigError(
-                            f"{directory / file}: '{name}' has shape {tuple(tensor.shape)}, the model needs "
-                            f"{tuple(view.shape)}"
-                        )
-                    view.copy_(tensor)
-
-
-def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in files, view) of the parts of a parameter; itself for all but experts and what stands beside them."""
-    if experts is None or ".mlp." not in name:
-        yield name, tensor
-        return
-    stem, part = name.replace(".mlp.", f".{experts.block}.").rsplit(".", 1)
-    if not stem.endswith(".experts"):
-        yield f"{stem}.{part}", tensor
-        return
-    for index, weight in enumerate(tensor.unbind(0)):
-        if part == "down_proj":
-            yield f"{stem}.{index}.{experts.down}.weight", weight
-        else:
-            gate, up = weight.chunk(2, dim=0)
-            yield f"{stem}.{index}.{experts.gate}.weight", gate
-            yield f"{stem}.{index}.{experts.up}.weight", up
+                    view.copy_(tensors.get_tensor(name))
 
 
 def fill_constants(modules: dict[str, nn.Module | None]) -> None:
@@ -106,18 +77,3 @@ def fill_constants(modules: dict[str, nn.Module | None]) -> None:
     for module in modules.values():
         if module is not None and isinstance(getattr(module, "embed_scale", None), Tensor):
             module.embed_scale.fill_(module.scalar_embed_scale)  # type: ignore[operator,union-attr]
-
-
-def _tensor_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(
-            f"{directory}: neither model.safetensors nor model.safetensors.index.json; "
-            "set model.random_init = true to train from scratch"
-        )
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single.name)

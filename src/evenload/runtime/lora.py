@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.hf_weights import unit_seed
 from evenload.runtime.lora_config import LoraConfig, target_linears
+from evenload.runtime.weight_files import read_header, require_plain
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
 """Names of the modules that hold an adapter's two matrices."""
@@ -97,22 +98,31 @@ def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:
 def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig) -> None:
     if not (directory / _CONFIG_FILE).is_file() or not (directory / _WEIGHTS_FILE).is_file():
         raise ConfigError(f"model.lora.path '{directory}': no {_CONFIG_FILE} and {_WEIGHTS_FILE} there")
-    saved = json.loads((directory / _CONFIG_FILE).read_text())
-    _refuse_other_adapters(saved, directory)
-    if (saved["r"], float(saved["lora_alpha"])) != (lora.rank, lora.alpha):
+    stored = read_header(directory / _WEIGHTS_FILE)
+    try:
+        saved = json.loads((directory / _CONFIG_FILE).read_bytes())
+        rank, alpha = saved["r"], float(saved["lora_alpha"])
+    except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"model.lora.path '{directory}' has rank {saved['r']} and alpha {saved['lora_alpha']}, model.lora.rank is "
+            f"{directory / _CONFIG_FILE} is no configuration of a LoRA adapter ({type(error).__name__}: {error}); "
+            "fetch it again"
+        ) from error
+    _refuse_other_adapters(saved, directory)
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        raise ConfigError(
+            f"model.lora.path '{directory}' has rank {rank} and alpha {alpha}, model.lora.rank is "
             f"{lora.rank} and model.lora.alpha {lora.alpha}; they must be the same"
         )
+    wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
+    here = {name.split(".")[2] for name in parameters}
+    for name, tensor in sorted(stored.items()):
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if name not in wanted and (layer is None or layer.group(1) in here):
+            raise ConfigError(f"{directory}: '{name}' is not among the configured model.lora.target_modules")
+        require_plain(tensor, name, directory)
     with safe_open(directory / _WEIGHTS_FILE, framework="pt") as tensors, torch.no_grad():
-        names = set(tensors.keys())
-        pattern = "|".join(re.escape(f".{index}.") for index in sorted({n.split(".")[2] for n in parameters}))
-        wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
-        extra = sorted(n for n in names if re.search(rf"\.layers({pattern})", n) and n not in wanted)
-        if extra:
-            raise ConfigError(f"{directory}: '{extra[0]}' is not among the configured model.lora.target_modules")
         for name, parameter in wanted.items():
-            if name not in names:
+            if name not in stored:
                 raise ConfigError(f"{directory}: no tensor '{name}'; does model.lora.target_modules fit this adapter?")
             tensor = tensors.get_tensor(name)
             if tensor.shape != parameter.shape:

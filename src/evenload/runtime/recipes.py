@@ -109,6 +109,13 @@ def check_supported(config: PretrainedConfig) -> ReplayRecipe:
             f"model architecture '{architecture}' is not supported; replay is proven equal to plain training for "
             f"{', '.join(sorted(RECIPES))}"
         )
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
+        raise UnsupportedModelError(
+            f"config.json has a quantization_config ({method}): quantised weights are not trained. Dequantise them "
+            "once (transformers: from_pretrained, dequantize(), save_pretrained) and give that directory; for random "
+            "weights remove the key"
+        )
     if getattr(config, "attention_dropout", 0.0):
         raise UnsupportedModelError(
             f"attention_dropout is {config.attention_dropout}: a dropout mask would differ between forward and "
@@ -132,6 +139,29 @@ def check_supported(config: PretrainedConfig) -> ReplayRecipe:
         )
     _refuse_mixed_layers(config, RECIPES[architecture])
     return RECIPES[architecture]
+
+
+def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
+    """What to say where documents may be longer than what the model's positions are made for; "" where they are not.
+
+    Args:
+        max_document_tokens: the longest document that is trained.
+    """
+    known = getattr(config, "max_position_embeddings", None)
+    if not known:
+        return ""
+    for rope in _ropes(config):
+        reach = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+        known = max(known, int(reach))
+    if max_document_tokens <= known:
+        return ""
+    return (
+        f"documents may have up to {max_document_tokens:,} tokens (data.max_document_tokens), and config.json says "
+        f"max_position_embeddings = {config.max_position_embeddings:,}: weights trained so far have seen no later "
+        "position. Training goes on with plain rotary positions; to keep within what the model knows, lower "
+        'data.max_document_tokens with data.overlong = "split", and to lengthen its context, set '
+        "max_position_embeddings (and rope scaling) in config.json"
+    )
 
 
 def attention_soft_cap(config: PretrainedConfig) -> float:
@@ -186,11 +216,14 @@ def _architecture(config: PretrainedConfig) -> str:
 
 
 def _rope_types(config: PretrainedConfig) -> Iterator[str]:
-    """Of the whole model, or of every kind of layer where they differ (Gemma 3)."""
+    return (rope.get("rope_type", "default") for rope in _ropes(config))
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Rotary settings of the whole model, or of every kind of layer where they differ (Gemma 3)."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [value for value in parameters.values() if isinstance(value, dict)]
-    for one in kinds or [parameters]:
-        yield one.get("rope_type", "default")
+    return kinds or [parameters]
 
 
 def _refuse_mixed_layers(config: PretrainedConfig, recipe: ReplayRecipe) -> None:

@@ -12,7 +12,7 @@ from evenload.cost.coverage import require_covered
 from evenload.plan.strategies import require_trainable
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_no_window
-from evenload.runtime.hf_model import load_config
+from evenload.runtime.hf_model import load_config, require_model
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.run_tokenizer import require_tokenizer
 from evenload.runtime.tensor_weights import require_tensor_parallel
@@ -26,7 +26,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     Raises:
         ConfigError, UnsupportedModelError: they do not; the message says which, and why.
     """
-    require_tensor_parallel(load_config(config.model.path), config.parallel.tp)
+    hf_config = load_config(config.model.path)
+    require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)
     layout = layout_of(config, spec.num_layers)
     require_trainable(config.plan.strategy, layout, config.plan.options)
@@ -38,4 +39,5 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_tokenizer(
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
+    require_model(hf_config, None if config.model.random_init else config.model.path)
     return layout
