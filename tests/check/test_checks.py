@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from check_cases import invariance_verdict, isolation_verdict, resume_verdict
 from dist_training import COSTS
@@ -15,6 +17,7 @@ from evenload.runtime.config import load_train_config
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import model_spec
+from evenload.runtime.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
 
@@ -171,14 +174,18 @@ def test_exit_codes(failed, code):
 def test_a_large_model_is_checked_by_its_first_layers_with_their_own_weights(tmp_path, config_file):
     large = tmp_path / "large"
     tiny_config("qwen3", hidden_size=1024, intermediate_size=4096, num_hidden_layers=9).save_pretrained(large)
-    (large / "model-00001.safetensors").write_bytes(b"weights")
+    names = ["model.norm.weight", *(f"model.layers.{index}.mlp.up_proj.weight" for index in range(9))]
+    save_file({name: torch.full((1,), 7.0) for name in names}, large / "model.safetensors")
+    pretrained = ["model.random_init=false", "data.tokenizer=bytes"]
     scope = checked_scope(
-        load_train_config(config_file, [f"model.path={large}", "parallel.dp=8", "parallel.pp=3"]), tmp_path / "short"
+        load_train_config(config_file, [f"model.path={large}", "parallel.dp=8", "parallel.pp=3", *pretrained]),
+        tmp_path / "short",
     )
     kept = load_config(scope.config.model.path)
     assert kept.num_hidden_layers == 3
     assert len(kept.layer_types) == 3
-    assert (tmp_path / "short" / "model" / "model-00001.safetensors").read_bytes() == b"weights"
+    # The other layers' tensors lie in the same file, and have no place in the shorter model.
+    assert set(stored_weights(tmp_path / "short" / "model")) == set(names[:4])
     assert scope.config.parallel.dp == 2
     assert any("first 3 of 9 layers" in note for note in scope.notes)
     assert any("2 of 8 replicas" in note for note in scope.notes)

@@ -14,6 +14,7 @@ from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint import skipped_checkpoints
 from evenload.runtime.config import TrainConfig
+from evenload.runtime.export_files import tokenizer_note
 from evenload.runtime.recipes import position_warning
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import StepReport, Trainer, model_spec
@@ -58,7 +59,8 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path) -> None:
     console.print(f"checkpoint {trainer.save()}")
     if config.train.export_hf:
         what = "Hugging Face model" if config.model.lora is None else "PEFT adapter"
-        console.print(f"{what} {trainer.export()}")
+        note = "" if config.model.lora else f", {tokenizer_note(config.data, config.model.path)}"
+        console.print(f"{what} {trainer.export()}{note}", soft_wrap=True)
     if files is not None and isinstance(last, StepReport):
         files.finish(last)
         console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from evenload.runtime.export_files import save_tensors
 from evenload.runtime.lora import write_adapter
 from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import Mesh
@@ -38,7 +38,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
         for stored, view in stored_tensors(parameter_name, parameter, experts)
     }
     if tensors:
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        save_tensors(tensors, directory / name)
     sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
     everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, sizes, group=mesh.control)

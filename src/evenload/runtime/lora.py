@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.export_files import save_tensors
 from evenload.runtime.hf_weights import unit_seed
 from evenload.runtime.lora_config import LoraConfig, target_linears
 from evenload.runtime.weight_files import read_header, require_plain
@@ -171,4 +171,4 @@ def write_adapter(directory: Path, tensors: dict[str, Tensor], lora: LoraConfig,
     config.inference_mode = True
     config.save_pretrained(str(directory))
     contiguous = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / _WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(contiguous, directory / _WEIGHTS_FILE)

@@ -23,24 +23,27 @@ from evenload.errors import ConfigError
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def model_directory(model_path: str) -> Path:
-    """The directory of a model that `model.path` names by its directory or its `config.json`."""
+def model_directory(model_path: str) -> Path | None:
+    """The directory of a model that `model.path` names by its directory or its `config.json`.
+
+    None for a file of another name, because such a file may lie anywhere, beside files of other models.
+    """
     path = Path(model_path)
-    return path if path.is_dir() else path.parent
+    if path.is_dir():
+        return path
+    return path.parent if path.name == "config.json" else None
 
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
     """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised.
 
     Args:
-        model_path: `model.path`. The directory of a file with another name than `config.json` is not looked into,
-            because such a file may lie anywhere.
+        model_path: `model.path`.
     """
     if data.tokenizer is not None or trains_given_ids(data):
         return data
-    path = Path(model_path)
     directory = model_directory(model_path)
-    if (path.is_dir() or path.name == "config.json") and (directory / TOKENIZER_FILE).is_file():
+    if directory is not None and (directory / TOKENIZER_FILE).is_file():
         return msgspec.structs.replace(data, tokenizer=str(directory))
     return data
 
@@ -77,7 +80,7 @@ def refuse_bytes(
     cause = (
         f'data.tokenizer is "{BYTES}"'
         if data.tokenizer == BYTES
-        else f"data.tokenizer is not set and {model_directory(model_path)} holds no {TOKENIZER_FILE}"
+        else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
     )
     raise ConfigError(
         f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "

@@ -29,6 +29,7 @@ from evenload.runtime.context_ring import require_ring
 from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
 from evenload.runtime.executor import Executor
+from evenload.runtime.export_files import copy_tokenizer
 from evenload.runtime.hf_export import export_adapter, export_hf
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.lora_config import adapter_parameters_per_layer
@@ -271,6 +272,8 @@ class Trainer:
             export_adapter(output / "adapter", self._buffers, model.lora, model.path, self.mesh)
             return output / "adapter"
         export_hf(output / "model", self.hf_config, self._buffers, self.mesh)
+        if self.mesh.rank == 0:
+            copy_tokenizer(output / "model", self.config.data, model.path)
         return output / "model"
 
     @property
