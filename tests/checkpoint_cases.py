@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError, ConfigError, DataError
 from evenload.runtime.checkpoint import load_checkpoint, run_tensors
 from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
@@ -97,5 +97,16 @@ def resume_error(config_file: str, overrides: list[str]) -> str:
     try:
         trainer.resume()
     except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def training_error(config_file: str, overrides: list[str]) -> str:
+    """What ends a step in words, or ""."""
+    trainer, _ = make_trainer(config_file, overrides)
+    try:
+        for _ in trainer.train(COSTS, 2**34, 1):
+            pass
+    except DataError as error:
         return str(error)
     return ""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_cases import training_error
 from dist_training import train_steps
 from evenload.runtime.config import load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
@@ -40,3 +41,17 @@ def test_losses_do_not_depend_on_workers_or_prefetching(gloo_pool, prompts_file,
         ]  # fmt: skip
         runs[workers, prefetch] = gloo_pool.run(2, train_steps, str(prompts_file), here, STEPS)[0]
     assert runs[0, 0] == runs[0, 1] == runs[2, 4]
+
+
+@pytest.mark.parametrize(("ids", "labels"), [([5, 257, 6], [5, 5, 6]), ([5, 7, 6], [5, 300, 6])])
+def test_ids_and_labels_beyond_the_model_end_the_run_by_file_and_line(gloo_pool, tmp_path, ids, labels):
+    """An embedding of 257 rows; beyond it, memory would be read that belongs to something else."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2 + [{"input_ids": ids, "labels": labels}]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = 'record = "tokens"\nlabels_column = "labels"'
+    config_file = write_training_config(tmp_path, tmp_path / "ids.jsonl", data)
+    message = gloo_pool.run(1, training_error, str(config_file), [])[0]
+    assert "ids.jsonl" in message
+    assert "3" in message.split("ids.jsonl")[1].split("column")[0]
+    assert "must be in 0 .. below the vocabulary's 257" in message
+    assert gloo_pool.run(1, training_error, str(config_file), ["data.on_corrupt=skip"])[0] == ""

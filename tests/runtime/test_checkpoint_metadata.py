@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import evenload
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint import skipped_checkpoints
 from evenload.runtime.checkpoint_metadata import read_metadata
@@ -88,3 +91,11 @@ def test_incomplete_directories_are_named_where_they_would_have_been_taken(tmp_p
     lines = skipped_checkpoints(tmp_path, None)
     assert len(lines) == 3
     assert all(line.endswith("starting from the beginning") for line in lines)
+
+
+def test_nothing_else_reads_pickles():
+    """Only a worker process reads one, from the process that started it."""
+    sources = Path(evenload.__file__).parent
+    pattern = re.compile(r"pickle\.loads?\(|torch\.load\(|allow_pickle=True|weights_only=False|Unpickler\(")
+    found = {file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())}
+    assert found == {"data/reading/worker_process.py", "runtime/checkpoint_metadata.py"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evenload.data.config import DataConfig
 from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
@@ -64,7 +64,7 @@ def test_the_tokeniser_lies_beside_the_model_and_loads(base, exported, named):
     assert (loaded.eos_token, loaded.pad_token, loaded.chat_template) == ("<|endoftext|>", "!", "{{ messages }}")
     assert json.loads((exported / "generation_config.json").read_text()) == {"eos_token_id": 0}
     assert not (exported / "private.txt").exists()
-    assert tokenizer_note(data, str(base)) == f"with the tokeniser of {base}"
+    assert tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
 
 
 def test_a_tokeniser_alone_gets_the_settings_that_load_it(base, exported, tmp_path):
@@ -79,12 +79,26 @@ def test_a_tokeniser_alone_gets_the_settings_that_load_it(base, exported, tmp_pa
     assert (loaded.eos_token, loaded.chat_template) == ("<|endoftext|>", "{{ 1 }}")
 
 
+def test_other_tokens_than_were_trained_are_told(base, exported):
+    """transformers takes its own class for qwen2, which splits numbers into digits; this tokeniser does not."""
+    train_byte_pair_tokenizer([" 12: 2048"] * 3, 270, base / "tokenizer.json")
+    data = data_of(tokenizer=str(base))
+    copy_tokenizer(exported, data, str(base))
+    note = tokenizer_note(exported, data, str(base))
+    assert "warning: AutoTokenizer takes Qwen2Tokenizer for this kind of model and makes other tokens" in note
+    loaded = PreTrainedTokenizerFast.from_pretrained(exported)
+    assert loaded("in 2048", add_special_tokens=False)["input_ids"] == FileTokenizer(base).encode("in 2048").tolist()
+
+
 def test_bytes_leave_nothing_and_say_so(exported, base):
     for data in (data_of(), data_of(tokenizer="bytes")):
         copy_tokenizer(exported, data, str(exported))
-        assert tokenizer_note(data, str(base)) == "without a tokeniser: it trained on plain bytes"
+        assert tokenizer_note(exported, data, str(base)) == "without a tokeniser: it trained on plain bytes"
     assert not (exported / "tokenizer.json").exists()
-    assert tokenizer_note(data_of(record="tokens"), str(exported)) == "without a tokeniser: records hold token ids"
+    assert (
+        tokenizer_note(exported, data_of(record="tokens"), str(exported))
+        == "without a tokeniser: records hold token ids"
+    )
 
 
 def test_an_export_onto_its_own_source_changes_nothing(base):

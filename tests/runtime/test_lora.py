@@ -163,3 +163,20 @@ def test_modules_that_cannot_have_adapters_are_refused(kind, target):
         build_with_adapters(tiny_config(kind), lora)
     with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
         adapter_parameters_per_layer(model_from_hf_config(tiny_config(kind).to_dict(), kind), lora)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", b"{not json", "is no configuration of a LoRA adapter"),
+        ("adapter_config.json", b'{"peft_type": "LORA"}', "is no configuration of a LoRA adapter"),
+        ("adapter_model.safetensors", b"garbage", "is not a safetensors file"),
+    ],
+)
+def test_a_damaged_adapter_is_told_in_words(tmp_path, name, content, message):
+    config = tiny_config("llama")
+    tensors = {n: t for n, t in all_tensors(build_with_adapters(config, LORA)).items() if ".lora_" in n}
+    write_adapter(tmp_path, tensors, LORA, "somewhere")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))

@@ -44,6 +44,8 @@ def check_command(
         from evenload.data.tokenize import open_tokenizer
         from evenload.runtime.config import load_train_config
         from evenload.runtime.device import require_device
+        from evenload.runtime.hf_model import load_config
+        from evenload.runtime.recipes import position_warning
         from evenload.runtime.run_layout import layout_of
         from evenload.runtime.run_tokenizer import tokenizer_fact
         from evenload.runtime.start_checks import require_runnable
@@ -66,6 +68,9 @@ def check_command(
         console.print(
             f"tokenizer {tokenizer_fact(settings.data, tokenizer, model_spec(settings).vocab_size)}", soft_wrap=True
         )
+        hf_config = load_config(settings.model.path)
+        if warning := position_warning(hf_config, settings.data.max_document_tokens):
+            console.print(f"evenload: warning: {warning}", soft_wrap=True)
         require_device(scope.config.train.device, layout.world_size)
         run_local(run_check_worker, (settings, scope, cache, str(answer)), layout.world_size)
         verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])

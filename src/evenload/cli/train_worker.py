@@ -59,8 +59,10 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path) -> None:
     console.print(f"checkpoint {trainer.save()}")
     if config.train.export_hf:
         what = "Hugging Face model" if config.model.lora is None else "PEFT adapter"
-        note = "" if config.model.lora else f", {tokenizer_note(config.data, config.model.path)}"
-        console.print(f"{what} {trainer.export()}{note}", soft_wrap=True)
+        exported = trainer.export()
+        named = mesh.rank == 0 and config.model.lora is None
+        note = f", {tokenizer_note(exported, config.data, config.model.path)}" if named else ""
+        console.print(f"{what} {exported}{note}", soft_wrap=True)
     if files is not None and isinstance(last, StepReport):
         files.finish(last)
         console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from evenload.data.config import DataConfig, trains_given_ids
 from evenload.data.tokenize import BYTES, FileTokenizer, open_tokenizer
@@ -24,6 +25,8 @@ _BESIDE_TOKENIZER = (
     "merges.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
 _MORE_TEMPLATES = "additional_chat_templates"
+# What tokenisers split differently: digits, contractions, runs of white space, other scripts.
+_PROBE = "Chapter 12: it's 2048 words, don't  they\n\n\tsay? naïve 東京 x=[1,2,3];\n"
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -49,13 +52,35 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def tokenizer_note(data: DataConfig, model_path: str) -> str:
-    """What lies beside an exported model, for the line that says where it is."""
+def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
+    """What lies beside an exported model, for the line that says where it is; also where transformers would load other
+    tokens than those that were trained.
+
+    Args:
+        directory: of the exported model.
+    """
     source = tokenizer_source(data, model_path)
     if source is not None:
-        return f"with the tokeniser of {source.parent}"
+        return f"with the tokeniser of {source.parent}{_difference(directory)}"
     return "without a tokeniser: " + (
         "records hold token ids" if trains_given_ids(data) else "it trained on plain bytes"
+    )
+
+
+def _difference(directory: Path) -> str:
+    """transformers has classes of its own for some kinds of models, which split text by their own rules whatever
+    `tokenizer.json` says; published models agree with theirs, a tokeniser that somebody trained need not."""
+    ours = FileTokenizer(directory).encode(_PROBE).tolist()
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        theirs = loaded(_PROBE, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # transformers has no common class
+        return f", which transformers' AutoTokenizer cannot load ({' '.join(str(error).split())})"
+    if theirs == ours:
+        return ""
+    return (
+        f"; warning: AutoTokenizer takes {type(loaded).__name__} for this kind of model and makes other tokens than "
+        "were trained, so load it with PreTrainedTokenizerFast.from_pretrained"
     )
 
 
