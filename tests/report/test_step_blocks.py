@@ -160,7 +160,7 @@ def test_plan_block_holds_every_slice_policy_and_document_left_out():
     named = dict(zip(c["docId"].tolist(), (meta["policies"][i] for i in c["docPolicy"].tolist()), strict=True))
     assert {doc_id for doc_id, policy in named.items() if policy == "recompute"} == {800, 801}
     assert set(named.values()) == {"replay", "recompute"}
-    assert meta["leftOut"] == ["7 (99 tokens): dropped: longer than 5"]
+    assert meta["leftOut"] == ["7 (of length 99): dropped: longer than 5"]
 
 
 def test_a_large_step_takes_few_bytes_a_task():

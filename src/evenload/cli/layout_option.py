@@ -2,6 +2,7 @@
 
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.nearest_name import did_you_mean
 
 _AXES = ("dp", "cp", "pp", "tp", "virtual")
 
@@ -16,8 +17,9 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
     for part in text.split(","):
         axis, separator, value = (piece.strip() for piece in part.partition("="))
         if not separator or axis not in _AXES or not value.isdecimal() or int(value) < 1:
+            hint = "" if axis in _AXES else f"; {did_you_mean(axis, _AXES)}".rstrip("; ")
             raise ConfigError(
-                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as in dp=8,pp=4"
+                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as dp=8,pp=4{hint}"
             )
         if axis in sizes:
             raise ConfigError(f"layout '{text}': {axis} is given twice")

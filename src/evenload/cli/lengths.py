@@ -9,9 +9,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from evenload.cli.length_source import (
+    SOURCE_HELP,
+    IncludeOption,
+    OnCorruptOption,
+    RecordOption,
+    TokenizerOption,
+    length_source,
+    unit_line,
+)
 from evenload.cli.output_file import require_writable, write_output
-from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths
-from evenload.data.lengths import read_lengths
+from evenload.cli.token_count import HELP as COUNTS
+from evenload.cli.token_count import parse_tokens
+from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.lengths_png import write_lengths_png
 from evenload.report.lengths_table import LengthsTable
@@ -21,18 +31,18 @@ PIPED_WIDTH = 140
 
 
 def lengths_command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Document lengths: .npy, .npy.gz, .txt (one a line); or a text source whose documents are counted "
-            "(file, folder, glob, URL).",
-        ),
-    ],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     window: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="A context window in tokens; repeat for several. Default: 4096, 8192, ... 1048576."),
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"A context window; repeat for several. {COUNTS} Default: 4k, 8k, ... 1M.",
+        ),
     ] = None,
+    tokenizer: TokenizerOption = None,
+    record: RecordOption = None,
+    include: IncludeOption = None,
+    on_corrupt: OnCorruptOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures; it needs no network.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture; needs pip install 'evenload\\[png]'.")] = None,
@@ -59,18 +69,24 @@ def lengths_command(
     Exit code: 0 ok, 2 wrong input.
     """
     require_writable(json_file, html, png)
+    windows = tuple(parse_tokens("--window", text) for text in window or ()) or DEFAULT_WINDOWS
+    require_windows(windows)
+    asked = length_source(source, tokenizer=tokenizer, record=record, include=include, on_corrupt=on_corrupt)
     # Counting the tokens of a text source takes time; the spinner shows on terminals only.
     with Console(stderr=True).status(f"reading {escape(source)}"):
-        lengths = read_lengths(source)
-    profile = profile_lengths(lengths, tuple(window) if window else DEFAULT_WINDOWS)
+        table = asked.read()
+    profile = profile_lengths(table.lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
-    title = f"evenload {version('evenload')} lengths: {source}"
-    console.print(title, markup=False, highlight=False, soft_wrap=True)
-    console.print(LengthsTable(profile), highlight=False)
+    title = f"evenload {version('evenload')} lengths: {source} (tokeniser {table.tokenizer})"
+    for line in filter(None, (title, unit_line(table))):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(LengthsTable(profile, table.unit), highlight=False)
     if json_file:
-        content = {"version": version("evenload"), "inputs": {"source": source}, **msgspec.to_builtins(profile)}
+        inputs = {"source": source, "unit": table.unit, "tokenizer": table.tokenizer}
+        content = {"version": version("evenload"), "inputs": inputs, **msgspec.to_builtins(profile)}
         write_output(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    name = f"Document lengths in {table.unit}: {source}"
     if html:
-        write_lengths_page(html, f"Document lengths: {source}", profile)
+        write_lengths_page(html, name, profile, table.unit)
     if png:
-        write_lengths_png(png, f"Document lengths: {source}", profile)
+        write_lengths_png(png, name, profile, table.unit)

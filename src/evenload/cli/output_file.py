@@ -6,14 +6,23 @@ from evenload.errors import ConfigError
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Check the folders of output files; None stands for an option that was not given.
+    """Check output files by opening them; None stands for an option that was not given. Files keep what they hold.
 
     Raises:
-        ConfigError: a folder that does not exist, or a path that is a folder.
+        ConfigError: a folder that does not exist, a path that is a folder, or no right or room to write there.
     """
     for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its folder does not exist or it is a folder")
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_output(path: Path, content: bytes) -> None:

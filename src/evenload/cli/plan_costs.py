@@ -1,7 +1,10 @@
 """What `evenload plan` costs with: a data sheet's numbers, or a cost file that was measured on this model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
@@ -19,12 +22,18 @@ class PlanCosts:
         model: in the precision that was measured, where something was.
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
+        context_exchange: how a run's keys and values of shared documents travel; None = as measured.
     """
 
     model: ModelSpec
     cluster: ClusterSpec
     measured: CostCoefficients | None = None
     origin: str = ""
+    context_exchange: Literal["all_gather", "ring"] | None = None
+
+    def exchanging(self, how: Literal["all_gather", "ring"]) -> "PlanCosts":
+        """The same with keys and values that travel so."""
+        return replace(self, context_exchange=how)
 
     def of(self, layout: ParallelLayout) -> CostCoefficients:
         """Of one layout.
@@ -34,9 +43,12 @@ class PlanCosts:
                 under another tp.
         """
         from_sheet = analytic_coefficients(self.model, self.cluster, layout)  # also checks the layout
-        if self.measured is None:
-            return from_sheet
-        return completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
+        found = from_sheet
+        if self.measured is not None:
+            found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
+        if self.context_exchange is None:
+            return found
+        return msgspec.structs.replace(found, context_exchange=self.context_exchange)
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
         """What was not measured and comes from the cluster's data sheet, one sentence each."""
@@ -45,11 +57,14 @@ class PlanCosts:
         return completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[1]
 
 
-def plan_costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec) -> PlanCosts:
+def plan_costs(
+    cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, *, in_own_precision: bool = False
+) -> PlanCosts:
     """The costs that a plan uses.
 
     Args:
         cost_file: measured; its precision becomes the model's, because the command line names none.
+        in_own_precision: the model's precision is that of a run, so the file has to be of the same.
 
     Raises:
         ConfigError: the file cannot be read, does not say what it was measured on, or is of another model.
@@ -57,6 +72,6 @@ def plan_costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec) -
     if cost_file is None:
         return PlanCosts(model, cluster)
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
-    model = in_measured_precision(model, measured)
+    model = model if in_own_precision else in_measured_precision(model, measured)
     require_measured_on(measured, model, origin)
     return PlanCosts(model, cluster, measured, origin)

@@ -12,6 +12,7 @@ from evenload.plan.global_batch import GlobalBatch
 from evenload.plan.planner import Proposal
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
+from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
 
 
@@ -21,19 +22,21 @@ def plan_report(
     evaluation: Evaluation,
     batches: Sequence[GlobalBatch],
     memory_cap_bytes: int,
+    unit: LengthUnit,
 ) -> RunReport:
     """Everything that was planned.
 
     Args:
         inputs: shown as facts, those that are None left out.
         rows: of the comparison, as in `--json`.
+        unit: of lengths.
     """
     splits = {result.name: result.time_split for result in evaluation.results}
-    notes = {result.name: result.note for result in evaluation.results if result.note}
+    notes = {row["name"]: row["note"] for row in rows if row["note"]}
     lengths = np.array([document.num_tokens for batch in batches for document in batch.documents], np.int64)
     return RunReport(
         title=f"Evenload plan: {inputs['model']} on {inputs['cluster']}",
-        facts=_facts(inputs),
+        facts=_facts(inputs, unit),
         sections=tuple(
             RunSection(
                 name=name,
@@ -48,13 +51,14 @@ def plan_report(
         comparison=tuple(rows),
         best=evaluation.best or "",
         lengths=profile_lengths(lengths, ()) if len(lengths) else None,
+        unit=unit,
     )
 
 
-def _facts(inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str], ...]:
     formats = {"layout": format_layout, "memory_cap_bytes": format_bytes}
     return tuple(
-        (name.removesuffix("_bytes").replace("_", " "), formats.get(name, str)(value))
+        (in_unit(name.removesuffix("_bytes").replace("_", " "), unit), formats.get(name, str)(value))
         for name, value in inputs.items()
         if value is not None
     )

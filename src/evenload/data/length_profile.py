@@ -29,9 +29,7 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
     Raises:
         ConfigError: a window below 1, or lengths that are not as described.
     """
-    bad = [window for window in windows if window < 1]
-    if bad:
-        raise ConfigError(f"window is {bad[0]}, must be at least 1 token")
+    require_windows(windows)
     if not len(lengths) or lengths.min() < 1:
         raise ConfigError("a length profile needs at least one document, and every document at least 1 token")
     values, counts = np.unique(lengths, return_counts=True)
@@ -56,6 +54,17 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
         cumulative=_cumulative(values, documents, tokens, pairs),
         windows=tuple(_window_cut(window, length, count) for window in sorted(set(windows))),
     )
+
+
+def require_windows(windows: Sequence[int]) -> None:
+    """Refuse windows that nothing fits.
+
+    Raises:
+        ConfigError: one below 1.
+    """
+    bad = [window for window in windows if window < 1]
+    if bad:
+        raise ConfigError(f"window is {bad[0]}, must be at least 1 token")
 
 
 def _pairs(num_tokens: int) -> int:

@@ -103,10 +103,10 @@ def search_layouts(
     for done, sizes in enumerate(every):
         on_progress(done, len(every), f"layout {sizes.describe()}")
         layout = _balanced(model, cluster, sizes, batches, coefficients_of)
-        result = _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+        result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
         if not result.feasible and not layout.is_even:
             layout = sizes
-            result = _planned(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+            result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
         found.append((layout, result))
     found.sort(key=lambda pair: _order(pair[1]))
     best = [layout for layout, result in found[:FINALISTS] if result.feasible]
@@ -116,7 +116,7 @@ def search_layouts(
     final: list[LayoutResult] = []
     for layout in best:
         on_progress(len(final), len(best), f"the best again: {layout.describe()}")
-        final.append(_planned(model, cluster, layout, batches, coefficients_of, strategy, long))
+        final.append(planned_layout(model, cluster, layout, batches, coefficients_of, strategy, long))
     rest = [result for layout, result in found if layout not in best]
     # Those planned on all batches stay in front: a time on one batch is no match for a mean.
     fitting = sorted((result for result in final if result.feasible), key=_order)
@@ -170,7 +170,7 @@ def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLa
     return even_layout(model.num_layers, **sizes, virtual=VIRTUAL_STAGES)
 
 
-def _planned(
+def planned_layout(
     model: ModelSpec,
     cluster: ClusterSpec,
     layout: ParallelLayout,
@@ -179,6 +179,7 @@ def _planned(
     strategy: str,
     options: PlanOptions,
 ) -> LayoutResult:
+    """One layout's figures on some batches, or why it is out."""
     sizes = layout_sizes(layout)
     room = usable_bytes(cluster)
     held = static_bytes(model, layout)

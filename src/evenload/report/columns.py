@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from evenload.report.units import format_count, format_layout, format_percent, format_ratio, format_seconds
+from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import MISSING, format_bytes
 from evenload.types.time_split import time_split_from
 
@@ -69,11 +70,15 @@ COLUMNS = (
 _SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens"})
 
 
-def shown_columns(rows: Iterable[Mapping[str, object]]) -> tuple[Column, ...]:
-    """The columns for which any row has a value; counts of bad things only when one is not zero."""
+def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:
+    """The columns for which any row has a value; counts of bad things only when one is not zero.
+
+    Args:
+        unit: of lengths, named by headings and meanings.
+    """
     rows = tuple(rows)
     return tuple(
-        column
+        column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))
         for column in COLUMNS
         if any(
             row.get(column.key) is not None and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)

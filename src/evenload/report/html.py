@@ -29,6 +29,7 @@ from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.time_split_figure import time_split_figure
 from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
+from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
 
 _READ_STEP_TIME = (
@@ -75,7 +76,7 @@ def render_report(report: RunReport) -> str:
         blocks.append(f"<nav>{''.join(links)}</nav>")
     if report.comparison:
         blocks.append("<h2>Comparison</h2>")
-        blocks.append(_comparison(report.comparison, report.best))
+        blocks.append(_comparison(report.comparison, report.best, report.unit))
         blocks.append(_comparison_note(trained))
     blocks += _notes(report.sections)
     blocks += _overview(report)
@@ -85,16 +86,17 @@ def render_report(report: RunReport) -> str:
     for identifier, section in trained:
         blocks += _training(identifier, section)
     if report.lengths is not None:
+        lengths, unit = report.lengths, report.unit
+        classes, cumulative = length_classes_figure(lengths, unit), cumulative_lengths_figure(lengths, unit)
         blocks.append("<h2>Documents of these steps</h2>")
-        blocks.append(figure_html("classes", "Lengths", READ_CLASSES, length_classes_figure(report.lengths)))
-        blocks.append(
-            figure_html("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(report.lengths))
-        )
+        blocks.append(figure_html("classes", "Lengths", in_unit(READ_CLASSES, unit), classes))
+        blocks.append(figure_html("cumulative", "Cumulative shares", in_unit(READ_CUMULATIVE, unit), cumulative))
     if report.ledger:
         blocks.append("<h2>Token ledger</h2>")
         blocks.append("<p>Every token read is trained, masked, deferred or dropped with a reason.</p>")
         blocks.append(f"<pre>{escape(chr(10).join(report.ledger))}</pre>")
-    return page_html(report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if step_view else ())
+    scripts = STEP_VIEW_SCRIPTS if step_view else ()
+    return page_html(report.title, [block for block in blocks if block], scripts, report.unit)
 
 
 def _refused(report: RunReport) -> set[str]:
@@ -222,10 +224,10 @@ def _comparison_note(trained: Sequence[tuple[str, RunSection]]) -> str:
     )
 
 
-def _comparison(rows: Sequence[Mapping[str, object]], best: str) -> str:
+def _comparison(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
-    columns = shown_columns(feasible)
+    columns = shown_columns(feasible, unit)
     heads = "".join(
         f'<th scope="col" title="{escape(column.meaning)}"{_text_class(column.key)}>'
         f"{escape(column.heading).replace(chr(10), '<br>')}</th>"

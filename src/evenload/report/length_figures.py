@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from evenload.report.palette import LENGTH_COLORS
 from evenload.report.units import format_power_of_two
 from evenload.types.length_profile import LengthProfile
+from evenload.types.length_unit import LengthUnit, in_unit
 
 READ_CLASSES = (
     "Documents by length, in classes of powers of two. Blue counts documents, orange their tokens, green the "
@@ -28,7 +29,7 @@ _HEIGHT_PX = 340
 _NAMES = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
 
 
-def length_classes_figure(profile: LengthProfile) -> go.Figure:
+def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> go.Figure:
     """Share of documents, tokens and attention work by length class, three bars a class."""
     figure = go.Figure()
     labels = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
@@ -39,19 +40,21 @@ def length_classes_figure(profile: LengthProfile) -> go.Figure:
                 x=[format_power_of_two(c.start) for c in profile.classes],
                 y=[count / getattr(profile, key) for count in counts],
                 customdata=[[label, f"{count:,}"] for label, count in zip(labels, counts, strict=True)],
-                name=name,
+                name=in_unit(name, unit),
                 marker={"color": LENGTH_COLORS[key], "line": {"width": 0}},
-                hovertemplate=f"%{{customdata[0]}} tokens: %{{y:.2%}} of {name} (%{{customdata[1]}})<extra></extra>",
+                hovertemplate=in_unit(
+                    f"%{{customdata[0]}} tokens: %{{y:.2%}} of {name} (%{{customdata[1]}})<extra></extra>", unit
+                ),
             )
         )
-    _dress(figure, "length from (tokens; every class ends where the next begins)", "share")
+    _dress(figure, in_unit("length from (tokens; every class ends where the next begins)", unit), "share")
     figure.update_layout(barmode="group", bargap=0.22, bargroupgap=0.02)
     # As text: a class is a place on the axis, not a number between others.
     figure.update_xaxes(type="category")
     return figure
 
 
-def cumulative_lengths_figure(profile: LengthProfile) -> go.Figure:
+def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> go.Figure:
     """Share of documents, tokens and attention work in documents up to a length."""
     figure = go.Figure()
     lengths = [point.length for point in profile.cumulative]
@@ -60,13 +63,13 @@ def cumulative_lengths_figure(profile: LengthProfile) -> go.Figure:
             go.Scatter(
                 x=lengths,
                 y=[getattr(point, key) for point in profile.cumulative],
-                name=name,
+                name=in_unit(name, unit),
                 mode="lines",
                 line={"color": LENGTH_COLORS[key], "width": 2.2, "shape": "hv"},
-                hovertemplate=f"{name} %{{y:.2%}}<extra></extra>",
+                hovertemplate=in_unit(f"{name} %{{y:.2%}}<extra></extra>", unit),
             )
         )
-    _dress(figure, "up to this length (tokens)", "share")
+    _dress(figure, in_unit("up to this length (tokens)", unit), "share")
     figure.update_layout(hovermode="x unified")
     low, high = profile.shortest.bit_length() - 1, profile.longest.bit_length()
     ticks = [2**k for k in range(low, high + 1, 1 if high - low < 12 else 2)]
@@ -74,12 +77,12 @@ def cumulative_lengths_figure(profile: LengthProfile) -> go.Figure:
         type="log",
         tickvals=ticks,
         ticktext=[format_power_of_two(tick) for tick in ticks],
-        unifiedhovertitle={"text": "up to %{x:,} tokens"},
+        unifiedhovertitle={"text": in_unit("up to %{x:,} tokens", unit)},
     )
     return figure
 
 
-def window_cuts_figure(profile: LengthProfile) -> go.Figure:
+def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> go.Figure:
     """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     figure = go.Figure()
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
@@ -99,12 +102,12 @@ def window_cuts_figure(profile: LengthProfile) -> go.Figure:
                 x=windows,
                 y=[count / getattr(profile, total) for count in counts],
                 customdata=[f"{count:,}" for count in counts],
-                name=name,
+                name=in_unit(name, unit),
                 marker={"color": LENGTH_COLORS[total], "line": {"width": 0}},
-                hovertemplate=f"window %{{x}}: %{{y:.2%}} {template} (%{{customdata}})<extra></extra>",
+                hovertemplate=in_unit(f"window %{{x}}: %{{y:.2%}} {template} (%{{customdata}})<extra></extra>", unit),
             )
         )
-    _dress(figure, "context window (tokens)", "share cut")
+    _dress(figure, in_unit("context window (tokens)", unit), "share cut")
     figure.update_layout(barmode="group", bargap=0.28, bargroupgap=0.02)
     figure.update_xaxes(type="category")
     return figure

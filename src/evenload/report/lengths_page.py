@@ -15,23 +15,27 @@ from evenload.report.length_figures import (
 from evenload.report.page import figure_html, page_html
 from evenload.report.units import format_count, format_share
 from evenload.types.length_profile import LengthProfile
+from evenload.types.length_unit import LengthUnit, in_unit
 
 
-def write_lengths_page(path: str | os.PathLike[str], title: str, profile: LengthProfile) -> None:
+def write_lengths_page(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
     """Write the page, about 5 MB.
 
     Args:
         title: plain text, for example the source.
+        unit: of lengths.
     """
-    blocks = [
-        f"<h1>{escape(title)}</h1>",
-        _tiles(profile),
-        figure_html("classes", "Where the documents and the work are", READ_CLASSES, length_classes_figure(profile)),
-        figure_html("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
+    figures = [
+        ("classes", "Where the documents and the work are", READ_CLASSES, length_classes_figure(profile, unit)),
+        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
     ]
     if profile.windows:
-        blocks.append(figure_html("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
-    Path(path).write_text(page_html(title, blocks), encoding="utf-8")
+        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
+    blocks = [figure_html(name, heading, in_unit(read, unit), figure) for name, heading, read, figure in figures]
+    head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
+    Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 
 
 def _tiles(profile: LengthProfile) -> str:

@@ -9,14 +9,20 @@ from evenload.errors import ConfigError
 from evenload.report.palette import LENGTH_COLORS
 from evenload.report.units import format_power_of_two
 from evenload.types.length_profile import LengthProfile
+from evenload.types.length_unit import LengthUnit, in_unit
 
 _INCHES = (9.0, 9.6)
 _DOTS_PER_INCH = 130
 _KEYS = (("documents", "documents"), ("tokens", "tokens"), ("attention_pairs", "attention work"))
 
 
-def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthProfile) -> None:
+def write_lengths_png(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
     """Write three panels: shares by length class, cumulative shares, what windows cut.
+
+    Args:
+        unit: of lengths.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -39,11 +45,15 @@ def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthP
         classes,
         [format_power_of_two(c.start) for c in profile.classes],
         [
-            (name, LENGTH_COLORS[key], [100 * getattr(c, key) / getattr(profile, key) for c in profile.classes])
+            (
+                in_unit(name, unit),
+                LENGTH_COLORS[key],
+                [100 * getattr(c, key) / getattr(profile, key) for c in profile.classes],
+            )
             for key, name in _KEYS
         ],
     )
-    classes.set_xlabel("length from (tokens)")
+    classes.set_xlabel(in_unit("length from (tokens)", unit))
     for key, name in _KEYS:
         cumulative.step(
             [point.length for point in profile.cumulative],
@@ -51,11 +61,11 @@ def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthP
             where="post",
             color=LENGTH_COLORS[key],
             linewidth=1.8,
-            label=name,
+            label=in_unit(name, unit),
         )
     cumulative.set_xscale("log", base=2)
     cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
-    cumulative.set_xlabel("up to this length (tokens)")
+    cumulative.set_xlabel(in_unit("up to this length (tokens)", unit))
     panels = [(classes, "share, %"), (cumulative, "share, %")]
     if cuts is not None:
         _grouped_bars(
@@ -63,7 +73,7 @@ def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthP
             [format_power_of_two(cut.window) for cut in profile.windows],
             [
                 (
-                    name,
+                    in_unit(name, unit),
                     LENGTH_COLORS[key],
                     [100 * getattr(cut, field) / getattr(profile, key) for cut in profile.windows],
                 )
@@ -74,7 +84,7 @@ def write_lengths_png(path: str | os.PathLike[str], title: str, profile: LengthP
                 )
             ],
         )
-        cuts.set_xlabel("context window (tokens)")
+        cuts.set_xlabel(in_unit("context window (tokens)", unit))
         panels.append((cuts, "share cut, %"))
     for axes, label in panels:
         axes.set_ylabel(label)

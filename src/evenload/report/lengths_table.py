@@ -15,6 +15,7 @@ from rich.text import Text
 
 from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.length_profile import HeaviestHalf, LengthProfile
+from evenload.types.length_unit import LengthUnit, in_unit
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 _BAR_COLORS = {"documents": "blue", "tokens": "dark_orange", "attention": "green4"}
@@ -27,17 +28,21 @@ class LengthsTable:
     """A rich renderable; see the module."""
 
     profile: LengthProfile
+    unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Totals, histogram, windows."""
-        yield from _totals(self.profile)
+        yield from (Text(in_unit(line.plain, self.unit), style=line.style) for line in _totals(self.profile))
         yield Text()
-        yield _histogram(self.profile, options.max_width, console, options)
+        yield _histogram(self.profile, options.max_width, console, options, self.unit)
         if self.profile.windows:
-            yield _windows(self.profile)
+            yield _windows(self.profile, self.unit)
             yield Text(
-                "work: query-key pairs of causal attention. Truncating to a window loses the tokens beyond, "
-                "splitting the work across pieces.",
+                in_unit(
+                    "work: query-key pairs of causal attention. Truncating to a window loses the tokens beyond, "
+                    "splitting the work across pieces.",
+                    self.unit,
+                ),
                 style="bright_black",
             )
 
@@ -58,26 +63,30 @@ def _half(half: HeaviestHalf, profile: LengthProfile) -> str:
     return f"{which} ({share}), of {half.shortest:,} tokens{'' if half.documents == 1 else ' and more'}"
 
 
-def _histogram(profile: LengthProfile, max_width: int, console: Console, options: ConsoleOptions) -> Table:
+def _histogram(
+    profile: LengthProfile, max_width: int, console: Console, options: ConsoleOptions, unit: LengthUnit
+) -> Table:
     """As wide as the terminal; a cut number is a wrong number, so where it is narrow the last columns are left out."""
     for is_wide in (True, False):
-        bare = Measurement.get(console, options.update(max_width=10_000), _class_table(profile, 1, is_wide)).maximum
+        bare = Measurement.get(
+            console, options.update(max_width=10_000), _class_table(profile, 1, is_wide, unit)
+        ).maximum
         width = 1 + (max_width - bare) // 3
         if width >= _LEAST_BAR:
             break
-    return _class_table(profile, min(_MOST_BAR, max(1, width)), is_wide)
+    return _class_table(profile, min(_MOST_BAR, max(1, width)), is_wide, unit)
 
 
-def _class_table(profile: LengthProfile, width: int, is_wide: bool) -> Table:
+def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: LengthUnit) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("length", justify="right", no_wrap=True)
     table.add_column("docs", justify="right", no_wrap=True)
     for name in ("of docs", "of tokens", "of work"):
-        table.add_column(f"share\n{name}", justify="right", no_wrap=True)
+        table.add_column(in_unit(f"share\n{name}", unit), justify="right", no_wrap=True)
         table.add_column("", min_width=width, max_width=width, no_wrap=True)
     if is_wide:
         for name in ("docs", "tokens", "work"):
-            table.add_column(f"{name}\nto here", justify="right", no_wrap=True)
+            table.add_column(in_unit(f"{name}\nto here", unit), justify="right", no_wrap=True)
     totals = (profile.documents, profile.tokens, profile.attention_pairs)
     shares = [
         tuple(part / total for part, total in zip((c.documents, c.tokens, c.attention_pairs), totals, strict=True))
@@ -98,7 +107,7 @@ def _class_table(profile: LengthProfile, width: int, is_wide: bool) -> Table:
     return table
 
 
-def _windows(profile: LengthProfile) -> Table:
+def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in (
         "window",
@@ -109,7 +118,7 @@ def _windows(profile: LengthProfile) -> Table:
         "share of\ntokens",
         "work across\npieces",
     ):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(in_unit(heading, unit), justify="right", no_wrap=True)
     for cut in profile.windows:
         table.add_row(
             format_power_of_two(cut.window),

@@ -15,6 +15,8 @@ from typing import Any, cast
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from evenload.types.length_unit import LengthUnit
+
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
     "base-uri 'none'; form-action 'none'"
@@ -22,18 +24,19 @@ _POLICY = (
 _HERE = Path(__file__).parent
 
 
-def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = ()) -> str:
+def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), unit: LengthUnit = "tokens") -> str:
     """A whole document.
 
     Args:
         title: plain text.
         blocks: finished HTML of the body, in order.
         scripts: names of further scripts of this package that the blocks need, in order.
+        unit: of lengths, for the scripts.
     """
     return "\n".join(
         [
             "<!DOCTYPE html>",
-            '<html lang="en">',
+            f'<html lang="en" data-unit="{unit}">',
             "<head>",
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',

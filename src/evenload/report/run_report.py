@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from evenload.report.metrics_file import MetricRow
 from evenload.types.length_profile import LengthProfile
+from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
 from evenload.types.time_split import TimeSplit
 from evenload.types.timeline import Timeline
@@ -79,6 +80,7 @@ class RunReport:
         best: name of the comparison row to mark; "" marks none.
         ledger: lines of the token ledger, shown as they are.
         lengths: of the documents of all steps.
+        unit: of lengths; "bytes" where documents were counted without a tokeniser.
     """
 
     title: str
@@ -88,3 +90,4 @@ class RunReport:
     best: str = ""
     ledger: tuple[str, ...] = ()
     lengths: LengthProfile | None = None
+    unit: LengthUnit = "tokens"

@@ -156,7 +156,7 @@ def plan_block(plan: StepPlan) -> Block:
             "sliceCp": [piece.cp for piece in pieces],
         }
     )
-    left_out = [f"{left.doc_id} ({left.num_tokens:,} tokens): {left.reason}" for left in plan.left_out]
+    left_out = [f"{left.doc_id} (of length {left.num_tokens:,}): {left.reason}" for left in plan.left_out]
     return text, {"columns": directory, "policies": ["replay", *policy_names], "leftOut": left_out}
 
 

@@ -3,6 +3,7 @@
 Evenload.stepTips = (() => {
   const { seconds, bytes, count } = Evenload.chart;
   const { held, kindsHeld } = Evenload.stepMemory;
+  const unit = document.documentElement.dataset.unit;
   const MOST_KINDS = 8;
   const MOST_DOCUMENTS = 6;
 
@@ -13,17 +14,17 @@ Evenload.stepTips = (() => {
     const length = plan.sliceLength[slice];
     const shared = plan.sliceCp[slice] > 1 ? `, shared by ${plan.sliceCp[slice]} ranks` : "";
     return length === tokens
-      ? `doc ${plan.docId[doc]}: all ${count(tokens)} tokens${shared}`
-      : `doc ${plan.docId[doc]}: tokens ${count(start)} to ${count(start + length)} of ${count(tokens)}${shared}`;
+      ? `doc ${plan.docId[doc]}: all ${count(tokens)} ${unit}${shared}`
+      : `doc ${plan.docId[doc]}: ${unit} ${count(start)} to ${count(start + length)} of ${count(tokens)}${shared}`;
   };
 
   const packLines = (plan, pack) => {
     const slices = [];
     for (let s = pack.first; s < pack.last; s++) slices.push(s);
     const cut = slices.filter((s) => plan.sliceLength[s] !== plan.docTokens[plan.sliceDoc[s]]).length;
-    const lines = [`${count(pack.tokens)} tokens of ${count(slices.length)} document${slices.length === 1 ? "" : "s"}, ${count(cut)} of them sliced`];
+    const lines = [`${count(pack.tokens)} ${unit} of ${count(slices.length)} document${slices.length === 1 ? "" : "s"}, ${count(cut)} of them sliced`];
     const padding = pack.padTo ? pack.padTo * slices.length - pack.tokens : 0;
-    if (padding) lines.push(`padded to ${count(pack.padTo)} tokens each: ${count(padding)} tokens for nothing`);
+    if (padding) lines.push(`padded to ${count(pack.padTo)} ${unit} each: ${count(padding)} ${unit} for nothing`);
     lines.push(...slices.slice(0, MOST_DOCUMENTS).map((s) => sliceText(plan, s)));
     if (slices.length > MOST_DOCUMENTS) lines.push(`and ${count(slices.length - MOST_DOCUMENTS)} more`);
     return lines;
@@ -80,7 +81,7 @@ Evenload.stepTips = (() => {
     const lines = [
       [`doc ${plan.docId[doc]}`, `  ${pack.direction ? "backward" : "forward"}, pack ${pack.index} of dp ${pack.dp}`],
       sliceText(plan, slice),
-      `${count(plan.sliceLength[slice])} tokens of the pack's ${count(pack.tokens)}`,
+      `${count(plan.sliceLength[slice])} ${unit} of the pack's ${count(pack.tokens)}`,
     ];
     const policy = plan.policies[plan.docPolicy[doc]];
     if (policy !== "replay") lines.push(`kept for backward: ${policy}`);

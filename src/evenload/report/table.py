@@ -12,6 +12,7 @@ from rich.text import Text
 from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.report.metrics_file import MetricRow, MetricValue
 from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
+from evenload.types.length_unit import LengthUnit
 from evenload.types.scaled_units import format_bytes
 
 # Left out first when the terminal is narrow; all other columns stay as long as possible.
@@ -43,11 +44,12 @@ class ComparisonTable:
     rows: Sequence[Mapping[str, object]]
     best: str
     title: str
+    unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, then what was left out, then why strategies cannot run."""
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns = list(shown_columns(feasible))
+        columns = list(shown_columns(feasible, self.unit))
         left_out = []
         for key in _LEFT_OUT_FIRST:
             table = self._table(feasible, columns)
@@ -76,15 +78,18 @@ class ComparisonTable:
         return table
 
 
-def comparison_table(rows: Sequence[Mapping[str, object]], best: str = "", title: str = "") -> ComparisonTable:
+def comparison_table(
+    rows: Sequence[Mapping[str, object]], best: str = "", title: str = "", unit: LengthUnit = "tokens"
+) -> ComparisonTable:
     """Strategies side by side; the best marked, those that cannot run under the table with the reason.
 
     Args:
         rows: objects of `strategies` in `evenload plan --json` (DESIGN §11).
         best: name of the row to mark.
         title: over the table; plain text.
+        unit: of lengths.
     """
-    return ComparisonTable(rows=tuple(rows), best=best, title=title)
+    return ComparisonTable(rows=tuple(rows), best=best, title=title, unit=unit)
 
 
 def step_line(row: MetricRow) -> str:

@@ -1,0 +1,103 @@
+"""What `evenload plan` says in words: its inputs, and what bounds the best strategy, in the unit that was counted."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from evenload.cli.length_source import LengthSource
+from evenload.cli.plan_inputs import PlanInputs
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.lengths import LengthTable
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.evaluate import Evaluation
+from evenload.plan.layout_search import layout_sizes
+from evenload.report.units import format_seconds
+from evenload.types.layout import ParallelLayout
+from evenload.types.length_unit import LengthUnit, in_unit
+
+
+def inputs_said(
+    inputs: PlanInputs,
+    source: LengthSource,
+    table: LengthTable,
+    layout: ParallelLayout,
+    *,
+    known_steps: int,
+    steps: int,
+    seed: int,
+) -> dict[str, Any]:
+    """`inputs` of `--json`: everything that decides the figures."""
+    options = inputs.options
+    return {
+        "lengths": source.name,
+        "unit": table.unit,
+        "tokenizer": table.tokenizer,
+        "model": inputs.model_name,
+        "cluster": inputs.cluster_name,
+        "layout": layout_sizes(layout),
+        "stage_layers": layout.stage_counts,
+        "devices": inputs.machines.num_devices,
+        "documents": inputs.documents,
+        "tokens": inputs.tokens,
+        "context": inputs.context,
+        "overlong": inputs.overlong,
+        "policy": options.policy,
+        "dp_merge": options.dp_merge,
+        "window": options.window,
+        "max_delay_steps": options.max_delay_steps,
+        "known_steps": known_steps,
+        "steps": steps,
+        "seed": seed,
+        "cost": inputs.cost_name,
+        "memory_cap_bytes": inputs.memory_cap_bytes,
+    }
+
+
+def first_line(said: dict[str, Any], table: LengthTable, layout: ParallelLayout, coefficients: CostCoefficients) -> str:
+    """All inputs on one line, so that a copied output can be repeated."""
+    size = f"{said['tokens']:,} {table.unit}" if said["tokens"] else f"{said['documents']:,} documents"
+    unused = said["devices"] - layout.world_size
+    devices = f" ({unused} of {said['devices']} devices unused)" if unused else ""
+    lengths = table.lengths
+    return (
+        f"evenload {version('evenload')} plan: {said['lengths']} ({len(lengths):,} documents, median "
+        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}; tokeniser {table.tokenizer}), "
+        f"model {said['model']}, cluster {said['cluster']}, layout {layout.describe()}{devices}, {size} a step, "
+        f"{said['steps']} steps, context {said['context']:,}, overlong {said['overlong']}, seed {said['seed']}, "
+        f"{coefficients.source} costs"
+    )
+
+
+def bound_line(evaluation: Evaluation) -> str:
+    """What bounds the best strategy's slowest step: the critical path, by rank and kind."""
+    assert evaluation.best is not None, "only of a best strategy"
+    proposals = evaluation.proposals[evaluation.best]
+    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
+    dp_rank, path = proposal.critical_path()
+    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
+    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
+    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
+    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
+    return (
+        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
+        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
+    )
+
+
+def rows_in_unit(rows: Sequence[dict[str, Any]], unit: LengthUnit) -> list[dict[str, Any]]:
+    """Rows of the comparison whose sentences name the unit that was counted."""
+    return [row | {"why": in_unit(row["why"], unit), "note": in_unit(row["note"], unit)} for row in rows]
+
+
+@contextmanager
+def errors_in_unit(unit: LengthUnit) -> Iterator[None]:
+    """Errors about lengths, in the unit that was counted."""
+    try:
+        yield
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        if unit == "tokens":
+            raise
+        raise type(error)(in_unit(str(error), unit)) from error

@@ -1,0 +1,242 @@
+"""What `evenload plan` and `evenload lengths` are given: checked before anything is read, and called what it is."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenload.cli.main import main
+from evenload.cli.plan_strategies import chosen_strategies
+from evenload.cli.token_count import parse_tokens
+from evenload.data.tokenize import train_byte_pair_tokenizer
+from evenload.errors import ConfigError
+from evenload.plan.options import PlanOptions
+from evenload.plan.strategies import STRATEGIES
+from evenload.types.layout import even_layout
+from evenload.types.length_unit import in_unit
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "intermediate_size": 128, "vocab_size": 300, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments])
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch) -> Path:
+    """A model with a tokeniser, documents, and config.toml of two stages with layers 1 and 3."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    train_byte_pair_tokenizer(["a document of some words "] * 20, 300, tmp_path / "model" / "tokenizer.json")
+    (tmp_path / "corpus").mkdir()
+    for i in range(20):
+        (tmp_path / "corpus" / f"{i}.txt").write_text("a document of some words " * (1 + i % 7))
+    (tmp_path / "corpus" / "notes.md").write_text("left out")
+    (tmp_path / "config.toml").write_text(
+        """
+        [model]
+        path = "model"
+        random_init = true
+        dtype = "float32"
+        [data]
+        sources = ["corpus"]
+        include = ["*.txt"]
+        max_document_tokens = 512
+        batch_documents = 6
+        overlong = "truncate"
+        [parallel]
+        dp = 2
+        pp = 2
+        stage_layers = [1, 3]
+        [plan]
+        memory_bytes = 2000000000
+        [plan.options]
+        max_pack_tokens = 1024
+        policy = "replay"
+        [train]
+        output_dir = "run"
+        steps = 5
+        """
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PLAN = ("plan", "config.toml", "--cluster", "h100x8", "--strategy", "best_fit,balanced")
+
+
+def test_a_training_configuration_says_what_is_planned(project, capsys, monkeypatch) -> None:
+    """Model, data, tokeniser, layout, options, context and batch; and it needs no torch."""
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run(*PLAN, "--json", "out.json") == 0, capsys.readouterr().err
+    found = json.loads(Path("out.json").read_text())["inputs"]
+    assert found["model"] == "model"
+    assert found["layout"] == {"dp": 2, "cp": 1, "pp": 2, "tp": 1, "virtual": 1}
+    assert found["stage_layers"] == [1, 3]
+    assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (6, None, 512, "truncate")
+    assert (found["policy"], found["memory_cap_bytes"]) == ("replay", 2_000_000_000)
+    assert found["unit"] == "tokens"
+    assert "model/tokenizer.json (BPE" in found["tokenizer"]
+    assert "20 documents" in capsys.readouterr().out
+
+
+def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
+    options = ("--layout", "dp=4", "--tokens", "1k", "--context", "2k", "--overlong", "drop", "--policy", "recompute")
+    assert run(*PLAN, *options, "--include", "*.md", "--tokenizer", "bytes", "--json", "out.json") == 0
+    found = json.loads(Path("out.json").read_text())["inputs"]
+    assert (found["layout"]["dp"], found["layout"]["pp"]) == (4, 1)
+    assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (None, 1024, 2048, "drop")
+    assert (found["policy"], found["unit"]) == ("recompute", "bytes")
+    assert "(1 documents, median 9" in capsys.readouterr().out
+
+
+def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> None:
+    files = ["--json", "out.json", "--html", "out.html"]
+    arguments = ["--model", "model", "--cluster", "h100x8", "--layout", "dp=2", "--documents", "8"]
+    assert run("plan", "corpus", *arguments, "--strategy", "best_fit,padded", "--overlong", "drop", "--context", "100",
+               *files) == 0  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "counted in bytes" in shown
+    assert "bytes/s" in shown
+    assert "token" not in shown.replace("tokeniser", "").replace("--tokenizer", "")
+    found = json.loads(Path("out.json").read_text())["inputs"]
+    assert found["unit"] == "bytes"
+    assert "plain bytes" in found["tokenizer"]
+    page = Path("out.html").read_text()
+    assert 'data-unit="bytes"' in page
+    assert "bytes/s" in page
+    assert "tokens/s" not in page
+    assert run("plan", "corpus", *arguments, "--context", "50") == 2
+    assert "has 51 bytes, context is 50" in capsys.readouterr().err
+
+
+def test_lengths_counts_as_asked_and_names_the_unit(project, capsys) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'evenload[png]')")
+    assert run("lengths", "corpus", "--html", "out.html", "--png", "out.png", "--json", "out.json") == 0
+    shown = capsys.readouterr().out
+    assert "21 documents" in shown
+    assert "of bytes" in shown
+    assert "token" not in shown.replace("tokeniser", "").replace("--tokenizer", "")
+    assert json.loads(Path("out.json").read_text())["inputs"]["unit"] == "bytes"
+    page = Path("out.html").read_text().partition("<script>")[0]
+    assert "length from (bytes" in page
+    assert "token" not in page
+    capsys.readouterr()
+    assert run("lengths", "corpus", "--tokenizer", "model", "--include", "*.txt", "--window", "1k") == 0
+    counted = capsys.readouterr().out
+    assert "20 documents" in counted
+    assert "length in tokens" in counted
+    assert run("lengths", "config.toml", "--window", "1k") == 0
+    assert counted.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
+
+
+def test_corrupt_records_and_record_kinds_are_asked_for(tmp_path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ab", "completion": "c"}\n{"prompt": \n')
+    source = str(tmp_path / "a.jsonl")
+    assert run("lengths", source, "--record", "prompt_completion") == 2
+    assert "a.jsonl:2" in capsys.readouterr().err
+    assert run("lengths", source, "--record", "prompt_completion", "--on-corrupt", "skip") == 0
+    assert "1 documents, 4 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategy", "best_fitt"], "did you mean 'best_fit'?"),
+        (["--layout", "dp=2,virtal=4"], "with a size, as dp=8,pp=4; did you mean 'virtual'?"),
+        (["--layout", "dp=16"], "needs 16 devices"),
+        (["--context", "many"], "--context is 'many'; give a number of tokens, such as 131072 or 128k"),
+        (["--known-steps", "0"], "known_steps is 0"),
+        (["--window", "0"], "window is 0"),
+        (["--tokenizer", "nowhere"], "tokenizer 'nowhere' is not a file"),
+        (["--json", "no/such/out.json"], "cannot write no/such/out.json"),
+        (["--html", "file/out.html"], "cannot write file/out.html"),
+        (["--trace", "."], "cannot write ."),
+        pytest.param(
+            ["--emit-plan", "/proc/out.json"],
+            "cannot write /proc/out.json",
+            marks=pytest.mark.skipif(not Path("/proc").is_dir(), reason="no directory that nobody can write to"),
+        ),
+    ],
+    ids=lambda value: "-".join(value).replace("/", "_") if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_told_before_a_document_is_read(tmp_path, monkeypatch, capsys, more, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    # Documents that cannot be read: any other error than the expected one means that they were.
+    assert run("plan", "nowhere/*.jsonl", "--model", "llama-7b", "--cluster", "h100x8", *more) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert "has no files" not in error
+
+
+def test_a_model_is_asked_for_where_nothing_names_one(tmp_path, capsys) -> None:
+    assert run("plan", "nowhere.npy", "--cluster", "h100x8") == 2
+    assert "--model is missing" in capsys.readouterr().err
+
+
+def test_all_says_what_it_leaves_out(tmp_path, capsys) -> None:
+    np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
+    arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
+    assert run(*arguments, "--layout", "dp=2,pp=4", "--json", str(tmp_path / "out.json")) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {one["name"] for one in found["left_out"]} == {"skrull", "fixed_exact"}
+    assert {row["name"] for row in found["strategies"]} == set(STRATEGIES) - {"skrull", "fixed_exact"}
+    shown = capsys.readouterr().out
+    assert "left out of --strategy all: skrull: it knows no pipeline, and layout dp=2 pp=4 has 4 stages" in shown
+    assert "left out of --strategy all: fixed_exact: its solver takes up to 10 s" in shown
+
+
+def test_nothing_is_left_out_without_a_reason() -> None:
+    for layout in (even_layout(8, dp=2), even_layout(8, pp=2), even_layout(8, virtual=2)):
+        names, left_out = chosen_strategies(None, layout, PlanOptions())
+        assert {*names, *(one.name for one in left_out)} == set(STRATEGIES)
+        assert all(one.why for one in left_out)
+    assert chosen_strategies(("skrull",), even_layout(8, pp=2), PlanOptions()) == (("skrull",), ())
+
+
+def test_layouts_that_fit_are_named_where_the_asked_one_does_not(tmp_path, capsys) -> None:
+    np.save(tmp_path / "a.npy", np.full(50, 3000, np.int64))
+    arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-13b", "--cluster", "h100x8", "--documents", "8"]
+    assert run(*arguments, "--layout", "dp=8", "--strategy", "balanced") == 3
+    error = capsys.readouterr().err
+    assert "no strategy fits; the closest: strategy balanced needs" in error
+    assert "these fit by prediction" in error
+    named = error.partition("--layout ")[2].split()[0]
+    assert run(*arguments, "--layout", named, "--strategy", "balanced") == 0
+    capsys.readouterr()
+    # No pipeline is deep enough (32 layers on 2 devices), tensor parallelism is not tried by default.
+    few = [*arguments[:4], "--cluster", "h100x2", "--documents", "8", "--model", "llama-150b"]
+    assert run(*few) == 3
+    assert "no layout was found that fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("131072", 131_072), ("128k", 131_072), ("32K", 32_768), ("1M", 2**20), ("1.5k", 1536), ("4_096", 4096),
+     ("131,072", 131_072), ("-5", -5)],
+)  # fmt: skip
+def test_token_counts_are_read_as_people_write_them(text, tokens) -> None:
+    assert parse_tokens("--context", text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "12x", "1.0001k", "1kk", "1e5"])
+def test_other_token_counts_are_refused(text) -> None:
+    with pytest.raises(ConfigError, match="--context is '"):
+        parse_tokens("--context", text)
+
+
+def test_texts_name_the_unit_and_settings_keep_their_names() -> None:
+    text = "12 tokens of a token budget; --tokens, max_pack_tokens, tokeniser"
+    assert in_unit(text, "bytes") == "12 bytes of a byte budget; --tokens, max_pack_tokens, tokeniser"
+    assert in_unit(text, "tokens") == text
