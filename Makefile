@@ -24,11 +24,14 @@ check: .venv/dev  ## lint, format, types, import rules
 bench: .venv/dev  ## measure; appends rows to benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
-docs: .venv/dev  ## pictures from the last demo run, generated pages, the file tree of the README
+docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_matrix.py
+	$(BIN)/python docs/make_plan_pages.py
 	$(BIN)/python docs/make_measured.py
+	$(BIN)/python docs/make_planning_times.py
+	$(BIN)/python docs/make_benchmarks.py
 	$(BIN)/python docs/make_loader_performance.py
 	$(BIN)/python docs/make_file_tree.py
 

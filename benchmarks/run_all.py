@@ -16,6 +16,7 @@ import loader_start
 import loader_training
 import overlap
 import planning
+import planning_memory
 import replay
 import sharding
 import simulator
@@ -26,7 +27,7 @@ from results import run_benchmark
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, sharding, attention, replay, step_overhead, dp_merge, overlap):
+    for module in (simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
