@@ -147,15 +147,15 @@ def _packed_against_padded(rows: list[Row]) -> str:
         for row in rows
         if (row["unit"], row["baseline"]) == ("x", "padded")
     }
-    ours, trl = "PackedLoader best_fit", "trl bfd"
-    alone = "per document"
+    ours, ours_alone = (ratio[f"PackedLoader best_fit{how}"] for how in ("", ", per document"))
+    trl, trl_alone = (ratio[f"trl bfd{how}"] for how in ("", ", per document"))
     return (
         "On the most skewed lengths, in one process on a CPU, packed training does\n"
-        f"[{ratio[ours]:.1f} times the tokens of padded training]({LINK}),\n"
-        f"and {ratio[f'{ours}, {alone}']:.1f} times where attention runs document by document, as kernels with cumulative "
-        "lengths do.\n"
-        f"TRL's packing does {ratio[trl]:.1f} and {ratio[f'{trl}, {alone}']:.1f} times in the same table; what a plan for "
-        "all ranks adds shows with several of them.\n"
+        f"[{ours:.1f} times the tokens of padded training]({LINK}),\n"
+        f"and {ours_alone:.1f} times where attention runs document by document, as kernels with cumulative lengths "
+        "do.\n"
+        f"TRL's packing does {trl:.1f} and {trl_alone:.1f} times in the same table; what a plan for all ranks adds "
+        "shows with several of them.\n"
     )
 
 
