@@ -205,11 +205,22 @@ def test_a_broken_jsonl_line_is_named(project):
         (["model.path=nowhere"], "no config.json there"),
         (["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
         (["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
-        (["train.device=tpu"], "configuration key 'train.device'"),
+        (["train.device=tpu"], "train.device is 'tpu'; did you mean 'cpu'? choices: cpu, cuda"),
+        (["model.dtype=bf16"], "did you mean 'bfloat16'?"),
+        (["optimizer.lr=1e-3"], "did you mean 'optimizer.learning_rate'?"),
+        (["train.attention=flash"], "unknown attention backend 'flash'"),
+        (["data.sources=['nowhere']"], "nowhere"),
+        (["data.sources=['corpus']", "data.include=['*.py']"], "'corpus' has no files with a name like *.py"),
+        (["data.tokenizer=nowhere"], "tokenizer 'nowhere' is not a file"),
+        (["data.record=messages"], "the records hold messages"),
+        (["data.record=prompt_completion"], 'holds records of kind "text"'),
+        (["train.output_dir=config.toml/run"], "train.output_dir is config.toml/run, but"),
+        (["train.output_dir=/proc/run"], "nothing can be written to /proc"),
     ],
 )
 def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(project)
+    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("processes were started"))
     with pytest.raises(SystemExit) as exit:
         main(["train", "config.toml", *arguments])
     assert exit.value.code == 2

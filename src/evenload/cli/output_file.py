@@ -1,5 +1,6 @@
 """Files that commands write: refused in words before the work, not after it."""
 
+import tempfile
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -23,6 +24,29 @@ def require_writable(*paths: Path | None) -> None:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def require_writable_directory(path: Path, setting: str) -> None:
+    """Check a directory that a run will write into, without making it.
+
+    Args:
+        setting: its name, for messages.
+
+    Raises:
+        ConfigError: a file stands in its place, or nothing can be written there.
+    """
+    nearest = path.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"{setting} is {path}, but {nearest} is a file; choose another directory")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {path}, but nothing can be written to {nearest} ({error.strerror or error}); choose another "
+            "directory"
+        ) from error
 
 
 def write_output(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from evenload.cli.output_file import require_writable_directory
 from evenload.errors import ConfigError
 from evenload.types.train_extra import needs_train_extra
 
@@ -49,6 +50,7 @@ def train_command(
         run_worker(settings, cache)
         return
     # Everything a user can get wrong is checked here, once, before processes start.
+    require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     layout = require_runnable(settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(

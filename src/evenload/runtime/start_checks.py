@@ -3,16 +3,20 @@
 Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.tensor_weights`), ring and windows (`runtime.context_ring`), layers and stages (`types.layout`), tokeniser and
-model (`runtime.run_tokenizer`), a cost file and what it was measured on (`cost.coverage`). tests/matrix.py lists the
-pairs; all others are trained in tests/dist/test_matrix.py.
+model (`runtime.run_tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources and what their files
+hold (`data.reading.part_files`). tests/matrix.py lists the pairs; all others are trained in tests/dist/test_matrix.py.
 """
 
+from evenload.attention.range_attention import select_backend
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.coverage import require_covered
+from evenload.data.config import mixture_configs
+from evenload.data.reading.part_files import open_part
 from evenload.plan.strategies import require_trainable
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_no_window
 from evenload.runtime.hf_model import load_config, require_model
+from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.run_tokenizer import require_tokenizer
 from evenload.runtime.tensor_weights import require_tensor_parallel
@@ -39,5 +43,9 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_tokenizer(
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
+    if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
+        select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
+    for part in mixture_configs(config.data):
+        open_part(part)
     require_model(hf_config, None if config.model.random_init else config.model.path)
     return layout
