@@ -19,6 +19,7 @@ from evenload.runtime.config import TrainConfig, load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import Trainer, model_spec
+from gloo_pool import TIMEOUT_S
 
 CAP_BYTES = 2**34
 
@@ -51,7 +52,7 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_mesh(layout_of(smaller, model_spec(smaller).num_layers), torch.device("cpu"), 60)
+    mesh = create_mesh(layout_of(smaller, model_spec(smaller).num_layers), torch.device("cpu"), TIMEOUT_S)
     return smaller, mesh
 
 

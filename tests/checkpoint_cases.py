@@ -14,11 +14,12 @@ from evenload.runtime.config import load_train_config
 from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import Trainer, model_spec
+from gloo_pool import TIMEOUT_S
 
 
 def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), 60)
+    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
     return Trainer(config, mesh), mesh
 
 

@@ -20,6 +20,7 @@ from evenload.runtime.recipes import attention_soft_cap
 from evenload.runtime.stage import PipelineStage
 from evenload.runtime.tensor_weights import join_parts, tensor_split
 from evenload.types.plan import StepPlan, decode_plan
+from gloo_pool import TIMEOUT_S
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
 
 
@@ -50,7 +51,7 @@ def gradients_of_plans(
     stored activations). `sharing`: the executor's arguments about shared documents."""
     with casts_of(kind, dtype):
         decoded = [decode_plan(data) for data in plans]
-        mesh = create_mesh(decoded[0].layout, torch.device("cpu"), timeout_s=60, channels=channels)
+        mesh = create_mesh(decoded[0].layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
         rank = RankUnderTest(mesh, kind, changes, dtype)
         executor, weights = rank.executor(**sharing), rank.weights()
         results = []

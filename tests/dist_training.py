@@ -12,6 +12,7 @@ from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
+from gloo_pool import TIMEOUT_S
 
 COSTS = CostCoefficients(
     source="analytic",
@@ -72,7 +73,7 @@ def train_steps(config_file: str, overrides: list[str], stop_after: int, export:
 
 def _train(config_file: str, overrides: list[str], stop_after: int, of_report, export: bool = False) -> list:
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), 60)
+    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
     trainer = Trainer(config, mesh)
     trainer.resume()
     found = []

@@ -11,6 +11,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+TIMEOUT_S = 300.0
+"""How long a rank waits for another: far more than any case takes beside other work, below the limit of a test."""
+
 
 class GlooPool:
     """Processes are started as they are needed, up to the largest world a test asks for."""
@@ -73,7 +76,11 @@ def _work(connection) -> None:
         rank, world_size, store, function, arguments = task
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_S),
             )
             answer = (True, function(*arguments))
         except BaseException:

@@ -46,7 +46,7 @@ def run_rank(
         store=dist.TCPStore("localhost", port),
         rank=rank,
         world_size=layout.world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     signs = dist.PrefixStore("signs", dist.TCPStore("localhost", port))
     if rank == lost:

@@ -14,6 +14,7 @@ from evenload.runtime.lora_config import LoraConfig
 from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.schedule.rendezvous import ChannelMode
 from evenload.types.plan import decode_plan
+from gloo_pool import TIMEOUT_S
 from matrix import MODELS
 from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, tiny_config
 
@@ -59,7 +60,9 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
     results = []
     for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
         if task.channels not in meshes:
-            meshes[task.channels] = create_mesh(plan.layout, torch.device("cpu"), timeout_s=60, channels=task.channels)
+            meshes[task.channels] = create_mesh(
+                plan.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
+            )
         mesh = meshes[task.channels]
         case, batch = MODELS[task.model], batch_of(task.lengths, task.model)
 

@@ -9,13 +9,14 @@ from evenload.runtime.stage import PackTokens
 from evenload.runtime.store import ActivationStore
 from evenload.runtime.weight_products import WeightProducts
 from evenload.types.layout import even_layout
+from gloo_pool import TIMEOUT_S
 
 TOKENS = 24
 
 
 def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
-    mesh = create_mesh(even_layout(num_layers, tp=2), torch.device("cpu"), timeout_s=60)
+    mesh = create_mesh(even_layout(num_layers, tp=2), torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     (stage,) = rank._stages.values()
     group = mesh.tensor

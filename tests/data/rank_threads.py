@@ -35,7 +35,7 @@ class ThreadPeers:
 
 def run_ranks(size, function):
     """`function(rank, peers)` on every rank; the results by rank, or the first rank's error."""
-    barrier, board = threading.Barrier(size, timeout=60), [None] * size
+    barrier, board = threading.Barrier(size, timeout=300), [None] * size
 
     def guarded(rank):
         try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lost_rank_cases import run_rank
 from reference_training import tiny_config
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 
 
 @pytest.mark.parametrize(("how", "exchange"), [(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")])
@@ -46,7 +46,7 @@ def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchan
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
-    deadline_s = time.monotonic() + 90
+    deadline_s = time.monotonic() + 300
     try:
         while not (tmp_path / "error-0.txt").is_file():
             assert time.monotonic() < deadline_s
@@ -60,4 +60,4 @@ def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchan
     assert message.startswith("RankLostError: rank 0 (dp 0, cp 0, stage 0) waited for ")
     assert "the keys and values of forward pack" in message
     assert "from rank 1" in message
-    assert ("nothing for 5 s" if how == signal.SIGSTOP else "the connection broke") in message
+    assert ("nothing for 15 s" if how == signal.SIGSTOP else "the connection broke") in message

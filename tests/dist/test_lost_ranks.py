@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lost_rank_cases import STUCK, run_rank
 from reference_training import tiny_config
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
 
 
@@ -53,7 +53,12 @@ def config_file(tmp_path: Path) -> Path:
     ("place", "lost", "how", "waits"),
     [
         ("transfer", 0, signal.SIGKILL, {2: "the hidden states of forward pack"}),
-        ("transfer", 3, signal.SIGSTOP, {1: "the gradient of backward pack", 2: "the sum of gradients"}),
+        (
+            "transfer",
+            3,
+            signal.SIGSTOP,
+            {1: "the gradient of backward pack", 2: "the (sum of gradients|keys and values)"},
+        ),
         ("planning", 0, STUCK, dict.fromkeys((1, 2, 3), "the plan of step")),
     ],
 )
@@ -66,7 +71,7 @@ def test_every_survivor_names_what_it_waited_for_and_who_is_gone(
     for process in processes:
         process.start()
     survivors = [rank for rank in range(4) if rank != lost]
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     try:
         while not all((tmp_path / f"error-{rank}.txt").is_file() for rank in survivors):
             assert time.monotonic() < deadline_s
@@ -80,10 +85,10 @@ def test_every_survivor_names_what_it_waited_for_and_who_is_gone(
     for rank, message in messages.items():
         assert message.startswith(f"RankLostError: rank {rank} (dp {rank % 2}, stage {rank // 2}) waited for "), message
         assert re.search(r"of step \d+ from (rank \d|all ranks|the ranks)", message), message
-        assert "nothing for 5 s" in message or "the connection broke" in message, message
+        assert "nothing for 15 s" in message or "the connection broke" in message, message
     for rank, what in waits.items():
-        assert what in messages[rank], messages[rank]
-        assert "nothing for 5 s" in messages[rank] or how == signal.SIGKILL, messages[rank]
+        assert re.search(what, messages[rank]), messages[rank]
+        assert "nothing for 15 s" in messages[rank] or how == signal.SIGKILL, messages[rank]
     # The first to give up sees who is silent; those after it may name whoever gave up before them.
     cause = f"{'and not waiting is' if how == STUCK else 'no sign of life from'} rank {lost} ("
     assert any(cause in message.lower() for message in messages.values()), "\n".join(messages.values())

@@ -22,6 +22,7 @@ from evenload.runtime.hf_model import load_config
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import Trainer, model_spec
+from gloo_pool import TIMEOUT_S
 from lost_rank_cases import run_rank
 from training_cases import STEPS, plain_losses, write_training_config
 
@@ -147,7 +148,7 @@ def refusal(config_file: str, overrides: list[str]) -> str:
 
 def make_trainer(config_file: str, overrides: list[str]):
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), 60)
+    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
     return Trainer(config, mesh), mesh
 
 
@@ -177,7 +178,7 @@ def test_a_dead_peer_is_named(config_file, tmp_path):
         str(tmp_path),
         str(config_file),
         layout_settings(tp=2),
-        5.0,
+        15.0,
         1,
         "transfer",
         signal.SIGKILL,
@@ -186,7 +187,7 @@ def test_a_dead_peer_is_named(config_file, tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(300)
     error = (tmp_path / "error-0.txt").read_text()
     assert error.startswith("RankLostError: rank 0 (dp 0, tp 0, stage 0) waited for embeddings of a forward pack"), (
         error

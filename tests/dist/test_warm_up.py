@@ -6,10 +6,11 @@ import torch
 from evenload.runtime.mesh import ChannelMode, create_mesh
 from evenload.runtime.warm_up import warm_up
 from evenload.types.layout import even_layout
+from gloo_pool import TIMEOUT_S
 
 
 def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
-    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=60, channels=channels)
+    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
     return warm_up(mesh)
 
 

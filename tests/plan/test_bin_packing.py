@@ -122,7 +122,7 @@ def test_groups_without_room_are_found_again_when_a_shorter_item_comes(sizes, nu
 def test_many_groups_without_room_take_no_quadratic_time():
     """40,000 items over half a group each: looking at every group for each of them would take half a minute."""
     sizes = 16_385 + np.arange(40_000) % 100
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     groups = longest_first(sizes.astype(float), 1, num_tokens=sizes, capacity=32_768)
     assert len(groups) == len(sizes)
-    assert time.perf_counter() - start_s < 2
+    assert time.process_time() - start_s < 5

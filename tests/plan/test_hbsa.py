@@ -73,14 +73,17 @@ class Case:
 
     def all_mappings(self) -> list[Mapping]:
         """Every split of the layers at every depth, policy and number of micro-batches."""
-        layers = self.model.num_layers
-        return [
-            priced_mapping(price, (0, *cuts, layers), level, self.groups // depth, self.receive_of(depth))
-            for depth in range(1, min(layers, self.groups) + 1)
-            for cuts in itertools.combinations(range(1, layers), depth - 1)
-            for level in range(len(self.levels))
-            for price in self.prices_of(depth, level)
-        ]
+        layers, everything = self.model.num_layers, []
+        for depth in range(1, min(layers, self.groups) + 1):
+            receive = self.receive_of(depth)
+            for level in range(len(self.levels)):
+                prices = self.prices_of(depth, level)
+                everything += [
+                    priced_mapping(price, (0, *cuts, layers), level, self.groups // depth, receive)
+                    for cuts in itertools.combinations(range(1, layers), depth - 1)
+                    for price in prices
+                ]
+        return everything
 
 
 def cost_s(mapping: Mapping) -> float:

@@ -15,6 +15,7 @@ from evenload.runtime.parameter_units import flatten_units
 from evenload.runtime.stage import PipelineStage
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
+from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
 
 
@@ -49,7 +50,7 @@ def test_features_respect_sliding_windows():
 def _calibrated_on_a_rank():
     stage, model = tiny_stage()
     layout = even_layout(4)
-    mesh = create_mesh(layout, torch.device("cpu"), 60)
+    mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
     return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine"))
 
 
@@ -73,7 +74,7 @@ def test_calibration_measures_a_real_stage(gloo_pool):
 
 
 def _reduction_of_a_rank(sizes):
-    return _time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), 60))
+    return _time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
