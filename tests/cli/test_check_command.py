@@ -46,7 +46,7 @@ def run(project: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "evenload.cli.main", "check", "config.toml", *arguments],
         cwd=project, env={**os.environ, "XDG_CACHE_HOME": str(project / "cache"), "COLUMNS": "400"},
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

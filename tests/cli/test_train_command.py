@@ -54,13 +54,13 @@ def start(project: Path, *arguments: str, command=("-m", "evenload.cli.main")) -
 
 def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
     process = start(project, *arguments, **options)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=500)
     return process.returncode, output
 
 
 def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
     metrics = project / "run" / "metrics.jsonl"
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= count):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline_s
@@ -109,29 +109,29 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     wait_for_rows(project, 1, process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     killed_s = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed_s < 30
+    output, _ = process.communicate(timeout=200)
+    assert time.monotonic() - killed_s < 60
     assert process.returncode == 2
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 
 def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     """SIGSTOP: nothing breaks, nothing answers. The launcher ends the stopped rank once it goes on."""
-    process = start(project, "train.steps=100000", "train.timeout_s=6", "parallel.channels=fifo")
+    process = start(project, "train.steps=100000", "train.timeout_s=15", "parallel.channels=fifo")
     wait_for_rows(project, 1, process)
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGSTOP)
     stopped_s = time.monotonic()
-    while process.poll() is None and time.monotonic() - stopped_s < 90:
+    while process.poll() is None and time.monotonic() - stopped_s < 300:
         if not Path(f"/proc/{ranks[0]}").exists() and Path(f"/proc/{ranks[1]}").exists():
             os.kill(ranks[1], signal.SIGCONT)
         time.sleep(0.2)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 2, output
     (error,) = (line for line in output.splitlines() if line.startswith("evenload: error:"))
     assert "rank 0 (dp 0, stage 0) waited for" in error
     assert re.search(r"of step \d+ from (rank 1|all ranks|the ranks|rank 0)", error), error
-    assert "nothing for 6 s. No sign of life from rank 1 (last seen at " in error
+    assert "nothing for 15 s. No sign of life from rank 1 (last seen at " in error
     assert "layout pp=2, fifo channels" in output
     assert "Traceback" not in output
 
@@ -149,7 +149,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", shell],
         cwd=project, env={**os.environ, "XDG_CACHE_HOME": str(project / "cache")}, capture_output=True, text=True,
-        timeout=200, check=False,
+        timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("evenload: error:"))
@@ -167,7 +167,7 @@ def test_ctrl_c_stops_all_ranks(project):
     wait_for_rows(project, 1, process)
     ranks = ranks_of(process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

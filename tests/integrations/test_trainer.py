@@ -110,7 +110,7 @@ def torchrun(world_size, *arguments_):
         [*command, script, *map(str, arguments_)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         env=environment,
         check=False,
     )
