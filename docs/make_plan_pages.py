@@ -105,8 +105,8 @@ def strategies_figures(rows: Mapping[str, Any]) -> str:
         "*vs best_fit* is what changing the strategy alone brings. *bubble* is the share of the ranks' time in which "
         f"nothing is computed: {percent(best_fit, 'bubble_fraction')} with `best_fit`, "
         f"{percent(auto, 'bubble_fraction')} with `auto`. `best_fit` fills windows with equal tokens, and a window "
-        "with one document of 128K tokens has many times the work of a window of short ones, so packs wait for each other. "
-        "In a wider terminal *lost to* names the two largest causes: of `best_fit` "
+        "with one document of 128K tokens has many times the work of a window of short ones, so packs wait for each "
+        "other. In a wider terminal *lost to* names the two largest causes: of `best_fit` "
         f"{format_losses(best_fit['time_split'])}; of `auto` {format_losses(auto['time_split'])}."
     )
 
