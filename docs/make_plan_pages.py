@@ -1,6 +1,6 @@
 """What the README and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences alike.
 
-    python docs/make_plan_pages.py      part of `make docs`; a minute, most of it the search over layouts
+    python docs/make_plan_pages.py [--without-search]      part of `make docs`; a minute, most of it the search
 
 Every block stands between two comments of its page and is made anew from the command that the page names: the output
 as a terminal of the page's width shows it, and the sentences with figures from the same command's `--json`. A test runs
@@ -43,8 +43,13 @@ _SHOWN_LAYOUTS = 6
 def main() -> None:
     """Both pages."""
     put(README, {"plan output": readme_output()})
-    strategies, search = run(STRATEGIES, GUIDE_WIDTH), run(SEARCH, GUIDE_WIDTH)
-    put(GUIDE, cheap_blocks(strategies) | search_blocks(strategies, search))
+    strategies = run(STRATEGIES, GUIDE_WIDTH)
+    put(GUIDE, cheap_blocks(strategies))
+    if "--without-search" in sys.argv[1:]:
+        output, _ = run(winner(GUIDE.read_text(encoding="utf-8")), GUIDE_WIDTH)
+        put(GUIDE, {"winner output": fenced(output)})
+    else:
+        put(GUIDE, search_blocks(strategies, run(SEARCH, GUIDE_WIDTH)))
 
 
 def readme_output() -> str:
