@@ -30,7 +30,7 @@ def test_lengths_writes_table_json_page_and_picture(table, tmp_path, capsys) -> 
     assert "min 1, median 3, mean 5.7, p90 16, p99 16, max 16" in shown
     assert "half of the tokens lie in the 2 longest documents (33.3 %), of 9 tokens and more" in shown
     found = json.loads(files["json"].read_text())
-    assert found["inputs"] == {"source": table, "unit": "tokens", "tokenizer": "none: the file holds lengths"}
+    assert found["inputs"] == {"source": table, "unit": "tokens", "tokenizer": None}
     assert [found[key] for key in ("documents", "tokens", "attention_pairs", "median")] == [6, 34, 197, 3]
     assert found["windows"][0] == {
         "window": 4,

@@ -77,7 +77,8 @@ def lengths_command(
         table = asked.read()
     profile = profile_lengths(table.lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
-    title = f"evenload {version('evenload')} lengths: {source} (tokeniser {table.tokenizer})"
+    title = f"evenload {version('evenload')} lengths: {source}"
+    title += f" (tokeniser {table.tokenizer})" if table.tokenizer else ""
     for line in filter(None, (title, unit_line(table))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(LengthsTable(profile, table.unit), highlight=False)

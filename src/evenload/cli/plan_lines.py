@@ -61,10 +61,10 @@ def first_line(said: dict[str, Any], table: LengthTable, layout: ParallelLayout,
     size = f"{said['tokens']:,} {table.unit}" if said["tokens"] else f"{said['documents']:,} documents"
     unused = said["devices"] - layout.world_size
     devices = f" ({unused} of {said['devices']} devices unused)" if unused else ""
-    lengths = table.lengths
+    lengths, counted = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
     return (
         f"evenload {version('evenload')} plan: {said['lengths']} ({len(lengths):,} documents, median "
-        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}; tokeniser {table.tokenizer}), "
+        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{counted}), "
         f"model {said['model']}, cluster {said['cluster']}, layout {layout.describe()}{devices}, {size} a step, "
         f"{said['steps']} steps, context {said['context']:,}, overlong {said['overlong']}, seed {said['seed']}, "
         f"{coefficients.source} costs"

@@ -22,7 +22,6 @@ from evenload.errors import ConfigError, DataError
 from evenload.types.length_unit import LengthUnit
 
 _CHUNK_RECORDS = 64
-NUMBERS = "none: the file holds lengths"
 TOKEN_IDS = "none: the records hold token ids"
 
 
@@ -33,12 +32,12 @@ class LengthTable:
     Args:
         lengths: int64[num_documents], each at least 1.
         unit: "bytes" where documents were counted without a tokeniser, end of document included.
-        tokenizer: which, in words.
+        tokenizer: which, in words; None of a file of numbers, which does not say.
     """
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
-    tokenizer: str
+    tokenizer: str | None
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
@@ -72,7 +71,7 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
                     f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is "
                     f"'{base.tokenizer}'; leave --tokenizer out, or name the documents themselves"
                 )
-            return LengthTable(lengths=_checked(lengths, source), unit="tokens", tokenizer=NUMBERS)
+            return LengthTable(lengths=_checked(lengths, source), unit="tokens", tokenizer=None)
     return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
 
 
