@@ -112,9 +112,7 @@ def _show_start(
     resumed: Path | None,
 ) -> None:
     config, model = trainer.config, trainer.model
-    parameters = model.num_layers * model.stored_parameters_per_layer + model.embedding_parameters * (
-        1 if model.tied_embeddings else 2
-    )
+    parameters = model.num_parameters
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
         f"layout {trainer.mesh.layout.describe()}{', fifo channels' if config.parallel.channels == 'fifo' else ''}",

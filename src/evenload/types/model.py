@@ -5,6 +5,7 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.hf_decoders import DecoderKind, readable_decoder
 
 
 class ModelSpec(Frozen):
@@ -107,8 +108,21 @@ class ModelSpec(Frozen):
         """Weights of the embedding (and of the head, which has the same shape)."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, of all experts; a tied head counts once. Without biases and adapters."""
+        return self.num_layers * self.stored_parameters_per_layer + self._outer_parameters
 
-_GEMMA = ("gemma", "gemma2", "gemma3_text")
+    @property
+    def num_active_parameters(self) -> int:
+        """Of those the ones that one token meets: all of a dense model; of experts the chosen ones."""
+        router_and_norms = self.hidden_size * (self.num_experts + 2)
+        return self.num_layers * (self.linear_parameters_per_layer + router_and_norms) + self._outer_parameters
+
+    @property
+    def _outer_parameters(self) -> int:
+        """Embedding, head and final norm."""
+        return (1 if self.tied_embeddings else 2) * self.embedding_parameters + self.hidden_size
 
 
 def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
@@ -120,12 +134,16 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
         bytes_per_element: of the compute precision.
 
     Raises:
-        ConfigError: a needed key is missing.
+        ConfigError: a needed key is missing, or a kind of model, or a field, that would be costed wrong.
     """
-    kind = config.get("model_type")
+    config, kind = readable_decoder(config, name)
     hidden = _needed(config, "hidden_size", name)
     heads = _needed(config, "num_attention_heads", name)
     layers = _needed(config, "num_hidden_layers", name)
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    inner = (config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size")
+    if inner is None and config["model_type"] == "gpt2":
+        inner = 4 * hidden
     return ModelSpec(
         name=name,
         num_layers=layers,
@@ -133,16 +151,16 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        ffn_hidden_size=config.get("moe_intermediate_size") or _needed(config, "intermediate_size", name),
+        ffn_hidden_size=_needed({"intermediate_size": inner}, "intermediate_size", name),
         vocab_size=_needed(config, "vocab_size", name),
         # A key that has its default value is often missing in a config.json.
-        tied_embeddings=bool(config.get("tie_word_embeddings", kind in _GEMMA)),
-        gated_ffn=kind not in ("gpt2", "bert", "gpt_neox", "opt"),
-        num_experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+        tied_embeddings=bool(config.get("tie_word_embeddings", kind.tied)),
+        gated_ffn=kind.gated,
+        num_experts=experts,
         experts_per_token=config.get("num_experts_per_tok") or 0,
-        sliding_windows=_sliding_windows(config, layers),
-        post_norm=kind in ("gemma2", "gemma3_text", "olmo2"),
-        causal=kind not in ("bert", "roberta", "modernbert"),
+        sliding_windows=_sliding_windows(config, kind, layers),
+        post_norm=kind.post_norm,
+        causal=kind.causal,
         bytes_per_element=bytes_per_element,
     )
 
@@ -153,18 +171,14 @@ def _needed(config: Mapping[str, Any], key: str, name: str) -> int:
     return config[key]
 
 
-def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Window per layer as transformers applies it (`layer_types` first, else one window for all)."""
+def _sliding_windows(config: Mapping[str, Any], kind: DecoderKind, layers: int) -> tuple[int, ...]:
+    """Window per layer as transformers applies it (`layer_types` first, else by the kind's pattern)."""
     window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
+    if not window or not config.get("use_sliding_window", not kind.optional_window):
         return ()
     kinds = config.get("layer_types")
-    if kinds is None:
-        # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
-        period = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern") or 6}.get(
-            str(config.get("model_type"))
-        )
-        if period is None:
-            return (window,) * layers
-        return tuple(0 if (index + 1) % period == 0 else window for index in range(layers))
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    period = config.get(kind.pattern_name) or kind.full_every
+    first = (config.get("max_window_layers") or 0) if kind.first_layers_full else 0
+    return tuple(0 if index < first or (period and (index + 1) % period == 0) else window for index in range(layers))
