@@ -23,7 +23,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 FLOPS_PER_MEMORY_BYTE = 300.0
-"""Peak FLOP/s over memory bandwidth of current accelerators (H100: 989e12 / 3.35e12); for memory-bound work."""
+"""Peak FLOP/s over memory bandwidth (H100: 989e12 / 3.35e12), for memory-bound work of devices that do not say."""
 OPTIMIZER_BYTES_PER_PARAMETER = 30.0
 """AdamW reads gradient, master and two moments in fp32, writes the last three and the bf16 weight."""
 SLICE_SHARE_OF_KERNEL = 1 / 20
@@ -45,7 +45,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
     device = cluster.device
     matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
     attention_flops_per_s = device.peak_flops_per_s * device.attention_efficiency
-    memory_bytes_per_s = device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
+    memory_bytes_per_s = device.memory_bytes_per_s or device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
 
     linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
     pair_s = 4.0 * model.num_heads * model.head_dim / attention_flops_per_s

@@ -24,6 +24,8 @@ class DeviceSpec(Frozen):
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
         attention_tile: query rows of one attention kernel block; fewer rows cost a whole block.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
+        memory_bytes_per_s: bandwidth of device memory, for work that it bounds; None = as of an H100, in proportion to
+            the peak.
         host_link: to host memory, for offloaded activations; None = offloading cannot be planned.
     """
 
@@ -36,6 +38,7 @@ class DeviceSpec(Frozen):
     matmul_half_tokens: int = 256
     attention_tile: int = 128
     kernel_s: float = 20e-6
+    memory_bytes_per_s: float | None = None
     host_link: LinkSpec | None = None
 
 

@@ -1,9 +1,18 @@
-"""Clusters by name (`h100x32`, `a100x8`: N devices, 8 a node) or from a TOML file of `ClusterSpec`'s fields.
+"""Clusters by name (`h100x32`, `a100-40x8`: N devices, 8 a node) or from a TOML file of `ClusterSpec`'s fields.
 
-Numbers are data-sheet peaks; links are what one device gets one way. H100: SlimPack §6.1 (NVLink 400 GB/s a
-device, one 400 Gbit/s NIC a device, of which 42 GB/s arrive). A100: NVLink 3 and one 200 Gbit/s NIC.
-5 GB of memory are kept for the runtime and fragmentation. Host links: PCIe 5 x16 (H100) and 4 x16 (A100), about
-80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+Peaks are dense bf16 of NVIDIA's data sheets, links what one device gets one way; of links so much is counted as
+SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 GB/s of a 400 Gbit/s adapter a device.
+
+    name     data sheet         FLOP/s    memory           memory bandwidth    NVLink, both ways    network a device
+    h100     H100 SXM           989e12    80 GB            3.35 TB/s           900 GB/s             400 Gbit/s
+    h200     H200 SXM           989e12    141 GB           4.8 TB/s            900 GB/s             400 Gbit/s
+    b200     DGX B200, of 8     2,250e12  180 GB           8 TB/s              1,800 GB/s           400 Gbit/s
+    a100     A100 80GB SXM      312e12    80 GB            2.039 TB/s          600 GB/s             200 Gbit/s
+    a100-40  A100 40GB SXM      312e12    40 GB            1.555 TB/s          600 GB/s             200 Gbit/s
+
+(The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX systems.)
+The bandwidth of H100's memory is left to the default, which is made from it. 5 GB of memory are kept for the runtime and
+fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
 """
 
 import difflib
@@ -18,30 +27,39 @@ from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
 DEVICES_PER_NODE = 8
 """Of the built-in clusters."""
 
+_PCIE5 = LinkSpec(bandwidth_bytes_per_s=50e9, latency_s=10e-6)
+_PCIE4 = LinkSpec(bandwidth_bytes_per_s=24e9, latency_s=10e-6)
+_NETWORK_400 = LinkSpec(bandwidth_bytes_per_s=42e9, latency_s=10e-6)
+_NETWORK_200 = LinkSpec(bandwidth_bytes_per_s=21e9, latency_s=10e-6)
+
+
+def _nvlink(bandwidth_bytes_per_s: float) -> LinkSpec:
+    return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=5e-6)
+
+
+def _device(
+    name: str, peak_flops_per_s: float, memory_gb: int, memory_bytes_per_s: float | None, host_link: LinkSpec
+) -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        peak_flops_per_s=peak_flops_per_s,
+        memory_bytes=memory_gb * 1_000_000_000,
+        reserved_bytes=5_000_000_000,
+        memory_bytes_per_s=memory_bytes_per_s,
+        host_link=host_link,
+    )
+
+
 _DEVICES: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
-    "h100": (
-        DeviceSpec(
-            name="H100-80GB",
-            peak_flops_per_s=989e12,
-            memory_bytes=80_000_000_000,
-            reserved_bytes=5_000_000_000,
-            host_link=LinkSpec(bandwidth_bytes_per_s=50e9, latency_s=10e-6),
-        ),
-        LinkSpec(bandwidth_bytes_per_s=400e9, latency_s=5e-6),
-        LinkSpec(bandwidth_bytes_per_s=42e9, latency_s=10e-6),
-    ),
-    "a100": (
-        DeviceSpec(
-            name="A100-80GB",
-            peak_flops_per_s=312e12,
-            memory_bytes=80_000_000_000,
-            reserved_bytes=5_000_000_000,
-            host_link=LinkSpec(bandwidth_bytes_per_s=24e9, latency_s=10e-6),
-        ),
-        LinkSpec(bandwidth_bytes_per_s=250e9, latency_s=5e-6),
-        LinkSpec(bandwidth_bytes_per_s=21e9, latency_s=10e-6),
-    ),
+    "h100": (_device("H100-80GB", 989e12, 80, None, _PCIE5), _nvlink(400e9), _NETWORK_400),
+    "h200": (_device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5), _nvlink(400e9), _NETWORK_400),
+    "b200": (_device("B200-180GB", 2250e12, 180, 8e12, _PCIE5), _nvlink(800e9), _NETWORK_400),
+    "a100": (_device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4), _nvlink(250e9), _NETWORK_200),
+    "a100-40": (_device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4), _nvlink(250e9), _NETWORK_200),
 }
+
+BUILT_IN = tuple(_DEVICES)
+"""Devices of the built-in clusters, to be followed by x and how many."""
 
 
 def cluster_from(name_or_path: str) -> ClusterSpec:
@@ -51,7 +69,7 @@ def cluster_from(name_or_path: str) -> ClusterSpec:
         ConfigError: unknown name (the message offers the nearest), a device count that does not fill nodes, or a
             TOML with missing or unknown fields.
     """
-    match = re.fullmatch(r"([a-z0-9]+?)x(\d+)", name_or_path.lower())
+    match = re.fullmatch(r"([a-z0-9-]+?)x(\d+)", name_or_path.lower())
     if match and match[1] in _DEVICES:
         return _built_in(name_or_path.lower(), match[1], int(match[2]))
     path = Path(name_or_path)

@@ -3,7 +3,7 @@
 Sources: `llama-*` SlimPack Table 3 (vocabulary 32,000); `wlb-*` WLB-LLM §7.1: 7B is LLaMA-2-7B, the others are
 only said to scale layers and width in proportion, so 550M, 30B and 70B are our reading (sizes agree within 5 %);
 `gpt-*` and `bert-*` FlexPipe Table 1 (its width 5140 does not divide into 40 heads; 5120 is meant); `qwen2.5-*`
-their public config.json.
+their public config.json; newer open models are in `types.open_models`.
 """
 
 import difflib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.types.model import ModelSpec, model_from_hf_config
+from evenload.types.open_models import OPEN_MODELS
 
 
 def _llama(
@@ -82,6 +83,7 @@ MODELS: dict[str, ModelSpec] = {
             ffn_hidden_size=18944,
             vocab_size=152_064,
         ),
+        *OPEN_MODELS,
     )
 }
 """Built-in models by name."""
