@@ -39,13 +39,14 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
     assert run(*inputs(table, "--steps", "2", *options)) == 0
     shown = capsys.readouterr().out
     first_line = shown.splitlines()[0]
-    for text in ("llama-7b", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
+    for text in ("llama-7b (6.74B parameters)", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
         assert text in first_line
     found = json.loads(files["json"].read_text())
     assert set(found) >= {"version", "inputs", "strategies", "best"}
     assert [row["name"] for row in found["strategies"]] == SHOWN
     assert all(len(row["step_time_s"]) == 2 for row in found["strategies"])
     assert found["best"] == "auto"
+    assert (found["inputs"]["parameters"], found["inputs"]["active_parameters"]) == (6_738_415_616, 6_738_415_616)
     assert "slimpack" in shown
     plans = decode_plan_file(files["emit-plan"].read_bytes())
     assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in SHOWN for step in (0, 1)]
@@ -136,7 +137,7 @@ def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
         (["--layout", "stages=4"], "is not one of dp cp pp tp"),
         (["--layout", "dp=2,dp=2"], "given twice"),
         (["--layout", "pp=3"], "does not divide 8"),
-        (["--model", "llama-8b"], "did you mean 'llama-7b'"),
+        (["--model", "llama-8b"], "did you mean 'llama3-8b'"),
         (["--cluster", "h100x9"], "do not fill nodes"),
         (["--context", "100"], "--overlong"),
         (["--steps", "0"], "steps is 0"),

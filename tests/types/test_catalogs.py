@@ -1,9 +1,19 @@
 import json
+import tomllib
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
-from evenload.types.cluster_catalog import cluster_from
+from evenload.plan.default_layout import usable_bytes
+from evenload.plan.options import PlanOptions
+from evenload.plan.planner import StepPlanner
+from evenload.types.cluster import ClusterSpec, DeviceSpec
+from evenload.types.cluster_catalog import BUILT_IN, cluster_from
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
 from evenload.types.model_catalog import MODELS, model_from
 
 
@@ -11,13 +21,60 @@ from evenload.types.model_catalog import MODELS, model_from
     ("name", "billions"),
     [("llama-7b", 6.74), ("llama-13b", 13.0), ("llama-70b", 69.0), ("llama-150b", 148.2), ("wlb-550m", 0.55),
      ("wlb-30b", 32.5), ("gpt-3.35b", 3.43), ("bert-340m", 0.333), ("bert-1.36b", 1.24), ("qwen2.5-0.5b", 0.494),
-     ("qwen2.5-7b", 7.62)],
+     ("qwen2.5-7b", 7.62), ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("llama3.1-405b", 405.9), ("llama3.2-1b", 1.24),
+     ("llama3.2-3b", 3.21), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19),
+     ("qwen3-14b", 14.8), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1),
+     ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 140.6), ("gemma3-1b", 1.00), ("gemma3-4b", 3.884),
+     ("gemma3-12b", 11.77), ("gemma3-27b", 27.02)],
 )  # fmt: skip
 def test_built_in_models_have_the_published_size(name: str, billions: float) -> None:
     spec = model_from(name)
-    copies = 1 if spec.tied_embeddings else 2
-    parameters = spec.num_layers * spec.stored_parameters_per_layer + copies * spec.embedding_parameters
-    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert spec.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.1), ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.1)],
+)
+def test_experts_are_active_in_the_published_number(name: str, billions: float) -> None:
+    spec = model_from(name)
+    assert spec.num_active_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert ", " in spec.describe_size()
+    assert spec.describe_size().endswith("B active")
+
+
+def test_dense_models_are_active_whole() -> None:
+    dense = [spec for spec in MODELS.values() if not spec.num_experts]
+    assert all(spec.num_active_parameters == spec.num_parameters for spec in dense)
+    assert MODELS["llama3-8b"].describe_size() == "8.03B parameters"
+
+
+def test_gemma_3_sees_everything_in_every_sixth_layer() -> None:
+    assert MODELS["gemma3-27b"].windows[:7] == (1024,) * 5 + (0, 1024)
+    assert MODELS["gemma3-1b"].windows.count(0) == 4
+
+
+@pytest.mark.parametrize("device", BUILT_IN)
+def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) -> None:
+    random = np.random.default_rng(0)
+    documents = tuple(
+        Document(doc_id=index, num_tokens=tokens, num_label_tokens=tokens)
+        for index, tokens in enumerate(random.integers(50, 3000, 24).tolist())
+    )
+    cluster = cluster_from(f"{device}x8")
+    for name, spec in MODELS.items():
+        layout = even_layout(spec.num_layers, dp=2, pp=2, tp=2)
+        planner = StepPlanner(
+            spec,
+            analytic_coefficients(spec, cluster, layout),
+            layout,
+            usable_bytes(cluster),
+            PlanOptions(max_pack_tokens=4096, policy="replay"),
+        )
+        # The largest do not fit eight devices, but what they would take is planned all the same.
+        proposal = planner.propose(0, documents, "best_fit")
+        assert proposal.feasible or spec.num_parameters > 5e9, name
+        assert proposal.plan.predicted.step_time_s > 0, name
 
 
 def test_encoders_are_bidirectional() -> None:
@@ -56,10 +113,41 @@ def test_built_in_clusters_fill_nodes_of_eight() -> None:
     assert cluster_from("a100x4").device.peak_flops_per_s == 312e12
 
 
-@pytest.mark.parametrize("name", ["h100x12", "h100x0", "h200x8", "nowhere.toml"])
+@pytest.mark.parametrize("name", ["h100x12", "h100x0", "h300x8", "a100-40x12", "nowhere.toml"])
 def test_impossible_or_unknown_clusters_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cluster"):
         cluster_from(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops", "gigabytes", "nvlink_gb_per_s"),
+    [("h200x16", 989, 141, 400), ("b200x8", 2250, 180, 800), ("a100-40x8", 312, 40, 250)],
+)
+def test_devices_have_the_numbers_of_their_data_sheets(name, teraflops, gigabytes, nvlink_gb_per_s) -> None:
+    cluster = cluster_from(name)
+    assert cluster.name == name
+    assert cluster.device.peak_flops_per_s == teraflops * 1e12
+    assert cluster.device.memory_bytes == gigabytes * 1e9
+    assert cluster.intra_node.bandwidth_bytes_per_s == nvlink_gb_per_s * 1e9
+
+
+def test_the_optimizer_is_as_fast_as_the_devices_memory() -> None:
+    model = MODELS["llama3-8b"]
+    seconds = [
+        analytic_coefficients(model, cluster_from(name), even_layout(32)).optimizer_s_per_parameter
+        for name in ("h100x1", "h200x1", "b200x1")
+    ]
+    assert seconds == [pytest.approx(30 / bandwidth) for bandwidth in (989e12 / 300, 4.8e12, 8e12)]
+
+
+def test_the_example_cluster_file_is_read_and_has_every_field() -> None:
+    """docs/guide.md shows it; a new field of a cluster or a device belongs into it."""
+    path = Path(__file__).parents[2] / "examples" / "clusters" / "two_nodes.toml"
+    cluster = cluster_from(str(path))
+    assert (cluster.num_devices, cluster.device.memory_bytes) == (8, 40_000_000_000)
+    written = tomllib.loads(path.read_text())
+    assert set(written) == set(ClusterSpec.__struct_fields__)
+    assert set(written["device"]) == set(DeviceSpec.__struct_fields__)
 
 
 def test_cluster_from_toml(tmp_path) -> None:

@@ -40,18 +40,23 @@ from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
 from evenload.report.table import comparison_table
+from evenload.types.cluster_catalog import BUILT_IN
 
+CLUSTER_HELP = (
+    f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
+    "examples/clusters/two_nodes.toml (explained in docs/guide.md)."
+)
 PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
 
 
 def plan_command(
     lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help=SOURCE_HELP)],
-    cluster: Annotated[str, typer.Option(help="Built-in name (h100x32, a100x8, ...) or a TOML file.")],
+    cluster: Annotated[str, typer.Option(help=CLUSTER_HELP)],
     model: Annotated[
         str | None,
         typer.Option(
-            help="Built-in name (llama-7b, qwen2.5-0.5b, ...) or an HF config.json. Only with a config.toml not needed."
+            help="Built-in name (llama3-8b, qwen3-8b, ...) or an HF config.json. Only with a config.toml not needed."
         ),
     ] = None,
     layout: Annotated[

@@ -36,6 +36,9 @@ def inputs_said(
         "unit": table.unit,
         "tokenizer": table.tokenizer,
         "model": inputs.model_name,
+        "model_size": inputs.costs.model.describe_size(),
+        "parameters": inputs.costs.model.num_parameters,
+        "active_parameters": inputs.costs.model.num_active_parameters,
         "cluster": inputs.cluster_name,
         "layout": layout_sizes(layout),
         "stage_layers": layout.stage_counts,
@@ -65,7 +68,8 @@ def first_line(said: dict[str, Any], table: LengthTable, layout: ParallelLayout,
     return (
         f"evenload {version('evenload')} plan: {said['lengths']} ({len(lengths):,} documents, median "
         f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{counted}), "
-        f"model {said['model']}, cluster {said['cluster']}, layout {layout.describe()}{devices}, {size} a step, "
+        f"model {said['model']} ({said['model_size']}), cluster {said['cluster']}, "
+        f"layout {layout.describe()}{devices}, {size} a step, "
         f"{said['steps']} steps, context {said['context']:,}, overlong {said['overlong']}, seed {said['seed']}, "
         f"{coefficients.source} costs"
     )

@@ -57,6 +57,7 @@ def plan_report(
 
 def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str], ...]:
     formats = {"layout": format_layout, "memory_cap_bytes": format_bytes}
+    formats |= dict.fromkeys(("parameters", "active_parameters"), "{:,}".format)
     return tuple(
         (in_unit(name.removesuffix("_bytes").replace("_", " "), unit), formats.get(name, str)(value))
         for name, value in inputs.items()

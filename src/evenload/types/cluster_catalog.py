@@ -11,8 +11,8 @@ SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 G
     a100-40  A100 40GB SXM      312e12    40 GB            1.555 TB/s          600 GB/s             200 Gbit/s
 
 (The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX systems.)
-The bandwidth of H100's memory is left to the default, which is made from it. 5 GB of memory are kept for the runtime and
-fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+The bandwidth of H100's memory is left to the default, which is made from it. 5 GB of memory are kept for the runtime
+and fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
 """
 
 import difflib

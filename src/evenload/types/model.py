@@ -6,6 +6,7 @@ from typing import Any
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.hf_decoders import DecoderKind, readable_decoder
+from evenload.types.scaled_units import scaled
 
 
 class ModelSpec(Frozen):
@@ -118,6 +119,14 @@ class ModelSpec(Frozen):
         """Of those the ones that one token meets: all of a dense model; of experts the chosen ones."""
         router_and_norms = self.hidden_size * (self.num_experts + 2)
         return self.num_layers * (self.linear_parameters_per_layer + router_and_norms) + self._outer_parameters
+
+    def describe_size(self) -> str:
+        """Parameters for people, and how many of them one token meets where that is fewer."""
+        total, active = (
+            scaled(count, 1000.0, ("", "K", "M", "B", "T"), separator="")
+            for count in (self.num_parameters, self.num_active_parameters)
+        )
+        return f"{total} parameters" + (f", {active} active" if self.num_experts else "")
 
     @property
     def _outer_parameters(self) -> int:
