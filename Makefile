@@ -11,8 +11,9 @@ define INSTALLS_TRAIN
 @echo "(make demo then trains for 2 to 3 minutes.)"
 endef
 define INSTALLS_DEV
-@echo "Installing Evenload and what its tests need into .venv: 2.4 GB on disk, about 2 minutes on 2 cores beside the download."
-@echo "Where pip's index offers PyTorch with CUDA instead of for CPUs, several GB more to download and to store."
+@echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 2.4 GB on"
+@echo "disk, 2 minutes on 2 cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs,"
+@echo "several GB more."
 endef
 
 .PHONY: demo test check bench docs clean
