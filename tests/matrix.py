@@ -172,7 +172,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda strategy, rule: strategy not in OWNING_STRATEGIES and rule == "dacp",
         "`dacp` and any strategy but `skrull`",
         "it needs an owner of every document, which only `skrull` names; it is no value of `cp_sharding`",
-        "Invalid enum value 'dacp'",
+        "cp_sharding is 'dacp'",
     ),
     Refusal(
         ("layout", "virtual"),
