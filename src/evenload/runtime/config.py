@@ -109,8 +109,8 @@ class RunConfig(Frozen):
         attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
             "varlen_cuda_fa4"; "auto" = the fastest for device and model.
         threads_per_process: None = the machine's cores divided by the processes on it.
-        cost_file: cost coefficients (`cost.json` of another run); None = measure this device at start, which takes
-            seconds and is cached, so that predictions are in its seconds.
+        cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
+            this device at start, which takes seconds and is cached, so that predictions are in its seconds.
         checkpoint_every_steps: 0 = only at the end.
         keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
             0 = all.
