@@ -129,7 +129,7 @@ def run_rank(rank: int, directory: str, steps: int, longest: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=DP)
     trainers = {"merged": make_trainer(directory, "dp_merge=true"), "apart": make_trainer(directory, "dp_merge=false")}
     first = trainers["merged"]
-    costs = calibrate(first.stages, first.model, first.mesh, longest, "cpu")
+    costs = calibrate(first.stages, first.model, first.mesh, longest, "cpu").coefficients
     found: dict[str, list[Found]] = {name: [] for name in (*trainers, *POLICIES)}
     runs = {name: trainer.train(costs, MEMORY_BYTES) for name, trainer in trainers.items()}
     for _ in range(steps):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.attention.range_attention import select_backend
-from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
+from evenload.runtime.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.executor import Executor
 from evenload.runtime.held_bytes import STORE_KINDS
 from evenload.runtime.lora_config import LoraConfig
@@ -101,7 +101,7 @@ class RankUnderTest:
             buffer.grads.zero_()
         run = executor.run(plan, executor.prepare(plan, {d: t.numpy().astype(np.int32) for d, t in batch.items()}))
         shards = reduce_gradients(self._buffers, mesh)
-        norm = global_gradient_norm(self._buffers, shards, mesh)
+        norm, _ = global_norm_and_loss(self._buffers, shards, torch.zeros(()), mesh)
         gradients = {}
         for buffer, shard in zip(self._buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)

@@ -31,6 +31,10 @@ class RankLostError(EvenloadError):
     """Another rank did not do its part of a step: it died, is stuck, or stopped by an error of its own."""
 
 
+class NonFiniteStepError(EvenloadError):
+    """The loss or the gradient of a step is NaN or infinite; its update was not applied."""
+
+
 class UnsupportedModelError(EvenloadError):
     """A model part that replay cannot run exactly; named, never run wrong."""
 

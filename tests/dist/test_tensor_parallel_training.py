@@ -154,7 +154,7 @@ def make_trainer(config_file: str, overrides: list[str]):
 
 def calibrated(config_file: str, overrides: list[str]) -> bytes:
     trainer, mesh = make_trainer(config_file, overrides)
-    return msgspec.json.encode(calibrate(trainer.stages, trainer.model, mesh, 256, "this machine"))
+    return msgspec.json.encode(calibrate(trainer.stages, trainer.model, mesh, 256, "this machine").coefficients)
 
 
 def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, config_file):

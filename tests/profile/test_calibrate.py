@@ -1,4 +1,4 @@
-"""Calibration: what the fit recovers, and where its results are kept."""
+"""Calibration: what the fit recovers, what it notices of a busy machine, and where its results are kept."""
 
 import msgspec
 import numpy as np
@@ -7,8 +7,9 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.profile.calibrate import _ROUNDS, _features, _fit_relative, _time_reduction, calibrate
+from evenload.profile.calibrate import _ROUNDS, _features, _fit_relative, calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
+from evenload.profile.link_timings import time_reduction
 from evenload.runtime.hf_model import build_stage_model
 from evenload.runtime.mesh import create_mesh
 from evenload.runtime.parameter_units import flatten_units
@@ -51,7 +52,7 @@ def _calibrated_on_a_rank():
     stage, model = tiny_stage()
     layout = even_layout(4)
     mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
-    return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine"))
+    return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine").coefficients)
 
 
 def test_calibration_measures_a_real_stage(gloo_pool):
@@ -74,7 +75,7 @@ def test_calibration_measures_a_real_stage(gloo_pool):
 
 
 def _reduction_of_a_rank(sizes):
-    return _time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
+    return time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenload.check.scope import Scope
     from evenload.check.verdict import Verdict
     from evenload.runtime.config import TrainConfig
+    from evenload.runtime.stop_request import StopLine
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
@@ -78,11 +79,16 @@ def check_command(
     sys.exit(exit_code(verdicts))
 
 
-def run_check_worker(config: "TrainConfig", scope: "Scope", cache_directory: str, answer: str) -> None:
-    """One rank of the checks; rank 0 leaves the verdicts in a file."""
+def run_check_worker(config: "TrainConfig", scope: "Scope", cache_directory: str, answer: str, line: "StopLine") -> int:
+    """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(_run_rank)(config, scope, Path(cache_directory), Path(answer))
+    try:
+        record(_run_rank)(config, scope, Path(cache_directory), Path(answer))
+    except BaseException:
+        line.note_failure()
+        raise
+    return 0
 
 
 def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) -> None:

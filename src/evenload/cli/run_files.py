@@ -5,10 +5,16 @@
     cost.json       cost model used            report.html   all of it for people
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
 
-Pictures are made from these files alone, so runs can be put side by side later.
+Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
+while the run goes on, so that a run that is killed has them.
 """
 
+import os
 import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,8 +47,12 @@ class RunFacts(Frozen):
     ledger: tuple[str, ...]
 
 
+# Writing may take this share of the run's time.
+_WRITING_SHARE = 0.02
+
+
 class RunWriter:
-    """Writes one run's files.
+    """Writes one run's files; nothing before its first step.
 
     Args:
         directory: made if needed; an earlier run's metrics are continued when `resumed`, else replaced.
@@ -64,42 +74,75 @@ class RunWriter:
         self._directory, self._config, self._model, self._costs = directory, config, model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, tokenizer
         self._metrics = directory / "metrics.jsonl"
+        self._resumed, self._has_begun = resumed, False
+        self._next_s = 0.0
+
+    def add_step(self, report: StepReport) -> None:
+        """Append a step's row; write everything else where its time has come."""
+        if not self._has_begun:
+            self._begin()
+        append_metrics(self._metrics, report.row)
+        every_s = self._config.train.report_every_s
+        if every_s and time.monotonic() >= self._next_s:
+            from_s = time.monotonic()
+            self.write(report)
+            now_s = time.monotonic()
+            self._next_s = now_s + max(every_s, (now_s - from_s) / _WRITING_SHARE)
+
+    def _begin(self) -> None:
+        directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
-        if resumed:
+        if self._resumed:
             drop_torn_line(self._metrics)
         else:
             self._metrics.unlink(missing_ok=True)
-        pretty = msgspec.json.format(msgspec.json.encode(config), indent=2)
+        pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)
         (directory / "config.json").write_bytes(pretty + b"\n")
-        write_coefficients(directory / "cost.json", costs)
+        write_coefficients(directory / "cost.json", self._costs)
+        self._has_begun = True
 
-    def add_step(self, report: StepReport) -> None:
-        """Append a step's row."""
-        append_metrics(self._metrics, report.row)
-
-    def finish(self, last: StepReport) -> None:
-        """Write everything about the last step, and the pictures."""
-        write_timeline(self._directory / "measured.npz", last.measured)
-        (self._directory / "plan.json").write_bytes(encode_plan_file((last.plan,)))
+    def write(self, last: StepReport) -> None:
+        """Write everything about the last step, and the pictures. A reader finds whole files, old or new."""
         run = RunFacts(
             model=self._model,
             memory_cap_bytes=self._memory_cap_bytes,
             facts=_facts(self._config, self._model, self._costs, self._tokenizer, last),
             ledger=last.ledger_lines,
         )
-        (self._directory / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+        with _replaced_together(self._directory) as new:
+            write_timeline(new / "measured.npz", last.measured)
+            (new / "plan.json").write_bytes(encode_plan_file((last.plan,)))
+            (new / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+        self.write_pictures()
+
+    def write_pictures(self) -> None:
+        """The pictures once more, from the files of the last step that was written; none where there are no files."""
+        if not (self._directory / "run.json").is_file():
+            return
+        drop_torn_line(self._metrics)
         section, facts = read_run(self._directory)
         (view,) = section.steps
-        write_chrome_trace(self._directory / "trace.json", view.timelines(), label_packs(last.plan))
-        write_report(
-            self._directory / "report.html",
-            RunReport(
-                title=f"Evenload: {self._model.name}, {section.name}",
-                facts=facts.facts,
-                sections=(section,),
-                ledger=facts.ledger,
-            ),
-        )
+        assert view.plan is not None
+        with _replaced_together(self._directory) as new:
+            write_chrome_trace(new / "trace.json", view.timelines(), label_packs(view.plan))
+            write_report(
+                new / "report.html",
+                RunReport(
+                    title=f"Evenload: {self._model.name}, {section.name}",
+                    facts=facts.facts,
+                    sections=(section,),
+                    ledger=facts.ledger,
+                ),
+            )
+
+
+@contextmanager
+def _replaced_together(directory: Path) -> Iterator[Path]:
+    """A new directory, whose files then replace those of the same names."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as name:
+        yield Path(name)
+        for path in Path(name).iterdir():
+            os.replace(path, directory / path.name)
 
 
 def read_run(directory: Path) -> tuple[RunSection, RunFacts]:

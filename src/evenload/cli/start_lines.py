@@ -47,6 +47,21 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
     )
 
 
+def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy: str) -> str:
+    """Which run this start goes on with.
+
+    Args:
+        saved_strategy: that the checkpoint was trained under; "" = not known.
+    """
+    text = f"resumed from {checkpoint} after {steps_done} steps"
+    if saved_strategy in ("", strategy):
+        return text
+    return (
+        f"{text} | plan.strategy changes from {saved_strategy} to {strategy}: this goes on with the same run, it does "
+        "not begin another one. To compare strategies, give each its own train.output_dir"
+    )
+
+
 def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
     """How the first step was packed."""
     packs = [pack for replica in plan.pack_plans for pack in replica.forward]

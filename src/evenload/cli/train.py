@@ -1,6 +1,7 @@
 """`evenload train`: train a Hugging Face decoder as a TOML file says."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +34,14 @@ def train_command(
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
             -m evenload.cli.main train config.toml
 
+    SIGTERM, SIGHUP or Ctrl-C: finishes the running step, saves a checkpoint and says how to go on; exit code 128 +
+    signal. A second one ends at once.
+
     Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
     """
     with needs_train_extra("evenload train"):
         from evenload.cli.launch import run_local
+        from evenload.cli.resume_command import resume_command
         from evenload.cli.train_worker import run_worker
         from evenload.runtime.config import load_train_config
         from evenload.runtime.device import require_device
@@ -47,8 +52,7 @@ def train_command(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
-        run_worker(settings, cache)
-        return
+        sys.exit(128 + number if (number := run_worker(settings, cache, "the same torchrun command")) else 0)
     # Everything a user can get wrong is checked here, once, before processes start.
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     layout = require_runnable(settings)
@@ -58,4 +62,5 @@ def train_command(
             "change --nproc, or parallel.dp / parallel.pp"
         )
     require_device(settings.train.device, layout.world_size)
-    run_local(run_worker, (settings, cache), layout.world_size)
+    command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
+    run_local(run_worker, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)

@@ -6,95 +6,105 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
-from evenload.cli.start_lines import data_line, first_plan_line, strategy_line
+from evenload.cli.start_lines import data_line, first_plan_line, resumed_line, strategy_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint import skipped_checkpoints
 from evenload.runtime.config import TrainConfig
-from evenload.runtime.export_files import tokenizer_note
 from evenload.runtime.recipes import position_warning
 from evenload.runtime.run_layout import layout_of
+from evenload.runtime.stop_request import StopLine, StopRequest
 from evenload.runtime.trainer import StepReport, Trainer, model_spec
 from evenload.types.scaled_units import format_bytes
 
 
 @record
-def run_worker(config: TrainConfig, cache_directory: str) -> None:
+def run_worker(config: TrainConfig, cache_directory: str, command: str, line: StopLine | None = None) -> int:
     """Train with this process as one rank; rank 0 shows and writes.
 
     Args:
         cache_directory: where calibrated cost files are kept between runs.
+        command: that goes on with this run.
+        line: to our launcher; None under another one.
+
+    Returns:
+        The number of the signal that stopped the run, or 0.
     """
     layout = layout_of(config, model_spec(config).num_layers)
-    with started_rank(config, layout) as setup:
-        _train(config, setup, Path(cache_directory))
+    try:
+        with started_rank(config, layout) as setup:
+            return _train(config, setup, Path(cache_directory), command, StopRequest(line))
+    except BaseException:
+        if line is not None:
+            line.note_failure()
+        raise
 
 
-def _train(config: TrainConfig, setup: RankSetup, cache: Path) -> None:
+def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:
     mesh, memory_cap_bytes = setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
     trainer = Trainer(config, mesh)
-    directory = Path(config.train.output_dir)
     resumed = trainer.resume()
     costs = run_coefficients(trainer, cache, setup.threads, console)
-    _show_start(console, trainer, costs, memory_cap_bytes, setup.threads, resumed)
-    files = None
-    if mesh.rank == 0:
-        files = RunWriter(
-            directory,
-            config,
-            trainer.model,
-            costs,
-            memory_cap_bytes,
-            tokenizer=trainer.tokenizer_fact,
-            resumed=resumed is not None,
-        )
-    last = _run_steps(trainer, costs, memory_cap_bytes, files, console)
-    if last is False:
-        console.print(f"nothing left to train: {trainer.steps_done} steps are done; raise train.steps or data.epochs")
-        return
-    console.print(f"checkpoint {trainer.save()}")
-    if config.train.export_hf:
-        what = "Hugging Face model" if config.model.lora is None else "PEFT adapter"
-        exported = trainer.export()
-        named = mesh.rank == 0 and config.model.lora is None
-        note = f", {tokenizer_note(exported, config.data, config.model.path)}" if named else ""
-        console.print(f"{what} {exported}{note}", soft_wrap=True)
-    if files is not None and isinstance(last, StepReport):
-        files.finish(last)
-        console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))
-        console.print(
-            f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)"
-        )
+    _show_start(console, trainer, costs, memory_cap_bytes, resumed)
+    files = RunWriter(
+        Path(config.train.output_dir),
+        config,
+        trainer.model,
+        costs,
+        memory_cap_bytes,
+        tokenizer=trainer.tokenizer_fact,
+        resumed=resumed is not None,
+    )
+    with stop.listening():
+        last = _run_steps(trainer, costs, memory_cap_bytes, files if mesh.rank == 0 else None, console, stop)
+        report = last if isinstance(last, StepReport) else None
+        if last is not False:
+            console.print(f"checkpoint {trainer.save()}")
+            if report is not None:
+                files.write(report)
+        if trainer.stop_signal:
+            show_stopped(console, trainer, command)
+        else:
+            leave_finished(console, trainer, files, report, has_trained=last is not False, command=command)
+    return trainer.stop_signal
 
 
 def _run_steps(
-    trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, files: RunWriter | None, console: Console
+    trainer: Trainer,
+    costs: CostCoefficients,
+    memory_cap_bytes: int,
+    files: RunWriter | None,
+    console: Console,
+    stop: StopRequest,
 ) -> StepReport | bool:
     """The last step's report on rank 0; elsewhere whether any step ran."""
     last: StepReport | bool = False
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
-        for report in trainer.train(costs, memory_cap_bytes):
+        for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal):
             progress.update(task, completed=trainer.steps_done)
             if report is not None and files is not None:
                 files.add_step(report)
                 if last is False:
                     console.print(first_plan_line(report.plan, trainer.config.max_pack_tokens), soft_wrap=True)
                 console.print(step_line(report.row), soft_wrap=True)
-                _show_save(report, console)
+                _show_events(report, console)
             last = report or True
     return last
 
 
-def _show_save(report: StepReport, console: Console) -> None:
-    """What became of a checkpoint in the background."""
+def _show_events(report: StepReport, console: Console) -> None:
+    """What a user should see of a step, and what became of a checkpoint in the background."""
+    if report.warning:
+        console.print(f"evenload: warning: {report.warning}", soft_wrap=True, markup=False)
     if report.failed_save:
-        console.print(f"evenload: warning: {report.failed_save}; training goes on", soft_wrap=True)
+        console.print(f"evenload: warning: {report.failed_save}; training goes on", soft_wrap=True, markup=False)
     if (saved := report.saved) is not None:
         console.print(
             f"checkpoint {saved.path} | {saved.num_bytes / 1e6:,.1f} MB written in {saved.write_s:.1f} s, training "
@@ -104,12 +114,7 @@ def _show_save(report: StepReport, console: Console) -> None:
 
 
 def _show_start(
-    console: Console,
-    trainer: Trainer,
-    costs: CostCoefficients,
-    memory_cap_bytes: int,
-    threads: int,
-    resumed: Path | None,
+    console: Console, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, resumed: Path | None
 ) -> None:
     config, model = trainer.config, trainer.model
     parameters = model.num_parameters
@@ -131,4 +136,5 @@ def _show_start(
     for line in skipped_checkpoints(Path(config.train.output_dir) / "checkpoints", resumed):
         console.print(f"evenload: warning: {line}", soft_wrap=True)
     if resumed is not None:
-        console.print(f"resumed from {resumed} after {trainer.steps_done} steps")
+        line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
+        console.print(line, soft_wrap=True, markup=False)

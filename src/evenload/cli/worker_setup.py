@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.cost.coverage import require_covered
+from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.usable_cores import usable_cores
 from evenload.profile.calibrate import calibrate
 from evenload.profile.cost_cache import cached_path, read_cached, write_cached
@@ -74,8 +74,10 @@ def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSe
 def run_coefficients(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
 ) -> CostCoefficients:
-    """The checkpoint's cost file after a resume (so that plans stay the same), else the configured one, else cached,
-    else measured; for the configured way in which keys and values travel.
+    """The checkpoint's cost file after a resume (so that plans stay the same) where it covers the layout, else the
+    configured one, else cached, else measured; for the configured way in which keys and values travel.
+
+    With `train.recalibrate` always measured.
 
     Args:
         max_document_tokens: no longer ones are timed; default: the configured longest.
@@ -87,9 +89,17 @@ def run_coefficients(
 def _found_or_measured(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None
 ) -> CostCoefficients:
-    if trainer.coefficients is not None:
-        return trainer.coefficients
     mesh, configured = trainer.mesh, trainer.config.train.cost_file
+    is_anew = trainer.config.train.recalibrate
+    if trainer.coefficients is not None and not is_anew:
+        lacks = missing_costs(trainer.coefficients, mesh.layout)
+        if not lacks:
+            return trainer.coefficients
+        console.print(
+            f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(lacks)}): costs of "
+            "this layout are used from here on",
+            soft_wrap=True,
+        )
     name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
     if mesh.device.type == "cuda":
         name = torch.cuda.get_device_name(mesh.device)
@@ -97,7 +107,7 @@ def _found_or_measured(
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:
-        found[0] = read_coefficients(configured) if configured is not None else read_cached(path)
+        found[0] = read_coefficients(configured) if configured is not None else None if is_anew else read_cached(path)
     dist.broadcast_object_list(found, src=0, group=mesh.control)
     if found[0] is not None:
         if configured is not None:
@@ -111,10 +121,18 @@ def _found_or_measured(
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
-    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name)
-    if mesh.rank == 0:
-        write_cached(path, measured)
-    return measured
+    demand = threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
+    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand)
+    if measured.disturbance.is_noisy:
+        console.print(
+            f"calibration was disturbed: {measured.disturbance.describe()}. Predicted seconds may be too long. These "
+            "costs are used for this run and not kept for the next; once the machine is quiet, train.recalibrate=true "
+            "measures again",
+            soft_wrap=True,
+        )
+    elif mesh.rank == 0:
+        write_cached(path, measured.coefficients)
+    return measured.coefficients
 
 
 def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]

@@ -38,6 +38,28 @@ class LedgerState(Frozen):
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
 
 
+def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -> LedgerState:
+    """The account after steps whose update was not applied: their documents were dropped, not trained.
+
+    Args:
+        skipped: documents and tokens of these steps.
+        masked: those of the tokens that had no loss of their own.
+    """
+    return msgspec.structs.replace(
+        state,
+        trained=state.trained.plus(-skipped.documents, -skipped.tokens),
+        masked=state.masked - masked,
+        dropped=state.dropped | {reason: state.dropped.get(reason, Tally()).plus(skipped.documents, skipped.tokens)},
+    )
+
+
+def account_lines(state: LedgerState) -> list[str]:
+    """The lines of a state that balances: what is read and nowhere else waits in the loader."""
+    kept = (state.trained, state.deferred, state.in_flight, *state.dropped.values())
+    documents, tokens = sum(part.documents for part in kept), sum(part.tokens for part in kept)
+    return Ledger(state).summary(state.read.plus(-documents, -tokens))
+
+
 class Ledger:
     """Running account of documents and tokens.
 

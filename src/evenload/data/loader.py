@@ -16,18 +16,20 @@ are the open block of every lane that this rank reads, and the next one.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.drawn import Drawn, join_drawn
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.global_batch import Deferral, GlobalBatch, own_tokens
+from evenload.data.lane_state import DocumentPlace
 from evenload.data.lanes import LaneDraw
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.peers import Alone, Peers
 from evenload.data.reading.block import Block, block_span
 from evenload.data.reading.block_service import BlockRequest, BlockService, LaneKey, ReadingJob
+from evenload.data.reading.lane import BlockReader
 from evenload.data.reading.part_files import open_part
 from evenload.data.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
 from evenload.data.token_table import Span
@@ -144,6 +146,17 @@ class GlobalBatchLoader:
             self._deferred[doc_id] = Deferral(
                 known[doc_id], batch.place(doc_id), int(batch.owners([doc_id])[0]), batch.has_labels, span
             )
+
+    def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
+        """Where a document was read, in words: the run of documents that are shuffled together, by its first file.
+
+        Args:
+            place_of: of the document's batch.
+        """
+        place = place_of(doc_id)
+        reader = BlockReader(*self._job.parts[place.part], stream=place.part)
+        file = reader.first_file(place.lane, place.epoch, place.cursor)
+        return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
         """Documents and tokens that were read and are in no batch yet."""

@@ -7,6 +7,7 @@ its bytes and check them against their digest. An error on rank 0 is raised on e
 a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,7 @@ class PlannedStep:
         tokens: of the documents of this rank's replica.
         loader_state, planner_state: to go on after this step.
         ledger_lines: the account after this step.
+        origin: says where a document of the step was read.
         plan_time_s: seconds rank 0 spent planning.
     """
 
@@ -47,6 +49,7 @@ class PlannedStep:
     planner_state: DelayState
     ledger_lines: tuple[str, ...]
     plan_time_s: float
+    origin: Callable[[int], str]
 
 
 class _Answer(Frozen):
@@ -120,6 +123,7 @@ class StepMaker:
             planner_state=answer.state,
             ledger_lines=tuple(self.loader.summary()),
             plan_time_s=answer.plan_time_s,
+            origin=functools.partial(self.loader.origin, batch.place),
         )
 
     def _shared_answer(self, batch: GlobalBatch) -> _Answer:

@@ -56,12 +56,16 @@ class Progress(Frozen):
     Args:
         steps_done: optimizer steps taken.
         layout: that saved, as `ParallelLayout.describe` says it.
+        strategy: that planned the last steps.
+        skipped_steps: of the steps done, those whose update was not applied because it was not finite.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
     steps_done: int
     layout: str
+    strategy: str = ""
+    skipped_steps: int = 0
     planner: DelayState = DelayState()
     loader_digest: str = ""
 
@@ -106,7 +110,7 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
             f"checkpoint {path} is damaged or does not fit the configured model: {first_failure(error)}"
         ) from error
     _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors")
-    optimizer.set_num_steps(position.progress.steps_done)
+    optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
     _restore_random({name: state.pieces[0].local for name, state in random_states.items()}, mesh)
     return position
 

@@ -21,6 +21,9 @@ from evenload.types.base import Frozen
 DeviceKind = Literal["cpu", "cuda"]
 ChannelMode = Literal["directed", "fifo"]
 
+# What a killed run may lose by default; a save itself costs training a copy in memory.
+_CHECKPOINT_EVERY_S = 600.0
+
 
 class ModelConfig(Frozen):
     """The model to train.
@@ -111,7 +114,12 @@ class RunConfig(Frozen):
         threads_per_process: None = the machine's cores divided by the processes on it.
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
-        checkpoint_every_steps: 0 = only at the end.
+        checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
+        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one
+            (or since the start); 0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of
+            a run and a signal that stops it always save.
+        stop_grace_s: after SIGTERM, SIGHUP or Ctrl-C the running step is finished and a checkpoint is saved; processes
+            that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
         keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
             0 = all.
         background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
@@ -121,6 +129,14 @@ class RunConfig(Frozen):
             "continue" until the next one. The last one of a run has to succeed.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
+        on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
+            applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
+            optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
+            steps in a row stop the run in either case.
+        report_every_s: at least so many seconds lie between two versions of `report.html` and the files beside it that
+            are written while the run goes on, and more where writing them takes above 2 % of the time; 0 = only at
+            the end.
+        recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         timeout_s: how long a rank waits for another before it gives up.
     """
@@ -133,11 +149,16 @@ class RunConfig(Frozen):
     threads_per_process: int | None = None
     cost_file: str | None = None
     checkpoint_every_steps: int = 0
+    checkpoint_every_s: float | None = None
+    stop_grace_s: float = 120.0
     keep_checkpoints: int = 3
     background_checkpoints: bool = True
     checkpoint_timeout_s: float = 3600.0
     on_failed_checkpoint: Literal["stop", "continue"] = "stop"
     resume: bool = True
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    report_every_s: float = 60.0
+    recalibrate: bool = False
     export_hf: bool = True
     timeout_s: float = 600.0
 
@@ -148,9 +169,23 @@ class RunConfig(Frozen):
             raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
-        for field in ("timeout_s", "checkpoint_timeout_s"):
+        for field in ("checkpoint_every_s", "report_every_s"):
+            if (getattr(self, field) or 0) < 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be 0 (never) or more")
+        if self.recalibrate and self.cost_file is not None:
+            raise ConfigError(
+                f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
+            )
+        for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
+
+    @property
+    def checkpoint_interval_s(self) -> float:
+        """Most seconds of training between two checkpoints, up to a step; 0 = not by time."""
+        if self.checkpoint_every_s is not None:
+            return self.checkpoint_every_s
+        return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
 
 
 class TrainConfig(Frozen):

@@ -1,4 +1,4 @@
-"""Gradients of all replicas summed into shards, and the global gradient norm.
+"""Gradients of all replicas summed into shards; the global gradient norm and the global loss.
 
 The loss of every rank is already divided by the label count of the *global* batch (known from the plan),
 so gradients are summed, never averaged: ranks may hold any number of packs, tokens or labels.
@@ -41,17 +41,24 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
     return shards
 
 
-def global_gradient_norm(buffers: list[FlatBuffer], shards: list[Tensor], mesh: Mesh) -> float:
-    """Euclidean norm over all parameters of the model, each counted once.
+def global_norm_and_loss(
+    buffers: list[FlatBuffer], shards: list[Tensor], loss: Tensor, mesh: Mesh
+) -> tuple[float, float]:
+    """Euclidean norm of the gradient over all parameters of the model, each counted once, and the sum of all ranks'
+    shares of the loss; the same numbers on every rank, so that all decide alike whether to take the step.
 
     Collective over the control group.
+
+    Args:
+        loss: fp64 scalar on the device, this rank's share.
     """
-    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    total[1] = loss
     for buffer, shard in zip(buffers, shards, strict=True):
         # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
         # every rank of a tensor-parallel group.
         if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
-            total += torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+            total[0] += torch.linalg.vector_norm(shard, dtype=torch.float64).square()
     total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
     dist.all_reduce(total, group=mesh.control)
-    return float(total.sqrt())
+    return float(total[0].sqrt()), float(total[1])

@@ -31,7 +31,7 @@ from evenload.runtime.mesh import Mesh
 from evenload.runtime.rank_packs import Exchange, RankPacks
 from evenload.runtime.send_releases import Channel
 from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.store import ActivationStore, Range
 from evenload.runtime.transfers import Carried
 from evenload.types.plan import StepPlan
 from evenload.types.schedule import Action
@@ -57,6 +57,21 @@ class RankTrace:
     memory_kind_bytes: NDArray[np.int64]
 
 
+class HeadOutput(NamedTuple):
+    """What the head of a last stage gave for one backward pack; to find what is not finite.
+
+    Args:
+        ranges: (doc_id, start, stop) of the rows of this rank.
+        loss: its share of the global mean loss, fp64 scalar on the device.
+        row_sums: of the gradient, [rows]; not finite in the rows in which the gradient is not.
+    """
+
+    pack: int
+    ranges: tuple[Range, ...]
+    loss: Tensor
+    row_sums: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class RankRun:
     """Result of one rank's part of a step.
@@ -69,6 +84,7 @@ class RankRun:
         peak_host_bytes: the most that was offloaded to host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         context_bytes: received from ranks that share documents with this one.
+        heads: of every backward pack, on last stages.
     """
 
     loss_sum: Tensor
@@ -78,6 +94,7 @@ class RankRun:
     peak_host_bytes: int
     most_sends_kept: int
     context_bytes: int
+    heads: tuple[HeadOutput, ...]
 
     @property
     def loss(self) -> float:
@@ -162,6 +179,7 @@ class Executor:
         }
         channels = self._open_channels(plan, mine, actions)
         rows: list[_Row] = []
+        heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self._clock.start()
         for at, action in enumerate(actions):
@@ -184,6 +202,8 @@ class Executor:
                 products = store.put_off_weights(action.pack) if action.kind == "I" else None
                 grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products)
                 loss += share
+                if stage.head_row_sums is not None:
+                    heads.append(HeadOutput(action.pack, batch.ranges, share, stage.head_row_sums))
                 channels.send_grad(action.stage, action.pack, grad)
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
         channels.close()
@@ -198,6 +218,7 @@ class Executor:
             held.peak_host_bytes,
             channels.most_kept,
             self._context_bytes() - before_bytes,
+            tuple(heads),
         )
 
     def _context_bytes(self) -> int:

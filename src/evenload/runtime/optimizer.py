@@ -50,7 +50,7 @@ class ShardedAdamW:
 
         Args:
             shards: reduced gradients from `reduce_gradients`.
-            grad_norm: from `global_gradient_norm`.
+            grad_norm: from `global_norm_and_loss`.
         """
         limit = self._config.clip_norm
         scale = limit / (grad_norm + 1e-6) if limit and grad_norm > limit else 1.0

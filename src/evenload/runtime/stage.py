@@ -60,6 +60,8 @@ class PipelineStage:
         self.model = model
         self._like = next(next(iter(model.layers.values())).parameters())
         self._tensor = tensor
+        self.head_row_sums: Tensor | None = None
+        """On a last stage, sums over every row of the gradient that the last backward pack's head gave."""
         self._state = ReplayState(backend=backend)
         if model.recipe.router is not None and model.router_aux_loss_coef:
             self._state.balance = RouterBalance(
@@ -176,10 +178,12 @@ class PipelineStage:
             global mean loss (fp64 scalar; on other stages than the last that of the routers' balance, if any).
         """
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.head_row_sums = None
         if self.model.is_last and not pack.ranges:
             grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
         elif self.model.is_last:
             grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
+            self.head_row_sums = grad.sum(dim=-1)
         assert grad is not None
         grad = self.backward_layers(pack, grad, store, products)
         if self._state.balance is not None:

@@ -13,6 +13,14 @@ from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.timeline import Timeline
 
 
+def no_label_warning(plan: StepPlan) -> str:
+    """What to say about a step of which no token has a loss."""
+    return (
+        f"step {plan.step}: none of its {len(plan.documents):,} documents has a token with a loss, so loss and "
+        "gradient are 0, and only momentum and weight decay moved the weights; see data.record and data.loss_on"
+    )
+
+
 def step_row(
     plan: StepPlan,
     timeline: Timeline,

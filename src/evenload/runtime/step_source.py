@@ -61,6 +61,7 @@ class StepSource:
             planner_state=planner_state,
             waiting=mesh.watch.waiting,
         )
+        self._loader = loader
         left = num_steps
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
@@ -75,6 +76,11 @@ class StepSource:
             return PreparedStep(planned, executor.prepare(planned.plan, planned.tokens))
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
+
+    def close(self) -> None:
+        """The run stops early: what is being made ahead is made, and dropped. At the same step on every rank."""
+        self._ahead.close()
+        self._loader.close()
 
     def next(self) -> PreparedStep | None:
         """The next step; None at the end. Raises what making it raised."""

@@ -4,8 +4,9 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from evenload.runtime.checkpoint import Progress, RunPosition, checkpoint_path, 
 from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_ring
-from evenload.runtime.data_parallel import global_gradient_norm, reduce_gradients
+from evenload.runtime.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
 from evenload.runtime.executor import Executor
 from evenload.runtime.export_files import copy_tokenizer
@@ -34,6 +35,7 @@ from evenload.runtime.hf_export import export_adapter, export_hf
 from evenload.runtime.hf_model import load_config
 from evenload.runtime.lora_config import adapter_parameters_per_layer
 from evenload.runtime.mesh import Mesh
+from evenload.runtime.non_finite import NonFiniteSteps, is_finite
 from evenload.runtime.optimizer import ShardedAdamW
 from evenload.runtime.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.rank_model import build_rank_models
@@ -41,7 +43,7 @@ from evenload.runtime.recipes import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.run_layout import BYTES_PER_ELEMENT
 from evenload.runtime.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.stage import PipelineStage
-from evenload.runtime.step_metrics import step_row
+from evenload.runtime.step_metrics import no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.runtime.torch_peers import TorchPeers
 from evenload.runtime.trace import gather_timeline
@@ -60,6 +62,7 @@ class StepReport:
         ledger_lines: documents and tokens so far.
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
+        warning: what else should be seen, such as a batch without labels.
     """
 
     row: dict[str, int | float | str | None]
@@ -68,6 +71,7 @@ class StepReport:
     ledger_lines: tuple[str, ...]
     saved: SavedCheckpoint | None = None
     failed_save: str = ""
+    warning: str = ""
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
@@ -138,6 +142,13 @@ class Trainer:
             self._checkpoints, self._buffers, self._optimizer, mesh, keep=config.train.keep_checkpoints
         )
         self._saved_steps = -1
+        self._saved_at_s = time.monotonic()
+        self.saved_strategy = ""
+        """That planned the last steps of the checkpoint that was resumed; "" = none was."""
+        self.stop_signal = 0
+        """The signal because of which all ranks agreed to end after the last step; 0 = none."""
+        self._save_is_due = False
+        self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint of the output directory, if there is one. Collective.
@@ -160,10 +171,16 @@ class Trainer:
             self._loader_state = self._loader.state()
             self._planner_state = position.progress.planner
             self.coefficients = position.coefficients
+            self.saved_strategy = position.progress.strategy
+            self._non_finite.num_skipped = position.progress.skipped_steps
         return found
 
     def train(
-        self, coefficients: CostCoefficients, memory_cap_bytes: int, stop_after: int | None = None
+        self,
+        coefficients: CostCoefficients,
+        memory_cap_bytes: int,
+        stop_after: int | None = None,
+        asked_to_stop: Callable[[], int] = lambda: 0,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
 
@@ -172,8 +189,11 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
+            asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step; when any rank
+                was asked, all end after that step, and `stop_signal` says which signal it was.
 
         Raises:
+            NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
             CheckpointError: a checkpoint in the background failed and `train.on_failed_checkpoint` is "stop".
             RankLostError: another rank died or is stuck.
         """
@@ -202,21 +222,23 @@ class Trainer:
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
         )
-        while True:
+        self._saved_at_s = time.monotonic()
+        while not self.stop_signal:
             wait_from_s = time.perf_counter()
             self.mesh.watch.note("the wait for its next documents and plan")
             prepared = source.next()
             if prepared is None:
                 return
             data_wait_s = time.perf_counter() - wait_from_s
-            report = self._step(prepared, coefficients, data_wait_s)
+            report = self._step(prepared, coefficients, data_wait_s, asked_to_stop())
             self.steps_done += 1
-            self._loader_state = prepared.planned.loader_state
+            self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
             saved, failed_save = self._save_on_the_way()
             if report is not None:
                 report = replace(report, saved=saved, failed_save=failed_save)
             yield report
+        source.close()
 
     def save(self) -> Path:
         """Have a complete checkpoint of the steps done. Collective.
@@ -237,7 +259,7 @@ class Trainer:
         """
         settings, from_s = self.config.train, time.perf_counter()
         every = settings.checkpoint_every_steps
-        if not (every and self.steps_done % every == 0):
+        if not (self._save_is_due or (every and self.steps_done % every == 0)):
             return self._end_save(only_if_done=True)
         outcome = self._end_save()
         self._start_save(from_s)
@@ -253,12 +275,18 @@ class Trainer:
             return None, str(error)
 
     def _start_save(self, from_s: float) -> None:
-        progress = Progress(steps_done=self.steps_done, layout=self.mesh.layout.describe(), planner=self._planner_state)
+        progress = Progress(
+            steps_done=self.steps_done,
+            layout=self.mesh.layout.describe(),
+            strategy=self.config.plan.strategy,
+            skipped_steps=self._non_finite.num_skipped,
+            planner=self._planner_state,
+        )
         position = RunPosition(
             progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients
         )
         self._writer.start(position, from_s)
-        self._saved_steps = self.steps_done
+        self._saved_steps, self._saved_at_s = self.steps_done, time.monotonic()
 
     def source_size(self) -> tuple[int, int]:
         """Files of the data set, and their bytes as far as they are known."""
@@ -280,7 +308,20 @@ class Trainer:
     def _checkpoints(self) -> Path:
         return Path(self.config.train.output_dir) / "checkpoints"
 
-    def _step(self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float) -> StepReport | None:
+    def _is_time_to_save(self) -> bool:
+        """Rank 0 looks at its clock; the others do as it says."""
+        interval_s = self.config.train.checkpoint_interval_s
+        return bool(interval_s) and self.mesh.rank == 0 and time.monotonic() - self._saved_at_s >= interval_s
+
+    def _before_giving_up(self) -> Path | None:
+        """The newest checkpoint, once the one under way is complete."""
+        with contextlib.suppress(CheckpointError):  # what is told is why the run ends
+            self._end_save()
+        return latest_checkpoint(self._checkpoints)
+
+    def _step(
+        self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float, stop_signal: int
+    ) -> StepReport | None:
         planned, mesh = prepared.planned, self.mesh
         plan = planned.plan
         learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
@@ -295,29 +336,37 @@ class Trainer:
         with watch.waiting("the sum of gradients", replicas):
             shards = reduce_gradients(self._buffers, mesh)
         with watch.waiting("the gradient norm"):
-            grad_norm = global_gradient_norm(self._buffers, shards, mesh)
-        with watch.waiting("the updated weights", replicas):
-            self._optimizer.step(shards, grad_norm, learning_rate)
+            grad_norm, loss = global_norm_and_loss(self._buffers, shards, run.loss_sum, mesh)
+        warning = ""
+        if is_finite(loss, grad_norm):
+            self._non_finite.note_finite()
+            with watch.waiting("the updated weights", replicas):
+                self._optimizer.step(shards, grad_norm, learning_rate)
+        else:
+            warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._before_giving_up)
+        if not plan.num_label_tokens:
+            warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
 
         static = self._optimizer.static_bytes() + self._frozen_bytes
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
-        sums = torch.tensor([run.loss], dtype=torch.float64)
-        peaks = torch.tensor([step_time_s, float(peak_bytes), data_wait_s], dtype=torch.float64)
+        # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
+        told = (step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), float(self._is_time_to_save()))
+        peaks = torch.tensor(told, dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
-            dist.all_reduce(sums, group=mesh.control)
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
             measured = gather_timeline(
                 run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
             )
+        self.stop_signal, self._save_is_due = int(peaks[3]), bool(peaks[4])
         if measured is None:
             return None
         row = step_row(
             plan,
             measured,
             self.model,
-            loss=float(sums[0]),
+            loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             peak_flops_per_s=coefficients.peak_flops_per_s,
@@ -325,4 +374,5 @@ class Trainer:
             data_wait_s=float(peaks[2]),
             peak_memory_bytes=int(peaks[1]),
         )
-        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=planned.ledger_lines)
+        lines = self._non_finite.ledger_lines(planned)
+        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning)

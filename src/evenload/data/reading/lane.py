@@ -119,6 +119,11 @@ class BlockReader:
             order = permutation(len(documents), self._config.seed, epoch, BLOCKS, lane_id, cursor.block)
         return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
 
+    def first_file(self, lane: int, epoch: int, cursor: BlockCursor) -> str:
+        """Name of the file in which the block at a cursor begins."""
+        segment = self._lane_segments(lane, epoch)[cursor.segment]
+        return self._files.files[segment.file].name
+
     def _lane_segments(self, lane: int, epoch: int) -> tuple[Segment, ...]:
         if self._dealt is None or self._dealt[0] != epoch:
             config = self._config
