@@ -77,8 +77,9 @@ def leave_finished(
         done = FinishedRun(steps_done=trainer.steps_done, is_exported=config.train.export_hf)
         (directory / FINISHED_FILE).write_bytes(msgspec.json.encode(done) + b"\n")
     if last is not None:
-        console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]))
-    console.print(f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)")
+        console.print("\n".join(["", "ledger of documents and tokens", *last.ledger_lines]), soft_wrap=True)
+    written = f"\nreport {directory / 'report.html'} | trace {directory / 'trace.json'} (open at ui.perfetto.dev)"
+    console.print(written, soft_wrap=True)
 
 
 def _read_finished(directory: Path) -> FinishedRun | None:
