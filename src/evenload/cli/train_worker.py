@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from evenload.cli.prediction_line import prediction_line
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.start_lines import data_line, first_plan_line, resumed_line, strategy_line
@@ -84,6 +85,7 @@ def _run_steps(
 ) -> StepReport | bool:
     """The last step's report on rank 0; elsewhere whether any step ran."""
     last: StepReport | bool = False
+    ratios: list[float] = []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
@@ -93,8 +95,12 @@ def _run_steps(
                 files.add_step(report)
                 if last is False:
                     console.print(first_plan_line(report.plan, trainer.config.max_pack_tokens), soft_wrap=True)
+                else:
+                    ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_events(report, console)
+                if note := prediction_line(ratios, costs.device):
+                    console.print(f"evenload: warning: {note}", soft_wrap=True, markup=False)
             last = report or True
     return last
 

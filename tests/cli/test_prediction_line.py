@@ -1,0 +1,26 @@
+"""Steps that all take another time than predicted: said once, with what to do."""
+
+import pytest
+
+from evenload.cli.prediction_line import prediction_line
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ((0.66, 0.7, 0.68), ("0.68 times", "was busier when")),
+        ((1.5, 2.0, 1.3), ("1.50 times", "busier or slower now")),
+    ],
+    ids=["faster", "slower"],
+)
+def test_predictions_that_are_off_for_every_step_are_told(ratios, words) -> None:
+    line = prediction_line(ratios, "a CPU")
+    for word in (*words, "(a CPU)", "train.recalibrate=true"):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    "ratios", [(), (0.5, 0.5), (0.7, 0.7, 0.9), (1.3, 0.7, 1.3), (0.95, 1.1, 1.0), (0.5, 0.5, 0.5, 0.5)], ids=str
+)
+def test_others_are_not_and_nothing_is_told_twice(ratios) -> None:
+    assert prediction_line(ratios, "a CPU") == ""
