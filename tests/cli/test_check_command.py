@@ -58,7 +58,7 @@ def verdicts(output: str) -> dict[str, str]:
 
 
 def test_a_right_run_passes_and_nothing_is_written(project):
-    """And the one thing that does not fit is told apart: exit code 3, all else proved."""
+    """And the one thing that does not fit is told apart: exit code 3, all else proved. Costs are measured first."""
     code, output = run(project, "plan.memory_bytes=300000")
     assert verdicts(output) == {**dict.fromkeys(NAMES, "pass"), "memory": "fail"}, output
     assert code == 3

@@ -7,28 +7,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dist_training import COSTS
 from evenload.cli.main import main
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.report.metrics_file import METRIC_KEYS, read_metrics
+from evenload.types.model_catalog import model_from
 from reference_training import tiny_config
 
 
-@pytest.fixture(scope="module", autouse=True)
-def calibration_cache(tmp_path_factory) -> Iterator[None]:
-    """The same model on the same machine: measured by the first run of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A directory with a tiny model, documents and config.toml for two pipeline stages."""
+def project(tmp_path: Path, monkeypatch) -> Path:
+    """A directory with a tiny model, documents and config.toml for two pipeline stages.
+
+    With costs, because measuring them takes longer than all that most tests are about; one test measures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
+    model = msgspec.structs.replace(model_from(str(tmp_path / "model")), bytes_per_element=4)
+    measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
+    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
     (tmp_path / "corpus").mkdir()
     for i in range(30):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
@@ -48,6 +49,7 @@ def project(tmp_path: Path) -> Path:
         [train]
         output_dir = "run"
         steps = 5
+        cost_file = "cost.json"
         """
     )
     return tmp_path
@@ -86,6 +88,8 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project):
     """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
+    config = project / "config.toml"
+    config.write_text(config.read_text().replace('cost_file = "cost.json"', ""))  # so that the first run measures
     code, output = run(project, "train.output_dir=whole")
     assert code == 0, output
     assert re.search(r"trained\s+30 documents", output), output
