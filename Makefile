@@ -24,8 +24,11 @@ demo: .venv/train  ## train a small Llama on this machine's Python library, in t
 # Processes by the hundred import the same modules; compiling those anew in each costs minutes.
 unexport PYTHONDONTWRITEBYTECODE
 
+# One process more than cores, because some tests wait; at most four, because each starts a pool of four ranks.
+TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )))
+
 test: .venv/dev check  ## everything CI checks
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=15
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check

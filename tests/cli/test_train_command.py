@@ -24,7 +24,7 @@ from reference_training import tiny_config
 def project(tmp_path: Path, monkeypatch) -> Path:
     """A directory with a tiny model, documents and config.toml for two pipeline stages.
 
-    With costs, because measuring them takes longer than all that most tests are about; one test measures."""
+    With costs, because measuring them takes longer than all that these tests are about; `evenload check` measures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
     model = msgspec.structs.replace(model_from(str(tmp_path / "model")), bytes_per_element=4)
@@ -88,8 +88,6 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project):
     """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
-    config = project / "config.toml"
-    config.write_text(config.read_text().replace('cost_file = "cost.json"', ""))  # so that the first run measures
     code, output = run(project, "train.output_dir=whole")
     assert code == 0, output
     assert re.search(r"trained\s+30 documents", output), output
@@ -103,8 +101,9 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     assert (whole / "model" / "model.safetensors.index.json").is_file()
     assert json.loads((whole / "trace.json").read_text())["traceEvents"]
 
-    # Plans follow costs; those of a machine that was busy are not kept for the next run.
-    settings = ("train.checkpoint_every_steps=1", "train.steps=5", "train.cost_file=whole/cost.json")
+    assert (whole / "cost.json").read_bytes() == (project / "cost.json").read_bytes()
+
+    settings = ("train.checkpoint_every_steps=1", "train.steps=5")
     process = start(project, *settings)
     wait_for_rows(project, 2, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed
@@ -266,16 +265,17 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(projec
     assert "Traceback" not in output
 
 
-def test_resume_off_refuses_to_mix_with_an_earlier_run(project, tmp_path):
-    code, output = run(project, "train.steps=1")
-    assert code == 0, output
-    cost_file = project / "run" / "cost.json"
-    code, output = run(project, "train.steps=2", "train.resume=false", f"train.cost_file={cost_file}")
-    assert code == 2
-    assert "train.resume is off, but run/checkpoints/step-00000001" in output
-    code, output = run(project, "train.steps=2", "train.output_dir=other", f"train.cost_file={cost_file}")
-    assert code == 0, output
-    assert (project / "other" / "cost.json").read_bytes() == cost_file.read_bytes()
+def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, capsys):
+    """Before processes start, too."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("processes were started"))
+    checkpoint = project / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").touch()
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "config.toml", "train.resume=false"])
+    assert exit.value.code == 2
+    assert "train.resume is off, but run/checkpoints/step-00000001" in capsys.readouterr().err
 
 
 def test_torchrun_starts_the_same_run_and_stops_it_with_a_checkpoint(project):

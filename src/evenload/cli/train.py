@@ -43,6 +43,7 @@ def train_command(
         from evenload.cli.launch import run_local
         from evenload.cli.resume_command import resume_command
         from evenload.cli.train_worker import run_worker
+        from evenload.runtime.checkpoint import checkpoint_to_resume, checkpoints_of
         from evenload.runtime.config import load_train_config
         from evenload.runtime.device import require_device
         from evenload.runtime.start_checks import require_runnable
@@ -55,6 +56,7 @@ def train_command(
         sys.exit(128 + number if (number := run_worker(settings, cache, "the same torchrun command")) else 0)
     # Everything a user can get wrong is checked here, once, before processes start.
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
+    checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
     layout = require_runnable(settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(

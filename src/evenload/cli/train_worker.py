@@ -14,7 +14,7 @@ from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.merge_default import decide_dp_merge
 from evenload.report.table import step_line
-from evenload.runtime.checkpoint import skipped_checkpoints
+from evenload.runtime.checkpoint import checkpoints_of, skipped_checkpoints
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.recipes import position_warning
 from evenload.runtime.run_layout import layout_of
@@ -139,7 +139,7 @@ def _show_start(
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     if warning := position_warning(trainer.hf_config, config.data.max_document_tokens):
         console.print(f"evenload: warning: {warning}", soft_wrap=True)
-    for line in skipped_checkpoints(Path(config.train.output_dir) / "checkpoints", resumed):
+    for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
         console.print(f"evenload: warning: {line}", soft_wrap=True)
     if resumed is not None:
         line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)

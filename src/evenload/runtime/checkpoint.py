@@ -115,10 +115,33 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
     return position
 
 
+def checkpoints_of(output_dir: str) -> Path:
+    """The directory of a run's checkpoints."""
+    return Path(output_dir) / "checkpoints"
+
+
 def latest_checkpoint(directory: Path) -> Path | None:
     """The complete checkpoint of the most steps, or None."""
     found = complete_checkpoints(directory)
     return found[-1] if found else None
+
+
+def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
+    """The latest checkpoint of a run's directory; None = it starts from the beginning.
+
+    Args:
+        may_resume: `train.resume`.
+
+    Raises:
+        ConfigError: there is one, but the run may not go on from it.
+    """
+    found = latest_checkpoint(directory)
+    if found is not None and not may_resume:
+        raise ConfigError(
+            f"train.resume is off, but {found} is a checkpoint of an earlier run; go on with train.resume=true, choose "
+            "another train.output_dir, or remove the old checkpoints"
+        )
+    return found
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -18,12 +18,20 @@ from evenload.attention.range_attention import select_backend
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.state import decode_state, encode_state
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError
 from evenload.plan.delay import DelayState
 from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
 from evenload.plan.sharding_cost import sharding_cost
-from evenload.runtime.checkpoint import Progress, RunPosition, checkpoint_path, latest_checkpoint, load_checkpoint
+from evenload.runtime.checkpoint import (
+    Progress,
+    RunPosition,
+    checkpoint_path,
+    checkpoint_to_resume,
+    checkpoints_of,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.config import TrainConfig
 from evenload.runtime.context_ring import require_ring
@@ -158,13 +166,8 @@ class Trainer:
         Raises:
             ConfigError: there is one, but `train.resume` is off.
         """
-        found = latest_checkpoint(self._checkpoints)
+        found = checkpoint_to_resume(self._checkpoints, may_resume=self.config.train.resume)
         if found is not None:
-            if not self.config.train.resume:
-                raise ConfigError(
-                    f"train.resume is off, but {found} is a checkpoint of an earlier run; go on with "
-                    "train.resume=true, choose another train.output_dir, or remove the old checkpoints"
-                )
             position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
             self._loader.load_state(decode_state(position.loader))
             self.steps_done = self._saved_steps = position.progress.steps_done
@@ -306,7 +309,7 @@ class Trainer:
 
     @property
     def _checkpoints(self) -> Path:
-        return Path(self.config.train.output_dir) / "checkpoints"
+        return checkpoints_of(self.config.train.output_dir)
 
     def _is_time_to_save(self) -> bool:
         """Rank 0 looks at its clock; the others do as it says."""
