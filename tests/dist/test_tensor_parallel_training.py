@@ -24,7 +24,7 @@ from evenload.runtime.run_layout import layout_of
 from evenload.runtime.trainer import Trainer, model_spec
 from gloo_pool import TIMEOUT_S
 from lost_rank_cases import run_rank
-from training_cases import STEPS, plain_losses, write_training_config
+from training_cases import plain_losses, write_training_config
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def layout_settings(**sizes: int) -> list[str]:
     ],
 )
 def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, expected_losses, tmp_path, sizes, strategy, policy):
-    """Parts of matrices, copies of norms and their optimizer shards: six updates with clipping, to 1e-9."""
+    """Parts of matrices, copies of norms and their optimizer shards: three updates with clipping, to 1e-9."""
     overrides = [*layout_settings(**sizes), f"plan.strategy={strategy}", f"plan.options.policy={policy}"]
     overrides.append(f"train.output_dir={tmp_path}")
     world_size = math.prod(size for name, size in sizes.items() if name != "virtual")
-    losses = gloo_pool.run(world_size, train_steps, str(config_file), overrides, STEPS)[0]
-    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    losses = gloo_pool.run(world_size, train_steps, str(config_file), overrides, 3)[0]
+    assert losses == pytest.approx(expected_losses[:3], rel=1e-9)
 
 
 def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file, expected_losses, tmp_path):
@@ -85,7 +85,7 @@ def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file, expected
 def test_resuming_at_the_same_layout_is_exact(gloo_pool, config_file, tmp_path):
     layout = layout_settings(tp=2, dp=2)
     runs = []
-    for name, stops in (("whole", [4]), ("resumed", [2, 4])):
+    for name, stops in (("whole", [2]), ("resumed", [1, 2])):
         here = [*layout, f"train.output_dir={tmp_path / name}", "model.dtype=bfloat16"]
         runs.append([n for stop in stops for n in gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]])
     assert runs[0] == runs[1]
@@ -117,7 +117,7 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
         "plan.strategy=auto",
     ]
     runs = []
-    for name, parts in (("whole", [({}, 4)]), ("parts", [({"tp": 2, "pp": 2}, 2), ({"tp": 2, "dp": 2}, 4)])):
+    for name, parts in (("whole", [({}, 2)]), ("parts", [({"tp": 2, "pp": 2}, 1), ({"tp": 2, "dp": 2}, 2)])):
         losses = []
         for sizes, stop_after in parts:
             here = [*common, *layout_settings(**sizes), f"train.output_dir={tmp_path / name}"]
