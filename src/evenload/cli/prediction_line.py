@@ -14,12 +14,13 @@ _FACTOR = 1.2
 """All of them beyond it, on the same side, are no accident."""
 
 
-def prediction_line(ratios: Sequence[float], device: str) -> str:
+def prediction_line(ratios: Sequence[float], device: str, cost_file: str | None) -> str:
     """A sentence, or "" where predictions hold or it is not time to tell.
 
     Args:
         ratios: measured over predicted seconds of the steps after the first.
         device: on which costs were measured.
+        cost_file: `train.cost_file`.
     """
     if len(ratios) != NUM_STEPS:
         return ""
@@ -32,4 +33,7 @@ def prediction_line(ratios: Sequence[float], device: str) -> str:
         else f"the machine was busier when costs were measured ({device}), or was a slower one"
     )
     times = f"steps take {median(ratios):.2f} times their predicted time"
-    return f"{times}: {reason}; train.recalibrate=true measures them anew"
+    advice = "train.recalibrate=true measures them anew"
+    if cost_file is not None:
+        advice = f"leave out train.cost_file {cost_file} to have them measured here"
+    return f"{times}: {reason}; {advice}"

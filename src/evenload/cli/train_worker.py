@@ -99,7 +99,7 @@ def _run_steps(
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_events(report, console)
-                if note := prediction_line(ratios, costs.device):
+                if note := prediction_line(ratios, costs.device, trainer.config.train.cost_file):
                     console.print(f"evenload: warning: {note}", soft_wrap=True, markup=False)
             last = report or True
     return last
