@@ -20,6 +20,7 @@ from evenload.runtime.trainer import model_spec
 from evenload.runtime.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
+from small_run import write_small_run
 
 PIPELINE, TENSOR = ["parallel.pp=2"], ["parallel.tp=2"]
 MERGED = ["parallel.dp=2", "plan.options.dp_merge=true"]
@@ -27,27 +28,15 @@ MERGED = ["parallel.dp=2", "plan.options.dp_merge=true"]
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    tiny_config("qwen3", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(60):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    settings = """
         max_document_tokens = 1024
         batch_documents = 20
         workers = 0
         [train]
-        output_dir = "{tmp_path / "run"}"
         steps = 20
-        """
-    )
-    return file
+    """
+    texts = (f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(60))
+    return write_small_run(tmp_path, texts, settings, "qwen3", tied=True)
 
 
 def agreed(verdicts: list[Verdict]) -> Verdict:

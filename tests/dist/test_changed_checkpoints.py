@@ -10,30 +10,20 @@ import pytest
 
 from checkpoint_cases import resume_error
 from dist_training import train_steps
-from reference_training import tiny_config
+from small_run import write_small_run
 
 
 @pytest.fixture
 def run_directory(gloo_pool, tmp_path: Path) -> Path:
     """A configuration and a run with one checkpoint, after two steps."""
-    tiny_config("llama", tied=True, vocab_size=257, num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(8):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + i % 3))
-    (tmp_path / "config.toml").write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    settings = """
         max_document_tokens = 64
         batch_documents = 2
         [train]
-        output_dir = "{tmp_path / "run"}"
         steps = 9
-        """
-    )
+    """
+    texts = (f"document {i} " * (1 + i % 3) for i in range(8))
+    write_small_run(tmp_path, texts, settings, tied=True, num_hidden_layers=1)
     gloo_pool.run(1, train_steps, str(tmp_path / "config.toml"), [], 2)
     return tmp_path
 

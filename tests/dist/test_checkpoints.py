@@ -15,7 +15,7 @@ from evenload.runtime.checkpoint import (
     remove_leftovers,
 )
 from evenload.runtime.config import load_train_config
-from reference_training import tiny_config
+from small_run import write_small_run
 
 STEPS = 5
 LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
@@ -24,28 +24,15 @@ LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """A tiny Llama in float32, on short documents."""
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(30):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    settings = f"""
         max_document_tokens = 256
         batch_documents = 6
         [optimizer]
         learning_rate = 1e-2
         [train]
-        output_dir = "{tmp_path / "run"}"
         steps = {STEPS}
-        """
-    )
-    return file
+    """
+    return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(30)), settings, tied=True)
 
 
 def names(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ from dist_training import COSTS, train_steps
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.config import load_train_config
 from life_cases import costs_of_a_resume, stop_when_one_rank_is_asked, train_with_a_poisoned_token, warnings_of
-from reference_training import tiny_config
+from small_run import write_small_run
 
 POISON = "~"
 PIPELINE = ["parallel.pp=2"]
@@ -20,19 +20,7 @@ PIPELINE = ["parallel.pp=2"]
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """Steps of five documents; that with the poisoned letter is the last of the second step."""
-    tiny_config("llama", tied=False, vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(20):
-        letter = POISON if i == 9 else ""
-        (tmp_path / "corpus" / f"{i:02d}.txt").write_text(f"document {i} {letter}" * (1 + (i * 7) % 5))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    settings = """
         max_document_tokens = 256
         batch_documents = 5
         shuffle_window = 1
@@ -40,10 +28,10 @@ def config_file(tmp_path: Path) -> Path:
         [optimizer]
         learning_rate = 1e-2
         [train]
-        output_dir = "{tmp_path / "run"}"
-        """
-    )
-    return file
+    """
+    letters = (POISON if i == 9 else "" for i in range(20))
+    texts = (f"document {i} {letter}" * (1 + (i * 7) % 5) for i, letter in enumerate(letters))
+    return write_small_run(tmp_path, texts, settings)
 
 
 def checkpoints(tmp_path: Path) -> list[str]:

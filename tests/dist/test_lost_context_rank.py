@@ -9,35 +9,23 @@ import pytest
 import torch.distributed as dist
 
 from lost_rank_cases import run_rank
-from reference_training import tiny_config
+from small_run import write_small_run
 
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 
 
 @pytest.mark.parametrize(("how", "exchange"), [(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")])
 def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchange):
-    tiny_config("llama", vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(20):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5))
-    config_file = tmp_path / "config.toml"
-    config_file.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    run = """
         max_document_tokens = 256
         batch_documents = 8
         workers = 0
         [plan.options]
         cp_sharding = "per_document"
         [train]
-        output_dir = "{tmp_path / "run"}"
         steps = 1000
-        """
-    )
+    """
+    config_file = write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(20)), run)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     settings = ["parallel.cp=2", f"parallel.cp_exchange={exchange}"]
     arguments = (store.port, str(tmp_path), str(config_file), settings, TIMEOUT_S, 1, "transfer", int(how))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lost_rank_cases import STUCK, run_rank
-from reference_training import tiny_config
+from small_run import write_small_run
 
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
@@ -26,27 +26,14 @@ def starter():
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    tiny_config("llama", vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(40):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        random_init = true
-        [data]
-        sources = ["{tmp_path / "corpus"}"]
+    settings = """
         max_document_tokens = 256
         batch_documents = 8
         workers = 0
         [train]
-        output_dir = "{tmp_path / "run"}"
         steps = 1000
-        """
-    )
-    return file
+    """
+    return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""A run of a tiny model with random weights on text files, as a user would write it down."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from reference_training import tiny_config
+
+
+def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: str = "llama", **model: object) -> Path:
+    """Model, corpus and config.toml; returns the path of the latter.
+
+    Args:
+        texts: of documents, the files corpus/00.txt, corpus/01.txt, ..., read in this order where nothing shuffles.
+        settings: TOML; begins inside the table `data`, ends inside `train`, which gets an `output_dir`.
+        kind, model: of `tiny_config`, with a word for every byte and the end of a document.
+    """
+    tiny_config(kind, vocab_size=257, **model).save_pretrained(directory / "model")
+    (directory / "corpus").mkdir()
+    for i, text in enumerate(texts):
+        (directory / "corpus" / f"{i:02d}.txt").write_text(text)
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{directory / "model"}"
+        random_init = true
+        [data]
+        sources = ["{directory / "corpus"}"]
+        {settings}
+        output_dir = "{directory / "run"}"
+        """
+    )
+    return file
