@@ -1,4 +1,4 @@
-# The five commands of the repository; the README explains them.
+# The commands of the repository; the README explains them.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more."
 endef
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-fast check bench docs clean
 
 demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -30,6 +30,12 @@ TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )
 test: .venv/dev check  ## everything CI checks
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
+# Everything that starts no training processes and no browser.
+FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule simulate stepplan types)
+
+test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore tests/report/test_report_in_browser.py
+
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -40,15 +46,16 @@ bench: .venv/dev  ## measure; appends rows to benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
-	$(BIN)/python docs/make_pictures.py
-	$(BIN)/python docs/make_configuration.py
-	$(BIN)/python docs/make_matrix.py
-	$(BIN)/python docs/make_plan_pages.py
-	$(BIN)/python docs/make_measured.py
-	$(BIN)/python docs/make_planning_times.py
-	$(BIN)/python docs/make_benchmarks.py
-	$(BIN)/python docs/make_loader_performance.py
-	$(BIN)/python docs/make_file_tree.py
+	$(BIN)/python tools/make_pictures.py
+	$(BIN)/python tools/make_configuration.py
+	$(BIN)/python tools/make_matrix.py
+	$(BIN)/python tools/make_plan_pages.py
+	$(BIN)/python tools/make_measured.py
+	$(BIN)/python tools/make_planning_times.py
+	$(BIN)/python tools/make_benchmarks.py
+	$(BIN)/python tools/make_loader_performance.py
+	$(BIN)/python tools/make_file_tree.py
+	$(BIN)/python tools/make_house.py
 
 clean:
 	rm -rf .venv build runs

@@ -32,20 +32,22 @@ import numpy as np
 from document_order import score_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
-from evenload.plan.chain_free import work_below
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.dp_balance import assign_replicas
-from evenload.plan.dp_merge import _merged_above  # one threshold alone; `merge_documents` goes on to smaller ones
-from evenload.plan.global_batch import sample_global_batches
-from evenload.plan.options import PlanOptions
-from evenload.plan.pack_counts import pack_counts
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.sampled_batches import sample_global_batches
+from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.dp_merge import (
+    _merged_above,  # one threshold alone; `merge_documents` goes on to smaller ones
+)
+from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.planner import StepPlanner
-from evenload.plan.policies import policy_levels
-from evenload.plan.problem import StepProblem
-from evenload.plan.replica_search import ReplicaSearch, score
-from evenload.plan.slimpack import search_with_merging
-from evenload.plan.step_search import FoundStep, SearchRules, search_merged, search_step
-from evenload.plan.trial_space import ORDERS, TAPERS, Cut, Order, Setting, Trial
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.search.replica_search import ReplicaSearch, score
+from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
+from evenload.plan.search.trial_space import ORDERS, TAPERS, Cut, Setting, Trial
+from evenload.plan.strategies.auto import AutoOptions
+from evenload.plan.strategies.slimpack import search_with_merging
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
@@ -84,7 +86,7 @@ class Change(NamedTuple):
     """
 
     cut: Cut | None = None
-    order: Order = "list"
+    order: str = "list"
     lookahead: int | None = None
     token_weight: int = 1
     tapers: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -116,7 +118,8 @@ def apart(
     """No shared documents; dealt by forward + backward time or by forward time alone."""
     work_s = problem.document_s
     if dealt_by == "forward":
-        work_s = work_below((problem.costs.forward_work(),), problem.num_tokens)
+        tokens = problem.num_tokens
+        work_s = problem.costs.forward_work().slice_works_s(np.zeros_like(tokens), tokens)
     replicas = assign_replicas(work_s, problem.layout.dp)
     if even_out:
         return search_step(problem, replicas, rules)
@@ -149,15 +152,15 @@ SHARING = {
     "policy offload": Change(options={"policy": "offload"}),
     "memory unlimited": Change(capped=False),
     "slimpack": Change(strategy="slimpack"),
-    "auto, executable": Change(strategy="auto", options={"split_backward": False}),
-    "auto": Change(strategy="auto", options={"split_backward": True}),
+    "auto, executable": Change(strategy="auto", options={"strategies": (AutoOptions(split_backward=False),)}),
+    "auto": Change(strategy="auto"),
 }
 PIPELINE = {
-    "symmetric, word catching up": Change(order="word"),
-    "symmetric, word injecting": Change(order="word inject"),
+    "symmetric, word catching up": Change(order="static"),
+    "symmetric, word injecting": Change(order="static inject"),
     "asymmetric, list": Change("asymmetric"),
-    "asymmetric, word catching up": Change("asymmetric", "word"),
-    "asymmetric, word injecting": Change("asymmetric", "word inject"),
+    "asymmetric, word catching up": Change("asymmetric", "static"),
+    "asymmetric, word injecting": Change("asymmetric", "static inject"),
     "whole documents, list": Change("whole"),
     "list, forward first after a backward": Change(order="list alternate"),
     "look-ahead 3": Change(lookahead=3),
@@ -166,7 +169,7 @@ PIPELINE = {
     "W split": Change(split=True),
     "2 virtual stages": Change(virtual=2),
     "2 virtual stages, W split": Change(split=True, virtual=2),
-    "auto, 2 virtual stages": Change(strategy="auto", virtual=2, options={"split_backward": True}),
+    "auto, 2 virtual stages": Change(strategy="auto", virtual=2),
     **{
         f"by hand: asymmetric, {order}, {first} first": Change("asymmetric", order, first=first)
         for order, first in product(ORDERS[:1] + ORDERS[2:], ("longest", "shortest"))
@@ -202,7 +205,9 @@ class Cell:
             excess = max(choice.candidate.excess_bytes for choice in proposal.choices)
             return Outcome(excess, proposal.plan.predicted.step_time_s)
         cap = np.full(planner.layout.pp, usable_bytes(self.cluster), np.int64) if change.capped else None
-        levels = policy_levels(self.num_tokens, planner.options.policy, can_offload=True) if change.capped else [None]
+        levels = (
+            policies_in_order(self.num_tokens, planner.options.policy, can_offload=True) if change.capped else [None]
+        )
         ids, tokens = np.arange(len(self.num_tokens)), self.num_tokens
         problems = [StepProblem(ids, tokens, planner.costs, cap, planner.options, level) for level in levels]
         after_s = planner.costs.reduction_seconds() + planner.costs.optimizer_seconds()
@@ -235,7 +240,7 @@ def measure(name: str, sizes: dict[str, int], context: int, batches: int) -> lis
         lost = [loss for seed, one in enumerate(outcomes) if one.found for loss in noise_losses(one.found, seed)]
         for sigma in NOISES:
             mean = np.mean([losses for noise, *losses in lost if noise == sigma], axis=0).tolist()
-            for orders, loss in zip(("recorded list", "word"), mean, strict=True):
+            for orders, loss in zip(("recorded list", "static"), mean, strict=True):
                 rows.append(Row("ablation", case, f"noise {sigma:g}: {orders} loses", loss, "", "list that knows"))
     return rows
 

@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.range_attention import KeyRange, Scoring
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
 TOKENS, QUICK_TOKENS = 8192, 2048
@@ -25,9 +26,10 @@ def attend(tensors: tuple[torch.Tensor, ...], num_slices: int) -> None:
     q, k, v, grad = tensors
     edges = torch.linspace(0, len(q), num_slices + 1).round().int().tolist()
     slices = list(itertools.pairwise(edges))
-    results = [backend.forward(q[a:b], k[:b], v[:b], scale=0.125, window=0) for a, b in slices]
-    for (a, b), (out, lse) in zip(reversed(slices), reversed(results), strict=True):
-        backend.backward(grad[a:b], q[a:b], k[:b], v[:b], out, lse, scale=0.125, window=0)
+    seen = [[KeyRange(slice(0, b - a), k[:b], v[:b])] for a, b in slices]
+    results = [backend.forward(q[a:b], ranges, Scoring(0.125)) for (a, b), ranges in zip(slices, seen, strict=True)]
+    for (a, b), ranges, (out, lse) in zip(reversed(slices), reversed(seen), reversed(results), strict=True):
+        next(backend.backward(grad[a:b], q[a:b], ranges, out, lse, Scoring(0.125)))
 
 
 def measure(quick: bool) -> list[Row]:

@@ -25,19 +25,20 @@ import torch.distributed as dist
 import torch.multiprocessing
 from transformers import LlamaConfig
 
-from evenload.attention.range_attention import select_backend
+from evenload.attention.backends import select_backend
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.mesh import create_mesh
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.stage import PipelineStage
+from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from paper_skrull import DATA_SETS, table_lengths
 from results import Row, median_ratio, run_benchmark
@@ -75,7 +76,8 @@ def shared_by_all(plan: StepPlan) -> StepPlan:
 
     def shared(pack):
         slices = tuple(msgspec.structs.replace(piece, cp=CP) for piece in pack.slices)
-        return msgspec.structs.replace(pack, slices=slices, sharding="per_document")
+        rule = "per_document" if pack.direction == "forward" else ""
+        return msgspec.structs.replace(pack, slices=slices, sharding=rule)
 
     packs = plan.pack_plans[0]
     packs = msgspec.structs.replace(
@@ -117,17 +119,13 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
     tokens = {d.doc_id: generator.integers(0, 4096, d.num_tokens, dtype=np.int32) for d in plan.documents}
     found: dict[str, list[float]] = {variant: [] for variant in variants}
     moved = dict.fromkeys(variants, 0)
-    executors = {
-        exchange: Executor(stages, mesh, exchange=exchange)  # type: ignore[arg-type]
-        for exchange in ("all_gather", "ring")
-    }
+    executor = Executor(stages, mesh)
     for repeat in range(repeats + 1):
         for variant, (of_variant, exchange) in variants.items():
-            executor = executors[exchange]
-            packs = executor.prepare(of_variant, tokens)
+            step = prepare_step(of_variant, tokens, mesh, exchange)  # type: ignore[arg-type]
             dist.barrier()
             start_s = time.perf_counter()
-            moved[variant] = executor.run(of_variant, packs).context_bytes
+            moved[variant] = executor.run(step).context_bytes
             dist.barrier()
             if repeat:
                 found[variant].append(time.perf_counter() - start_s)

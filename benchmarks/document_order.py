@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evenload.plan.candidate import packflow_candidate, pipeline_tasks
-from evenload.plan.dp_balance import assign_replicas
-from evenload.plan.partition import partition_by_work
-from evenload.plan.problem import StepProblem
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.problem.candidate import scheduled_candidate
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.trial_space import Setting, Trial
+from references import partition_by_work
 
 
 def score_in_order(
@@ -21,8 +23,9 @@ def score_in_order(
 
     Args:
         counts: numbers of packs to try.
-        schedule: one of `plan.candidate.PACKFLOW_ORDERS`.
+        schedule: one of `trial_space.ORDERS`.
     """
+    rule = Trial(Setting("asymmetric", 1), schedule).rule()
     curves = (problem.costs.forward_work(), False), (problem.costs.backward_work(), True)
     best: list[tuple[int, float]] = []
     for documents in assign_replicas(problem.document_s, problem.layout.dp):
@@ -34,7 +37,7 @@ def score_in_order(
                 partition_by_work(tokens, order, curve, count, last_first=last_first) for curve, last_first in curves
             )
             tasks = pipeline_tasks(problem.costs, forward, backward, tokens, policy)
-            made = packflow_candidate("", forward, backward, tasks, schedule, problem.cap_bytes, problem.options)
+            made = scheduled_candidate("", forward, backward, tasks, rule, problem.cap_bytes)
             scores.append(made.score())
         best.append(min(scores))
     return max(excess for excess, _ in best), max(seconds for _, seconds in best)

@@ -26,16 +26,17 @@ import torch.distributed as dist
 import torch.multiprocessing
 from transformers import LlamaConfig
 
+from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory_kinds import bytes_by_kind
-from evenload.plan.plan_tasks import replica_columns, tasks_of_columns
-from evenload.profile.calibrate import calibrate
-from evenload.runtime.config import load_train_config
-from evenload.runtime.held_bytes import STORE_KINDS
-from evenload.runtime.mesh import create_mesh
-from evenload.runtime.run_layout import layout_of
-from evenload.runtime.trainer import StepReport, Trainer, model_spec
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.trainer import StepReport, Trainer
 from evenload.simulate.memory_ledger import memory_ledger
+from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.types.cluster import LinkSpec
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan

@@ -1,4 +1,4 @@
-"""Durations that differ from the estimate: what recorded orders and the static word lose, for `ablation.py`.
+"""Durations that differ from the estimate: what recorded orders and the static order lose, for `ablation.py`.
 
 Every pack's duration on every stage is multiplied by exp(N(0, sigma)). Compared with a list schedule made with the
 true times, which is greedy and so not the best there is: a loss may be slightly negative.
@@ -10,8 +10,8 @@ from itertools import product
 
 import numpy as np
 
-from evenload.plan.step_search import FoundStep
-from evenload.schedule.packflow import packflow_list, packflow_word
+from evenload.plan.search.step_search import FoundStep
+from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.simulate.simulate import simulate
 
 NOISES, DRAWS = (0.0, 0.03, 0.1, 0.2), 8
@@ -24,7 +24,7 @@ def noise_losses(found: FoundStep, seed: int) -> Iterator[tuple[float, float, fl
         chosen, cap = search.build(search.ranking()[0]), search.problem.cap_bytes
         if chosen is None or cap is None:
             continue  # the base is always built and capped
-        words = [packflow_word(chosen.tasks, inject=inject) for inject in (False, True)]
+        words = [packflow_static(chosen.tasks, inject=inject) for inject in (False, True)]
         word_s = [simulate(chosen.tasks, word).makespan_s for word in words]
         word = words[int(np.argmin(word_s))]
         for sigma, _ in product(NOISES, range(DRAWS)):

@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.data.collate import collate_pack
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.step_maker import StepMaker
-from evenload.plan.options import PlanOptions
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.feed.collate import collate_pack
+from evenload.feed.step_maker import StepMaker
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.torch_peers import TorchPeers
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from

@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.data.collate import collate_pack
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import encode_state
 from evenload.data.config import DataConfig
-from evenload.data.exchange import documents_by_replica, exchange_tokens
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.state import encode_state
-from evenload.data.tokenize import FileTokenizer
+from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.feed.collate import collate_pack
+from evenload.feed.exchange import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
-from evenload.plan.bin_packing import best_fit_decreasing, longest_first
-from evenload.plan.options import PlanOptions
+from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
 from evenload.plan.planner import StepPlanner
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -163,8 +163,7 @@ class PackedStream:
             marks.append(time.perf_counter())
             validate_plan(plan, max_pack_tokens=PACK_WINDOW)
             marks.append(time.perf_counter())
-            lengths = {document.doc_id: document.num_tokens for document in batch.documents}
-            tokens = exchange_tokens(batch, documents_by_replica(plan, lengths), loader.peers)
+            tokens = exchange_tokens(batch, documents_by_replica(plan), loader.peers)
             marks.append(time.perf_counter())
             packs = [collate_pack(pack, tokens) for pack in plan.pack_plans[0].forward]
             marks.append(time.perf_counter())

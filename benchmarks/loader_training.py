@@ -32,21 +32,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
-from evenload.attention.range_attention import select_backend
-from evenload.data.collate import collate_pack
+from evenload.attention.backends import select_backend
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
-from evenload.data.exchange import documents_by_replica, exchange_tokens
 from evenload.data.lengths import read_lengths
-from evenload.data.loader import GlobalBatchLoader
+from evenload.feed.collate import collate_pack
+from evenload.feed.exchange import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.step_planner import make_planner
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.parameter_units import flatten_units
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.rank_packs import pack_ranges
-from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import MicroPack
 from loader_peers import TokenFile
 from loader_rows import LoaderRow, median_and_spread, ratio_row, run_benchmark
@@ -162,7 +162,7 @@ class StageRuntime:
         while (batch := loader.next_batch()) is not None:
             plan = planner.plan(batch.step, batch.documents, strategy)
             lengths = {document.doc_id: document.num_tokens for document in batch.documents}
-            tokens = exchange_tokens(batch, documents_by_replica(plan, lengths), loader.peers)
+            tokens = exchange_tokens(batch, documents_by_replica(plan), loader.peers)
             (packs,) = plan.pack_plans
             store = ActivationStore(lengths, [pack_ranges(pack) for pack in packs.backward])
 

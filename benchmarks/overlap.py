@@ -30,18 +30,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from context_parallel import COSTS
-from evenload.attention.range_attention import select_backend
-from evenload.plan.options import PlanOptions
+from evenload.attention.backends import select_backend
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.cp_groups import ContextGroup, Transfer
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
+from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.mesh import Mesh, create_mesh
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.stage import PipelineStage
+from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan
 from results import Row, median_ratio, run_benchmark
 
@@ -117,20 +118,21 @@ def run_rank(rank: int, directory: str, repeats: int) -> None:
     stages = {stage: PipelineStage(model, select_backend("auto", "cpu")) for stage, model in models.items()}
     generator = np.random.default_rng(0)
     tokens = {d.doc_id: generator.integers(0, 512, d.num_tokens, dtype=np.int32) for d in plan.documents}
-    variants: dict[str, tuple[Executor, list[TimedGroup]]] = {}
+    variants: dict[str, tuple[Mesh, list[TimedGroup]]] = {}
     for name in ("overlapped", "at once"):
-        executor = Executor(stages, mesh)
-        groups = {block: TimedGroup(g, mesh, at_once=name == "at once") for block, g in mesh.context.items()}
-        executor._groups.update(groups)
-        variants[name] = executor, list(groups.values())
+        groups = {
+            block: TimedGroup(group.process_group, mesh, at_once=name == "at once")
+            for block, group in mesh.context.items()
+        }
+        variants[name] = replace(mesh, context=groups), list(groups.values())
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for repeat in range(repeats + 1):
-        for name, (executor, groups) in variants.items():
-            packs = executor.prepare(plan, tokens)
+        for name, (timed_mesh, groups) in variants.items():
+            step, executor = prepare_step(plan, tokens, timed_mesh), Executor(stages, timed_mesh)
             before_s = sum(group.waited_s for group in groups)
             dist.barrier()
             start_s = time.perf_counter()
-            executor.run(plan, packs)
+            executor.run(step)
             waited_s = sum(group.waited_s for group in groups) - before_s
             dist.barrier()
             both = torch.tensor([waited_s / CP, time.perf_counter() - start_s])

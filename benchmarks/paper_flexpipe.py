@@ -36,11 +36,11 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.flex_planner import FlexPlanner
-from evenload.plan.fmop import FlexOptions
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.fmop import FlexOptions
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

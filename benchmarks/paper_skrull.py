@@ -24,9 +24,9 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -26,12 +26,12 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.global_batch import GlobalBatch, sample_global_batches
-from evenload.plan.layout_search import LayoutResult, search_layouts
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.layout_search import LayoutResult, search_layouts
+from evenload.explore.sampled_batches import SampledBatch, sample_global_batches
+from evenload.explore.time_split import split_step_time
 from evenload.plan.planner import StepPlanner
-from evenload.plan.time_split import split_step_time
+from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
@@ -83,7 +83,7 @@ def run_cell(table: str, model_name: str, devices: int, context: int, documents:
     (batch,) = sample_global_batches(
         lengths_of(table), steps=1, seed=0, num_documents=documents, context=context, overlong="truncate"
     )
-    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, split_backward=True)
+    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True)
     best: dict[str, Found | None] = {}
     for strategy in STRATEGIES:
         results = search_layouts(
@@ -110,7 +110,7 @@ def found_in(
     model: ModelSpec,
     cluster: ClusterSpec,
     results: list[LayoutResult],
-    batch: GlobalBatch,
+    batch: SampledBatch,
     strategy: str,
     options: PlanOptions,
 ) -> Found | None:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import POLICIES
-from evenload.cost.pack_cost import PackCosts, padded_pack_tokens
-from evenload.plan.candidate import imbalance, one_f_one_b_candidate
-from evenload.plan.options import PlanOptions
-from evenload.plan.policies import policy_levels
-from evenload.plan.problem import ReplicaChoice
+from evenload.cost.pack_cost import PackCosts
+from evenload.plan.problem.candidate import imbalance, whole_candidate
+from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.search.policy_order import policies_in_order
+from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
 
 
@@ -78,13 +78,13 @@ def whole_document_choices(
         groups = [list(range(lo, hi)) for lo, hi in itertools.pairwise(edges)]
         num_tokens = lengths[documents]
         columns = whole_document_columns(groups, num_tokens)
-        found = one_f_one_b_candidate(
-            f"{len(packs)} packs, 1F1B",
+        found = whole_candidate(
+            f"{len(packs)} packs",
             columns,
             num_tokens,
             costs,
+            ONE_F_ONE_B,
             cap,
-            PlanOptions(),
             None if policy is None else policy[documents],
         )
         choices.append(ReplicaChoice(documents, found))
@@ -97,7 +97,7 @@ def whole_documents_within(
     """The same packs under the fastest policy that fits memory; None where none does."""
     can_offload = costs.coefficients.host_link is not None
     fitting: list[tuple[ReplicaChoice, ...]] = []
-    for policy in policy_levels(lengths, "choose", can_offload=can_offload):
+    for policy in policies_in_order(lengths, "choose", can_offload=can_offload):
         choices = whole_document_choices(replicas, lengths, costs, cap_bytes, policy)
         if not any(choice.candidate.excess_bytes for choice in choices):
             fitting.append(choices)
@@ -124,7 +124,7 @@ def score_choices(
     """
     found = [choice.candidate for choice in choices]
     placed = _placed_once(choices, lengths)
-    pack_tokens = [padded_pack_tokens(columns) for one in found for columns in (one.forward, one.backward)]
+    pack_tokens = [columns.pack_tokens() for one in found for columns in (one.forward, one.backward)]
     packs = sum(one.forward.num_packs for one in found)
     busy_s = np.array([one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in found])
     step_s = _step_seconds(choices, costs)

@@ -32,13 +32,13 @@ from rich.table import Table
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
-from evenload.plan.bin_packing import best_fit_decreasing
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.global_batch import sample_global_batches
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.sampled_batches import sample_global_batches
+from evenload.plan.packing.bin_packing import best_fit_decreasing
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -140,7 +140,7 @@ def measure_case(
 
     ours = version("evenload")
     for strategy in STRATEGIES:
-        if strategy in (*NEED_SOLVER, *LAYOUT_STRATEGIES):
+        if strategy in NEED_SOLVER or STRATEGIES[strategy].changes_layout:
             continue
         label = f"evenload {strategy}"
         try:

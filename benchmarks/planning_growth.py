@@ -13,10 +13,10 @@ import time
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import FLAT_STRATEGIES, LAYOUT_STRATEGIES, STRATEGIES
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -36,7 +36,7 @@ def measure(quick: bool) -> dict[str, dict[int, float]]:
     model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
     times_ms: dict[str, dict[int, float]] = {}
     for strategy in STRATEGIES:
-        if strategy in (*NEED_SOLVER, *LAYOUT_STRATEGIES):
+        if strategy in NEED_SOLVER or STRATEGIES[strategy].changes_layout:
             continue
         layout = even_layout(model.num_layers, **_layout_of(strategy))
         coefficients = analytic_coefficients(model, cluster, layout)
@@ -62,7 +62,7 @@ def measure(quick: bool) -> dict[str, dict[int, float]]:
 
 
 def _layout_of(strategy: str) -> dict[str, int]:
-    return {"dp": DP, "cp": PP} if strategy in FLAT_STRATEGIES else {"dp": DP, "pp": PP}
+    return {"dp": DP, "cp": PP} if STRATEGIES[strategy].needs_one_stage else {"dp": DP, "pp": PP}
 
 
 def rows_of(times_ms: dict[str, dict[int, float]]) -> list[Row]:

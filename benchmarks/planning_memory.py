@@ -13,10 +13,10 @@ from pathlib import Path
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.global_batch import sample_global_batches
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.sampled_batches import sample_global_batches
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from

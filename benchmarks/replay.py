@@ -28,18 +28,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenload.attention.range_attention import select_backend
-from evenload.data.collate import collate_pack
-from evenload.plan.partition import partition_by_work
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.host_copies import host_copies
-from evenload.runtime.parameter_units import flatten_units
+from evenload.attention.backends import select_backend
+from evenload.feed.collate import collate_pack
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.rank_packs import pack_ranges
-from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.replay.host_copies import host_copies
+from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.micropack import ActivationPolicy, MicroPack, PackPlan
 from evenload.types.work import WorkCurve
+from references import partition_by_work
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
 REPEATS = 7
@@ -123,12 +123,12 @@ def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> 
             while done < count:
                 stage.forward(load(plan.forward[done], tokens), None, store)
                 done += 1
-            products = store.put_off_weights(pack.index) if split else None
+            products = store.defer_weights(pack.index) if split else None
             stage.backward(load(pack, tokens), None, store, labels, products)
             if split and pack.index:
-                store.add_put_off_weights(pack.index - 1)
+                store.add_deferred_weights(pack.index - 1)
         if split:
-            store.add_put_off_weights(plan.backward[-1].index)
+            store.add_deferred_weights(plan.backward[-1].index)
         store.check_empty()
 
     return step

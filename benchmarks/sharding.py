@@ -1,4 +1,4 @@
-"""Time to share one pack of 256K tokens over context ranks (DESIGN §12: below 1 ms), and how it grows with documents.
+"""Time to share one pack of 256K tokens over context ranks (below 1 ms), and how it grows with documents.
 
 Lengths are `examples/lengths/github_dirs.npy.gz` in its order up to 256K tokens, and 2,048 documents of 128 tokens,
 about as many as one pack can hold; llama-7b's seconds on H100, whose attention has tiles. `mixed` tries every rule and
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
-from evenload.plan.cp_sharding import shard_pack
-from evenload.plan.sharding_cost import sharding_cost
+from evenload.plan.sharing.cp_sharding import share_packs
+from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
@@ -40,12 +40,9 @@ def measure(quick: bool) -> list[Row]:
         start = np.zeros(len(tokens), np.int64)
         for cp in RANKS:
             layout = even_layout(model.num_layers, cp=cp)
-            cost = sharding_cost(
-                PackCosts(model, analytic_coefficients(model, cluster, layout), layout), dp_merge=False
-            )
-            assert cost is not None, "several ranks share every pack"
+            cost = sharding_cost(PackCosts(model, analytic_coefficients(model, cluster, layout), layout), cp)
             variants = {
-                rule: lambda rule=rule, cost=cost, tokens=tokens, start=start, cp=cp: shard_pack(
+                rule: lambda rule=rule, cost=cost, tokens=tokens, start=start, cp=cp: share_packs(
                     rule, start, tokens, cp, cost
                 )
                 for rule in ("mixed", "per_document")
@@ -57,7 +54,7 @@ def measure(quick: bool) -> list[Row]:
             rows.append(Row("sharding", case, "share (mixed)", mixed_s * 1e3, "ms", baseline))
             ratio = median_ratio(seconds["mixed"], seconds["per_document"])
             rows.append(Row("sharding", case, "time", ratio, "x", "per_document"))
-            uneven = shard_pack("mixed", start, tokens, cp, cost).rank_s
+            uneven = share_packs("mixed", start, tokens, cp, cost).rank_s
             rows.append(Row("sharding", case, "slowest rank", uneven.max() / uneven.mean(), "x", "mean of ranks"))
     return rows
 

@@ -1,4 +1,4 @@
-"""Simulator and list schedule: tasks a second of the native core, and against its Python twin.
+"""Simulator and list schedule: tasks a second of the native core, and against its Python reference (tests/reference).
 
 A task is one forward or backward of one pack on one stage. Both sides get the same packs of whole documents with
 log-normal durations and must give equal results; times are medians over interleaved rounds.
@@ -12,7 +12,8 @@ import numpy as np
 
 from evenload.schedule.packflow import packflow_list
 from evenload.simulate.simulate import simulate
-from evenload.types.pipeline import PipelineTasks
+from evenload.types.pipeline import PackBytes, PipelineTasks
+from references import list_schedule, reference_simulation
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
 # (pipeline stages, packs each way)
@@ -35,11 +36,13 @@ def make_tasks(num_stages: int, num_packs: int) -> PipelineTasks:
         p2p_backward_s=np.full(num_packs, 1e-5),
         forwards_needed=np.arange(1, num_packs + 1, dtype=np.int32),
         stage_to_rank=np.arange(num_stages, dtype=np.int32),
-        static_bytes=np.zeros(num_stages, dtype=np.int64),
-        forward_kept_bytes=kept,
-        forward_temp_bytes=kept // 10,
-        backward_freed_bytes=kept,
-        backward_temp_bytes=kept // 5,
+        held=PackBytes(
+            static_bytes=np.zeros(num_stages, dtype=np.int64),
+            forward_kept_bytes=kept,
+            forward_temp_bytes=kept // 10,
+            backward_freed_bytes=kept,
+            backward_temp_bytes=kept // 5,
+        ),
     )
 
 
@@ -50,28 +53,29 @@ def measure(quick: bool) -> list[Row]:
         tasks = make_tasks(num_stages, num_packs)
         cap = np.full(num_stages, 1000 * (num_stages + 2), dtype=np.int64)
         actions = packflow_list(tasks, cap_bytes=cap)
-        twin = packflow_list(tasks, cap_bytes=cap, backend="python")
-        assert actions.to_schedule() == twin.to_schedule(), "native and twin disagree"
-        assert simulate(tasks, actions).makespan_s == simulate(tasks, actions, backend="python").makespan_s
+        assert actions.to_schedule() == list_schedule(tasks, cap_bytes=cap).to_schedule(), "core and reference disagree"
+        assert simulate(tasks, actions).end_s.tolist() == reference_simulation(tasks, actions).end_s.tolist()
         num_tasks = len(actions.kind)
         functions = {
-            "simulate": lambda backend, t=tasks, a=actions: simulate(t, a, backend=backend),
-            "packflow_list": lambda backend, t=tasks, c=cap: packflow_list(t, cap_bytes=c, backend=backend),
+            "simulate": (simulate, reference_simulation, (tasks, actions), {}),
+            "packflow_list": (packflow_list, list_schedule, (tasks,), {"cap_bytes": cap}),
         }
-        for name, function in functions.items():
+        for name, (core, reference, arguments, options) in functions.items():
             variants = {
-                "native": lambda f=function: [f("native") for _ in range(INNER)],
-                "python": lambda f=function: f("python"),
+                "native": lambda f=core, a=arguments, o=options: [f(*a, **o) for _ in range(INNER)],
+                "python": lambda f=reference, a=arguments, o=options: f(*a, **o),
             }
             seconds = interleaved_seconds(variants, QUICK_REPEATS if quick else REPEATS)
             native = [s / INNER for s in seconds["native"]]
             case = f"{name}: {num_tasks:,} tasks, {num_stages} stages, {num_packs} packs each way"
             rate = num_tasks / statistics.median(native)
-            rows.append(Row("simulator", case, "speed-up", median_ratio(seconds["python"], native), "x", "Python twin"))
+            rows.append(
+                Row("simulator", case, "speed-up", median_ratio(seconds["python"], native), "x", "Python reference")
+            )
             twin_rate = num_tasks / statistics.median(seconds["python"])
-            rows.append(Row("simulator", case, "tasks per second", rate, "1/s", f"Python twin {twin_rate:.3g}"))
+            rows.append(Row("simulator", case, "tasks per second", rate, "1/s", f"Python reference {twin_rate:.3g}"))
     return rows
 
 
 if __name__ == "__main__":
-    run_benchmark(measure, "simulator and list schedule against their Python twins")
+    run_benchmark(measure, "simulator and list schedule against their Python references")

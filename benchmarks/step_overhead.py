@@ -32,12 +32,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenload.attention.range_attention import select_backend
+from evenload.attention.backends import select_backend
+from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.mesh import Mesh, create_mesh
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.stage import PipelineStage
+from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import Direction, MicroPack, PackPlan
@@ -187,12 +188,12 @@ def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
     return min(seconds)
 
 
-def run_step(executor: Executor, plan: StepPlan, vocabulary: int) -> Callable[[], object]:
-    """One step, its packs prepared beforehand."""
+def run_step(mesh: Mesh, executor: Executor, plan: StepPlan, vocabulary: int) -> Callable[[], object]:
+    """One step, prepared beforehand."""
     rng = np.random.default_rng(0)
     tokens = {d.doc_id: rng.integers(0, vocabulary, d.num_tokens).astype(np.int32) for d in plan.documents}
-    packs = executor.prepare(plan, tokens)
-    return lambda: executor.run(plan, packs).trace
+    step = prepare_step(plan, tokens, mesh)
+    return lambda: executor.run(step).trace
 
 
 def outside_share(work: Callable[[], object]) -> float:
@@ -252,9 +253,9 @@ def _measure(quick: bool, layers: int) -> list[Row]:
     for pack_tokens in PACK_TOKENS[:1] if quick else PACK_TOKENS:
         for words, (forward, backward) in cases(pack_tokens).items():
             case = f"{pack_tokens} tokens a pack, {words}, {layers} layers of width {WIDTH}"
-            step = run_step(full, step_plan(forward, backward, layers), VOCABULARY)
+            step = run_step(mesh, full, step_plan(forward, backward, layers), VOCABULARY)
             small = shrunk(forward), shrunk(backward)
-            twin_step = run_step(twin, step_plan(*small, layers), TWIN_WIDTH)
+            twin_step = run_step(mesh, twin, step_plan(*small, layers), TWIN_WIDTH)
             plain = plain_step(small[0], layers)
             step_s = cpu_seconds(step, 1 if quick else REPEATS)
             twin_s, plain_s = (cpu_seconds(work, TWIN_REPEATS) for work in (twin_step, plain))

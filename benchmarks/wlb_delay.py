@@ -21,11 +21,11 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.plan.delay import DelayState, arrivals_of, state_after, trained_documents
-from evenload.plan.options import PlanOptions
+from evenload.plan.deferral.delay import DelayState, arrivals_of, state_after, trained_documents
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import StepProblem
-from evenload.plan.wlb import delay_wlb
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.strategies.wlb import WlbOptions, delay_wlb
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
@@ -51,7 +51,7 @@ def planner_of(dp: int, release: str) -> StepPlanner:
     """N = dp x pp micro-batches on H100."""
     model, layout = model_from("llama-7b"), even_layout(32, dp=dp, pp=PP)
     coefficients = analytic_coefficients(model, cluster_from(f"h100x{dp * PP}"), layout)
-    options = PlanOptions(max_pack_tokens=4 * WINDOW, micro_batches=PP, release=release)  # type: ignore[arg-type]
+    options = PlanOptions(max_pack_tokens=4 * WINDOW, micro_batches=PP, strategies=(WlbOptions(release=release),))  # type: ignore[arg-type]
     return StepPlanner(model, coefficients, layout, None, options)
 
 

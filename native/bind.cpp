@@ -1,4 +1,4 @@
-// Python bindings. Every function checks its inputs here, then releases the GIL.
+// Python bindings: what the Python wrappers did not check is checked here, then the GIL is released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -18,10 +18,8 @@
 #include "bind_trials.h"
 #include "dacp.h"
 #include "pack.h"
-#include "partition.h"
 #include "schedule.h"
 #include "simulate.h"
-#include "subset.h"
 #include "tasks.h"
 
 namespace nb = nanobind;
@@ -41,7 +39,6 @@ void require_sizes(std::span<const int64_t> num_tokens, int64_t capacity) {
 }
 
 std::pair<Out<int64_t>, Out<int64_t>> best_fit_decreasing(In<int64_t> num_tokens, int64_t capacity) {
-    require_sizes(view(num_tokens), capacity);
     evenload::Groups groups;
     {
         nb::gil_scoped_release unlocked;
@@ -52,13 +49,6 @@ std::pair<Out<int64_t>, Out<int64_t>> best_fit_decreasing(In<int64_t> num_tokens
 
 std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t num_groups, In<int64_t> num_tokens,
                                                     int64_t capacity) {
-    require(num_groups >= 1, "num_groups = ", num_groups, " must be at least 1");
-    require(num_tokens.size() == 0 || num_tokens.size() == work_s.size(), "num_tokens has ", num_tokens.size(),
-            " entries, work_s ", work_s.size());
-    for (size_t i = 0; i < work_s.size(); ++i) {
-        require(work_s.data()[i] >= 0.0, "work_s[", i, "] = ", work_s.data()[i], " must be >= 0");
-    }
-    require_sizes(view(num_tokens), capacity);
     evenload::Groups groups;
     {
         nb::gil_scoped_release unlocked;
@@ -68,14 +58,6 @@ std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t n
 }
 
 Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t num_groups, int64_t capacity) {
-    require(num_groups >= 1, "num_groups = ", num_groups, " must be at least 1");
-    require(num_tokens.size() == work_s.size(), "num_tokens has ", num_tokens.size(), " entries, work_s ",
-            work_s.size());
-    for (size_t i = 0; i < work_s.size(); ++i) {
-        require(work_s.data()[i] >= 0.0, "work_s[", i, "] = ", work_s.data()[i], " must be >= 0");
-        // A longer one is left over; its sum with a group's tokens must not overflow.
-        require(num_tokens.data()[i] >= 1, "num_tokens[", i, "] = ", num_tokens.data()[i], " must be at least 1");
-    }
     std::vector<int64_t> group_of;
     {
         nb::gil_scoped_release unlocked;
@@ -84,47 +66,10 @@ Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t nu
     return to_numpy(std::move(group_of));
 }
 
-std::tuple<Out<int32_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>> partition_by_work(
-    In<int64_t> num_tokens, In<int32_t> order, double linear_s, std::vector<std::pair<double, int64_t>> attention_s,
-    double slice_s, int64_t num_packs, int64_t align, int64_t min_slice_tokens, int64_t max_pack_tokens,
-    bool last_first) {
-    evenload::WorkCurve work{linear_s, {}, {}, slice_s};
-    require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
-    for (const auto& [coef, window] : attention_s) {
-        require(coef >= 0.0 && window >= 0, "attention term (", coef, ", ", window, ") must not be negative");
-        work.attention_s.push_back(coef);
-        work.window.push_back(window);
-    }
-    constexpr int64_t longest_document = (int64_t{1} << 31) - 1;  // more pairs would not fit int64
-    for (int64_t limit : {num_packs, align, min_slice_tokens}) {
-        require(limit >= 1 && limit <= longest_document, "num_packs, align or min_slice_tokens is ", limit,
-                ", not in 1..2^31-1");
-    }
-    require(max_pack_tokens >= 1, "max_pack_tokens = ", max_pack_tokens, " must be at least 1");
-    for (int32_t index : view(order)) {
-        require(index >= 0 && static_cast<size_t>(index) < num_tokens.size(), "order names document ", index, " of ",
-                num_tokens.size());
-        const int64_t length = num_tokens.data()[index];
-        require(length >= 1 && length <= longest_document, "document ", index, " has ", length,
-                " tokens, not 1..2^31-1");
-        // Otherwise a piece that no cut makes legal would be asked for without end.
-        require(length <= max_pack_tokens || max_pack_tokens - min_slice_tokens >= min_slice_tokens + align - 2,
-                "a document of ", length, " tokens cannot be cut under max_pack_tokens = ", max_pack_tokens);
-    }
-    evenload::Slices slices;
-    {
-        nb::gil_scoped_release unlocked;
-        slices = evenload::partition_by_work(view(num_tokens), view(order), work,
-                                             {num_packs, align, min_slice_tokens, max_pack_tokens, last_first});
-    }
-    return {to_numpy(std::move(slices.doc)), to_numpy(std::move(slices.start)), to_numpy(std::move(slices.stop)),
-            to_numpy(std::move(slices.pack_offset))};
-}
-
 // Owners of the documents of every group members[offset[g] .. offset[g + 1]), and the time of each group.
 std::pair<Out<int64_t>, Out<double>> assign_owners(In<int64_t> num_tokens, In<double> local_s, In<double> shared_s,
                                                    In<double> gather_s, In<int64_t> members, In<int64_t> offset,
-                                                   int64_t cp, int64_t bucket, int64_t evaluations, int64_t nodes) {
+                                                   int64_t cp, int64_t bucket, bool algorithm_1_only) {
     constexpr int64_t most_tokens = int64_t{1} << 40;  // sums of many stay within int64
     const size_t n = num_tokens.size();
     require(local_s.size() == n && shared_s.size() == n && gather_s.size() == n, "columns of ", n,
@@ -161,32 +106,14 @@ std::pair<Out<int64_t>, Out<double>> assign_owners(In<int64_t> num_tokens, In<do
                 group.shared_s.push_back(shared_s.data()[document]);
                 group.gather_s.push_back(gather_s.data()[document]);
             }
-            seconds[g] = evenload::assign_owners(group, {cp, bucket, evaluations, nodes},
+            seconds[g] = evenload::assign_owners(group, {cp, bucket, algorithm_1_only},
                                                  std::span(owner).subspan(offset.data()[g], group.tokens.size()));
         }
     }
     return {to_numpy(std::move(owner)), to_numpy(std::move(seconds))};
 }
 
-// (groups as bit masks, worker of each).
-std::pair<Out<int64_t>, Out<int64_t>> best_partition(In<double> cost, In<double> load) {
-    const size_t size = cost.size();
-    require(size >= 1 && size <= (size_t{1} << 16) && (size & (size - 1)) == 0, "cost has ", size,
-            " entries, not 2^n with n up to 16");
-    require(load.size() >= 1, "load must name at least one worker");
-    require(cost.data()[0] == 0.0, "cost of no items is ", cost.data()[0], ", not 0");
-    for (const auto& column : {cost, load}) {
-        for (double value : view(column)) require(value >= 0.0, "cost or load holds ", value);
-    }
-    std::pair<std::vector<int64_t>, std::vector<int64_t>> found;
-    {
-        nb::gil_scoped_release unlocked;
-        found = evenload::best_partition(view(cost), view(load));
-    }
-    return {to_numpy(std::move(found.first)), to_numpy(std::move(found.second))};
-}
-
-// The fields of PipelineTasks in the order of its class; see schedule/task_arrays.py.
+// The fields of PipelineTasks and PackBytes in order, shapes checked by schedule/task_arrays.py.
 using TaskArrays = std::tuple<Grid<double>, Grid<double>, In<double>, In<double>, In<int32_t>, In<int32_t>, In<int64_t>,
                               Grid<int64_t>, Grid<int64_t>, Grid<int64_t>, Grid<int64_t>>;
 
@@ -197,11 +124,6 @@ void require_seconds(const double* values, size_t size, const char* name) {
     }
 }
 
-void require_shape(const Grid<int64_t>& grid, int64_t rows, int64_t columns, const char* name) {
-    require(static_cast<int64_t>(grid.shape(0)) == rows && static_cast<int64_t>(grid.shape(1)) == columns, name,
-            " has shape (", grid.shape(0), ", ", grid.shape(1), "), expected (", rows, ", ", columns, ")");
-}
-
 evenload::Tasks checked_tasks(const TaskArrays& arrays) {
     const auto& [forward_s, backward_s, p2p_forward_s, p2p_backward_s, needed, stage_to_rank, static_bytes, kept,
                  forward_temp, freed, backward_temp] = arrays;
@@ -210,16 +132,6 @@ evenload::Tasks checked_tasks(const TaskArrays& arrays) {
     tasks.num_backward = static_cast<int64_t>(backward_s.shape(0));
     tasks.num_stages = static_cast<int64_t>(stage_to_rank.size());
     tasks.num_ranks = static_cast<int64_t>(static_bytes.size());
-    const auto P = stage_to_rank.size();
-    require(forward_s.shape(1) == P && backward_s.shape(1) == P, "forward_s has ", forward_s.shape(1),
-            " stages, backward_s ", backward_s.shape(1), ", stage_to_rank ", P);
-    require(p2p_forward_s.size() == forward_s.shape(0) && p2p_backward_s.size() == backward_s.shape(0) &&
-                needed.size() == backward_s.shape(0),
-            "p2p_forward_s, p2p_backward_s and forwards_needed must have one entry a pack");
-    require_shape(kept, tasks.num_forward, tasks.num_stages, "forward_kept_bytes");
-    require_shape(forward_temp, tasks.num_forward, tasks.num_stages, "forward_temp_bytes");
-    require_shape(freed, tasks.num_backward, tasks.num_stages, "backward_freed_bytes");
-    require_shape(backward_temp, tasks.num_backward, tasks.num_stages, "backward_temp_bytes");
     require_seconds(forward_s.data(), forward_s.size(), "forward_s");
     require_seconds(backward_s.data(), backward_s.size(), "backward_s");
     require_seconds(p2p_forward_s.data(), p2p_forward_s.size(), "p2p_forward_s");
@@ -251,16 +163,8 @@ using SplitArrays = std::optional<std::tuple<Grid<double>, Grid<double>, Grid<in
 void add_split(evenload::Tasks& tasks, const SplitArrays& arrays) {
     if (!arrays) return;
     const auto& [input_s, weight_s, input_freed, input_temp, weight_freed] = *arrays;
-    for (const auto* grid : {&input_s, &weight_s}) {
-        require(static_cast<int64_t>(grid->shape(0)) == tasks.num_backward &&
-                    static_cast<int64_t>(grid->shape(1)) == tasks.num_stages,
-                "input_s and weight_s must have one row a backward pack and one column a stage");
-    }
     require_seconds(input_s.data(), input_s.size(), "input_s");
     require_seconds(weight_s.data(), weight_s.size(), "weight_s");
-    require_shape(input_freed, tasks.num_backward, tasks.num_stages, "input_freed_bytes");
-    require_shape(input_temp, tasks.num_backward, tasks.num_stages, "input_temp_bytes");
-    require_shape(weight_freed, tasks.num_backward, tasks.num_stages, "weight_freed_bytes");
     tasks.input_s = input_s.data();
     tasks.weight_s = weight_s.data();
     tasks.input_freed_bytes = input_freed.data();
@@ -274,10 +178,6 @@ std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule
                                                                                  const SplitArrays& split) {
     evenload::Tasks tasks = checked_tasks(arrays);
     add_split(tasks, split);
-    require(static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks, "cap_bytes has ", cap_bytes.size(),
-            " entries for ", tasks.num_ranks, " ranks");
-    require(lookahead >= 0 && lookahead <= std::numeric_limits<int32_t>::max(), "lookahead = ", lookahead,
-            " is not in 0..2^31-1");
     int64_t most_needed = 0;
     for (int64_t j = 0; j < tasks.num_backward; ++j) {
         most_needed = std::max<int64_t>(most_needed, tasks.forwards_needed[j]);
@@ -322,19 +222,15 @@ std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Evenload's compiled core; every function has a Python twin that gives the same bits.";
+    m.doc() = "Evenload's compiled core; every function has a Python reference in tests/reference that gives the same bits.";
     m.def("best_fit_decreasing", &best_fit_decreasing, nb::arg("num_tokens"), nb::arg("capacity"));
     m.def("longest_first", &longest_first, nb::arg("work_s"), nb::arg("num_groups"), nb::arg("num_tokens"),
           nb::arg("capacity"));
     m.def("pack_greedily", &pack_greedily, nb::arg("work_s"), nb::arg("num_tokens"), nb::arg("num_groups"),
           nb::arg("capacity"));
-    m.def("partition_by_work", &partition_by_work, nb::arg("num_tokens"), nb::arg("order"), nb::arg("linear_s"),
-          nb::arg("attention_s"), nb::arg("slice_s"), nb::arg("num_packs"), nb::arg("align"),
-          nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("last_first"));
     m.def("assign_owners", &assign_owners, nb::arg("num_tokens"), nb::arg("local_s"), nb::arg("shared_s"),
           nb::arg("gather_s"), nb::arg("members"), nb::arg("offset"), nb::arg("cp"), nb::arg("bucket"),
-          nb::arg("evaluations"), nb::arg("nodes"));
-    m.def("best_partition", &best_partition, nb::arg("cost"), nb::arg("load"));
+          nb::arg("algorithm_1_only") = false);
     m.def("list_schedule", &list_schedule, nb::arg("tasks"), nb::arg("cap_bytes"), nb::arg("alternate"),
           nb::arg("lookahead"), nb::arg("split") = nb::none());
     m.def("simulate", &simulate, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),

@@ -1,4 +1,4 @@
-// Symmetric, chain-free slices (plan/chain_free.py) and the halving of packs at the ends (plan/pack_halving.py).
+// Symmetric, chain-free slices (tests/reference/chain_free.py) and the halving of packs at the ends (tests/reference/pack_halving.py).
 #pragma once
 
 #include <cstdint>

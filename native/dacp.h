@@ -9,7 +9,7 @@ namespace evenload {
 
 constexpr int64_t kShared = -1;
 
-// Columns of documents; see plan/dacp.py.
+// Columns of documents; see plan/sharing/dacp.py.
 struct OwnedDocuments {
     std::vector<int64_t> tokens;
     std::vector<double> local_s;
@@ -19,13 +19,12 @@ struct OwnedDocuments {
 
 struct DacpLimits {
     int64_t cp;
-    int64_t bucket;       // tokens a rank may hold
-    int64_t evaluations;  // of neighbours in the descent
-    int64_t nodes;        // of branch and bound
+    int64_t bucket;  // tokens a rank may hold
+    bool algorithm_1_only;
 };
 
 // Owner of every document, kShared = all ranks; returns the time of the slowest rank, infinite where
-// no owners were found that fit. The algorithm is described in plan/dacp.py.
+// no owners were found that fit. The algorithm is described in plan/sharing/dacp.py.
 double assign_owners(const OwnedDocuments& documents, const DacpLimits& limits, std::span<int64_t> owner);
 
 }  // namespace evenload

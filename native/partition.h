@@ -14,7 +14,7 @@ struct WorkCurve {
     std::vector<int64_t> window;
     double slice_s;
 
-    // Seconds of the slice [start, stop); 0 when empty. Same operation order as the Python twin.
+    // Seconds of the slice [start, stop); 0 when empty. Same operation order as the Python reference.
     double slice_work_s(int64_t start, int64_t stop) const;
 };
 
@@ -34,7 +34,7 @@ struct Slices {
     std::vector<int64_t> pack_offset;
 };
 
-// The algorithm is described in plan/partition.py. O(n + packs log(longest document)).
+// The algorithm is described in tests/reference/partition.py. O(n + packs log(longest document)).
 Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const int32_t> order, const WorkCurve& work,
                          const PartitionLimits& limits);
 

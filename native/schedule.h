@@ -1,4 +1,4 @@
-// The memory-capped list schedule (DESIGN §7, "list form").
+// The memory-capped list schedule (docs/architecture.md, "Planning a step").
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct ListRule {
     bool split;                          // run backwards as I and later W; needs tasks with split columns
 };
 
-// The rules are written down in schedule/list_schedule.py. O(actions (ranks + stages per rank)).
+// The rules are written down in tests/reference/list_schedule.py. O(actions (ranks + stages per rank)).
 // Needs a running maximum of forwards_needed that ends at num_forward; throws std::logic_error if stuck.
 Actions list_schedule(const Tasks& tasks, const ListRule& rule);
 

@@ -14,7 +14,7 @@
 namespace evenload {
 namespace {
 
-constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // plan/candidate.py::UNLIMITED_BYTES
+constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // plan/problem/candidate.py::UNLIMITED_BYTES
 
 double total_below(std::span<const WorkCurve> curves, std::span<const int64_t> num_tokens) {
     double total = 0.0;
@@ -75,7 +75,7 @@ std::optional<Slices> whole_documents(const ReplicaDocuments& documents, const T
     return out;
 }
 
-// The static PackFlow word (schedule/static_word.py) with f catching up or injecting forwards.
+// The static PackFlow word (schedule/static_order.py) with f catching up or injecting forwards.
 Actions static_word(const Tasks& tasks, bool inject) {
     const int64_t P = tasks.num_stages, m_f = tasks.num_forward, m_b = tasks.num_backward;
     std::vector<int64_t> counts(m_b);

@@ -1,4 +1,4 @@
-// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (plan/trial_space.py).
+// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (plan/search/trial_space.py).
 #pragma once
 
 #include <cstdint>

@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from evenload.cli.run_files import read_run
-from evenload.data.tokenize import train_byte_pair_tokenizer
+from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.report.html import write_report
 from evenload.report.run_figures import comparison_row, typical_meaning
 from evenload.report.run_report import RunReport
-from evenload.report.table import comparison_table
+from evenload.report.table import ComparisonTable
 
 HERE = Path(__file__).parent
 OUTPUT = Path("runs/demo")
@@ -113,7 +113,7 @@ def train(sources: list[str], tokenizer: Path, strategy: str, output: Path, *mor
 
 def show(console: Console, rows: list[dict[str, Any]], best: str, meaning: str) -> None:
     """Both runs, measured and predicted."""
-    console.print(comparison_table(rows, best))
+    console.print(ComparisonTable(rows, best))
     ours, theirs = rows
     console.print(
         f"measured: {theirs['name']} / {ours['name']} = "

@@ -1,10 +1,10 @@
-# Compiled core (native/). Call it through the wrappers named beside each function; they check inputs.
+# Compiled core (native/). Call it through the wrappers named beside each function; they check inputs first.
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# plan/bin_packing.py: (members int64[n], offset int64[groups + 1])
+# plan/packing/bin_packing.py: (members int64[n], offset int64[groups + 1])
 def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
@@ -12,26 +12,12 @@ def longest_first(
     work_s: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/var_length.py: int64[n], the group of every item, -1 = left over
+# plan/packing/var_length.py: int64[n], the group of every item, -1 = left over
 def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int
 ) -> NDArray[np.int64]: ...
 
-# plan/partition.py: (doc int32[slices], start, stop int64[slices], pack_offset int64[packs + 1])
-def partition_by_work(
-    num_tokens: NDArray[np.int64],
-    order: NDArray[np.int32],
-    linear_s: float,
-    attention_s: tuple[tuple[float, int], ...],
-    slice_s: float,
-    num_packs: int,
-    align: int,
-    min_slice_tokens: int,
-    max_pack_tokens: int,
-    last_first: bool,
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
-
-# plan/dacp.py: (owner int64[members], seconds float64[groups])
+# plan/sharing/dacp.py: (owner int64[members], seconds float64[groups])
 def assign_owners(
     num_tokens: NDArray[np.int64],
     local_s: NDArray[np.float64],
@@ -41,14 +27,8 @@ def assign_owners(
     offset: NDArray[np.int64],
     cp: int,
     bucket: int,
-    evaluations: int,
-    nodes: int,
+    algorithm_1_only: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
-
-# plan/subset_partition.py: (groups as bit masks int64[groups], worker int64[groups])
-def best_partition(
-    cost: NDArray[np.float64], load: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
 # `tasks` below: the columns of PipelineTasks in field order, from schedule/task_arrays.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
@@ -125,7 +105,7 @@ class CostTable:
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 
-# cost/native_price.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
+# cost/pipeline_tasks.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
 def price_packs(
     table: CostTable,
     forward: tuple[NDArray[Any], ...],
@@ -135,7 +115,7 @@ def price_packs(
     split: bool,
 ) -> tuple[Any, ...]: ...
 
-# plan/native_trials.py; a curve is (linear_s, attention terms, slice_s)
+# plan/search/trial_packs.py; a curve is (linear_s, attention terms, slice_s)
 def cut_packs(
     table: CostTable,
     num_tokens: NDArray[np.int64],

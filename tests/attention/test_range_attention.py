@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from evenload.attention.backends import select_backend
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.attention.range_attention import first_visible_key, select_backend
+from evenload.attention.range_attention import Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.errors import ConfigError
+from single_range import attend, attend_backward
 
 BACKENDS = [ReferenceAttention(), CpuFlashAttention()]
 
@@ -41,15 +43,15 @@ def test_slices_equal_the_whole_document(backend, window, heads, groups):
     with torch.no_grad():
         for start, stop in [(0, 1), (1, 290), (290, 555), (555, 601)]:
             first = first_visible_key(start, window)
-            out[start:stop], lse[start:stop] = backend.forward(
-                q[start:stop], k[first:stop], v[first:stop], scale=scale, window=window
+            out[start:stop], lse[start:stop] = attend(
+                backend, q[start:stop], k[first:stop], v[first:stop], Scoring(scale, window)
             )
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for start, stop in [(400, 601), (33, 400), (0, 33)]:
             first = first_visible_key(start, window)
-            dq[start:stop], part_k, part_v = backend.backward(
-                grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop], lse[start:stop],
-                scale=scale, window=window,
+            dq[start:stop], part_k, part_v = attend_backward(
+                backend, grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop],
+                lse[start:stop], Scoring(scale, window),
             )  # fmt: skip
             dk[first:stop] += part_k
             dv[first:stop] += part_v
@@ -67,7 +69,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16():
     plain = (full_attention(*low, 0).double() - exact).norm()
     backend = CpuFlashAttention()
     parts = [
-        backend.forward(low[0][a:b], low[1][:b], low[2][:b], scale=dim**-0.5, window=0)[0]
+        attend(backend, low[0][a:b], low[1][:b], low[2][:b], Scoring(dim**-0.5))[0]
         for a, b in zip(range(0, n, 64), range(64, n + 1, 64), strict=True)
     ]
     assert (torch.cat(parts).double() - exact).norm() <= 2 * plain
@@ -104,14 +106,14 @@ def test_capped_scores_equal_the_formula_by_autograd(window):
     with torch.no_grad():
         for start, stop in [(0, 100), (100, 301)]:
             first = first_visible_key(start, window)
-            out[start:stop], lse[start:stop] = backend.forward(
-                q[start:stop], k[first:stop], v[first:stop], scale=scale, window=window
+            out[start:stop], lse[start:stop] = attend(
+                backend, q[start:stop], k[first:stop], v[first:stop], Scoring(scale, window)
             )
         for start, stop in [(40, 301), (0, 40)]:
             first = first_visible_key(start, window)
-            dq[start:stop], part_k, part_v = backend.backward(
-                grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop], lse[start:stop],
-                scale=scale, window=window,
+            dq[start:stop], part_k, part_v = attend_backward(
+                backend, grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop],
+                lse[start:stop], Scoring(scale, window),
             )  # fmt: skip
             dk[first:stop] += part_k
             dv[first:stop] += part_v

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.attention.range_attention import FullAttention, first_visible_key, select_backend
-from evenload.attention.range_batch import BatchedAttention, KeyRange, attend_ranges, attend_ranges_backward
+from evenload.attention.backends import select_backend
+from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, require_varlen
 from evenload.errors import ConfigError
+from single_range import attend, attend_backward
 from single_stage import assert_bf16_as_good_as_plain
 
 REFERENCE = ReferenceAttention()
@@ -163,16 +164,16 @@ def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shap
     backend, (heads, groups), scale = VarlenCudaAttention(), shape, 0.3
     q, grad, seen = pack(ranges, heads, groups, 16, window, len(ranges))
     calls.clear()
-    out, lse = attend_ranges(backend, q, seen, scale=scale, window=window)
-    parts = list(attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window))
+    out, lse = backend.forward(q, seen, Scoring(scale, window))
+    parts = list(backend.backward(grad, q, seen, out, lse, Scoring(scale, window)))
     assert calls == ["forward", "backward"], "a kernel call a range costs more in launches than in work"
     for r, (dq, dk, dv) in zip(seen, parts, strict=True):
         rows, keys, values = r
-        single, single_lse = REFERENCE.forward(q[rows], keys, values, scale=scale, window=window)
+        single, single_lse = attend(REFERENCE, q[rows], keys, values, Scoring(scale, window))
         close(out[rows], single)
         torch.testing.assert_close(lse[rows], single_lse, rtol=1e-5, atol=1e-5)
-        expected = REFERENCE.backward(
-            grad[rows], q[rows], keys, values, out[rows], lse[rows], scale=scale, window=window
+        expected = attend_backward(
+            REFERENCE, grad[rows], q[rows], keys, values, out[rows], lse[rows], Scoring(scale, window)
         )
         for ours, theirs in zip((dq, dk, dv), expected, strict=True):
             close(ours, theirs)
@@ -183,12 +184,12 @@ def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shap
 def test_one_range_alone_equals_reference(window):
     backend, scale = VarlenCudaAttention(), 0.25
     q, grad, [(_, keys, values)] = pack([(13, 30)], 4, 2, 16, window, 0)
-    out, lse = backend.forward(q, keys, values, scale=scale, window=window)
-    expected = REFERENCE.forward(q, keys, values, scale=scale, window=window)
+    out, lse = attend(backend, q, keys, values, Scoring(scale, window))
+    expected = attend(REFERENCE, q, keys, values, Scoring(scale, window))
     close(out, expected[0])
     close(lse, expected[1])
-    ours = backend.backward(grad, q, keys, values, out, lse, scale=scale, window=window)
-    theirs = REFERENCE.backward(grad, q, keys, values, out, lse, scale=scale, window=window)
+    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale, window))
+    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale, window))
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
 
@@ -196,15 +197,14 @@ def test_one_range_alone_equals_reference(window):
 def test_ring_hops_see_every_key():
     """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
     backend, scale = VarlenCudaAttention(), 0.25
-    assert isinstance(backend, FullAttention)
     q, grad, _ = pack([(0, 9)], 4, 2, 16, 0, 1)
     keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
-    out, lse = backend.forward_full(q, keys, values, scale=scale)
-    expected = REFERENCE.forward_full(q, keys, values, scale=scale)
+    out, lse = attend(backend, q, keys, values, Scoring(scale, is_causal=False))
+    expected = attend(REFERENCE, q, keys, values, Scoring(scale, is_causal=False))
     close(out, expected[0])
     close(lse, expected[1])
-    ours = backend.backward_full(grad, q, keys, values, out, lse, scale=scale)
-    theirs = REFERENCE.backward_full(grad, q, keys, values, out, lse, scale=scale)
+    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
+    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
 
@@ -213,10 +213,10 @@ def test_backward_uses_the_merged_output_and_log_sum_exp():
     """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
     backend, scale = VarlenCudaAttention(), 0.25
     q, grad, [(_, keys, values)] = pack([(8, 20)], 2, 2, 16, 0, 2)
-    out, lse = REFERENCE.forward(q, keys, values, scale=scale, window=0)
+    out, lse = attend(REFERENCE, q, keys, values, Scoring(scale))
     out, lse = (out * 0.5).bfloat16(), lse + 0.7  # as if other keys had taken their share
-    ours = backend.backward(grad, q, keys, values, out, lse, scale=scale, window=0)
-    theirs = REFERENCE.backward(grad, q, keys, values, out, lse, scale=scale, window=0)
+    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale))
+    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale))
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
 
@@ -226,7 +226,7 @@ def test_lengths_of_a_pack_are_made_once_for_all_layers():
     backend = VarlenCudaAttention()
     q, _, seen = pack([(0, 4), (3, 9)], 2, 2, 16, 0, 3)
     for _ in range(3):
-        attend_ranges(backend, q, seen, scale=1.0, window=0)
+        backend.forward(q, seen, Scoring(1.0))
     assert backend._lengths.cache_info().misses == 1
 
 
@@ -253,8 +253,3 @@ def test_kernels_whose_package_is_missing_are_refused_by_name(name):
 def test_a_model_in_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
     """All layers, asymmetric packs, grouped heads, windows: the whole path but the kernels themselves."""
     assert_bf16_as_good_as_plain(kind, VarlenCudaAttention())
-
-
-def test_the_backend_takes_packs():
-    assert isinstance(VarlenCudaAttention(), BatchedAttention)
-    assert not isinstance(REFERENCE, BatchedAttention)

@@ -8,16 +8,13 @@ from safetensors.torch import save_file
 
 from check_cases import invariance_verdict, isolation_verdict, resume_verdict
 from dist_training import COSTS
-from evenload.check.ledger import check_ledger
-from evenload.check.memory import check_memory
-from evenload.check.scope import checked_scope
-from evenload.check.survey import survey_batches
+from evenload.check.smaller_run import checked_scope
+from evenload.check.survey import check_ledger, check_memory, survey_batches
 from evenload.check.verdict import Verdict, exit_code
-from evenload.runtime.config import load_train_config
-from evenload.runtime.hf_model import load_config
-from evenload.runtime.run_layout import layout_of
-from evenload.runtime.trainer import model_spec
-from evenload.runtime.weight_files import stored_weights
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
 from small_run import write_small_run

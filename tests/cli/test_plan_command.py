@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
-from evenload.plan.plan_file import decode_plan_file
-from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
-from evenload.plan.validate import validate_plan
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.stepplan.plan_file import decode_plan_file
+from evenload.stepplan.validate import validate_plan
 
-SHOWN = [name for name in STRATEGIES if name not in (*SOLVER_STRATEGIES, *FLAT_STRATEGIES)]
+SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
 """What 'all' means."""
 
 

@@ -10,10 +10,10 @@ import pytest
 from evenload.cli.main import main
 from evenload.cli.plan_strategies import chosen_strategies
 from evenload.cli.token_count import parse_tokens
-from evenload.data.tokenize import train_byte_pair_tokenizer
+from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.plan.options import PlanOptions
-from evenload.plan.strategies import STRATEGIES
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import even_layout
 from evenload.types.length_unit import in_unit
 
@@ -240,3 +240,37 @@ def test_texts_name_the_unit_and_settings_keep_their_names() -> None:
     text = "12 tokens of a token budget; --tokens, max_pack_tokens, tokeniser"
     assert in_unit(text, "bytes") == "12 bytes of a byte budget; --tokens, max_pack_tokens, tokeniser"
     assert in_unit(text, "tokens") == text
+
+
+def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
+    np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
+    arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
+    arguments += ["--layout", "dp=2,pp=4", "--strategy", "wlb", "--json", str(tmp_path / "out.json"), "--window", "3"]
+    set_ = ["--set", "wlb.release=queues", "--set", "wlb.outlier_lengths=[100, 200]", "--set", "micro_batches=6"]
+    assert run(*arguments, *set_, "--set", "max_pack_tokens=900") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    own = found["inputs"]["strategy_options"]
+    assert own["wlb"]["release"] == "queues"
+    assert own["wlb"]["outlier_lengths"] == [100, 200]
+    assert found["inputs"]["window"] == 3
+    (row,) = found["strategies"]
+    assert row["num_packs_forward"] == 8  # of single documents: fewer than 2 replicas x 6
+    assert row["max_pack_tokens"] <= 900
+    for wrong, said in (
+        ("wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
+        ("wlb.release=que", "plan.options.wlb.release is 'que'; did you mean 'queues'? choices: balance, queues"),
+        ("outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
+        ("wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
+        ("wlb.release", "is not of the form section.key=value"),
+    ):
+        assert run(*arguments, "--set", wrong) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_settings_win_over_the_configuration_of_a_run(project) -> None:
+    settings = ("--set", "policy=recompute", "--set", "max_pack_tokens=600", "--set", "balanced.no=1")
+    assert run(*PLAN, *settings) == 2, "balanced has no options of its own"
+    assert run(*PLAN, *settings[:4], "--context", "512", "--json", "out.json") == 0
+    found = json.loads(Path("out.json").read_text())
+    assert found["inputs"]["policy"] == "recompute"
+    assert max(row["max_pack_tokens"] for row in found["strategies"]) <= 600

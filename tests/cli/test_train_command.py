@@ -17,6 +17,7 @@ from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.report.metrics_file import METRIC_KEYS, read_metrics
 from evenload.types.model_catalog import model_from
+from process_tree import ranks_of
 from reference_training import tiny_config
 
 
@@ -78,12 +79,12 @@ def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Process ids of the training ranks under a launcher."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    spawned = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert len(spawned) == 2
-    return spawned
+@pytest.fixture
+def no_ranks(monkeypatch) -> None:
+    """Ranks must not start, and what is checked before is checked in this process, which has imported it all."""
+    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
 
 
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project):
@@ -107,7 +108,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     process = start(project, *settings)
     wait_for_rows(project, 2, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed
-    for pid in ranks_of(process):
+    for pid in ranks_of(process.pid):
         os.kill(pid, signal.SIGKILL)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -123,7 +124,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     process = start(project, "train.steps=100000")
     wait_for_rows(project, 1, process)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     killed_s = time.monotonic()
     output, _ = process.communicate(timeout=200)
     assert time.monotonic() - killed_s < 60
@@ -135,7 +136,7 @@ def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     """SIGSTOP: nothing breaks, nothing answers. The launcher kills the stopped rank ten seconds later."""
     process = start(project, "train.steps=100000", "train.timeout_s=15", "parallel.channels=fifo")
     wait_for_rows(project, 1, process)
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     deadline_s = time.monotonic() + 300
     while Path(f"/proc/{ranks[0]}").exists() and time.monotonic() < deadline_s:
@@ -184,7 +185,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     and writes what was not, also under another strategy, about which it says what it did."""
     process = start(project, "train.steps=100000")
     wait_for_rows(project, 1, process)
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
@@ -249,13 +250,20 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project):
         (["train.recalibrate=true", "train.cost_file=run/cost.json"], "train.recalibrate is true, but train.cost_file"),
     ],
 )
-def test_mistakes_are_refused_before_processes_start(project, monkeypatch, capsys, arguments, expected):
+@pytest.mark.usefixtures("no_ranks")
+def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(project)
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("processes were started"))
     with pytest.raises(SystemExit) as exit:
         main(["train", "config.toml", *arguments])
     assert exit.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_mistake_that_another_process_finds_is_one_line(project):
+    code, output = run(project, "model.path=corpus")
+    assert code == 2
+    (line,) = output.splitlines()
+    assert line.startswith("evenload: error: model.path 'corpus': no config.json there")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(project):
@@ -265,10 +273,10 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(projec
     assert "Traceback" not in output
 
 
+@pytest.mark.usefixtures("no_ranks")
 def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, capsys):
-    """Before processes start, too."""
+    """Before ranks start, too."""
     monkeypatch.chdir(project)
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("processes were started"))
     checkpoint = project / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").touch()

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import cut_documents, sample_columns, sample_model
+from cost_samples import cut_documents, sample_model
 from evenload.cost.memory import HEAD_ROWS, parameters_per_rank, pipeline_bytes, static_bytes
-from evenload.types.columns import whole_document_columns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
@@ -15,8 +15,8 @@ ACTIVATION, KV, KV_GRADIENT = 152, 2 * 2 * 4, 4 * 2 * 4
 def test_ledger_of_two_documents_by_hand() -> None:
     """Document 0 has 10 tokens in two forward slices and three backward slices, document 1 has 3 tokens."""
     layout = even_layout(3, pp=2)  # 2 + 1 layers; the last also keeps 2·8 bytes of final hidden states a token
-    forward = sample_columns([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
-    backward = sample_columns([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
+    backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
     found = pipeline_bytes(sample_model(), layout, forward, backward, np.array([10, 3]))
     chunk = np.array([2 * ACTIVATION, ACTIVATION + 16])
     kv, gradient = np.array([2, 1]) * KV, np.array([2, 1]) * KV_GRADIENT
@@ -59,9 +59,9 @@ def test_padded_documents_are_stored_with_their_padding() -> None:
 
 def test_float64_keeps_wider_sums() -> None:
     lengths = np.array([4])
-    cut = sample_columns([[(0, 2, 4)], [(0, 0, 2)]])
+    cut = SliceColumns.from_ranges([[(0, 2, 4)], [(0, 0, 2)]])
     found = pipeline_bytes(
-        sample_model(bytes_per_element=8), even_layout(3), sample_columns([[(0, 0, 4)]]), cut, lengths
+        sample_model(bytes_per_element=8), even_layout(3), SliceColumns.from_ranges([[(0, 0, 4)]]), cut, lengths
     )
     activation = 8 * (8 + 16 + 8 + 8 + 32) + 2 * 8
     assert found.forward_kept_bytes.tolist() == [[4 * (3 * (activation + 8 * 2 * 4) + 8 * 8)]]
@@ -87,14 +87,14 @@ def test_tied_embedding_is_stored_twice_only_across_ranks(pp: int, copies: int) 
 
 
 def test_empty_replica_holds_only_static_bytes() -> None:
-    empty = sample_columns([])
+    empty = SliceColumns.from_ranges([])
     found = pipeline_bytes(sample_model(), even_layout(3, pp=3), empty, empty, np.zeros(0, np.int64))
     assert found.forward_kept_bytes.shape == (0, 3)
     assert found.backward_freed_bytes.shape == (0, 3)
 
 
 def test_logits_are_held_a_block_of_rows_at_a_time() -> None:
-    packs = [sample_columns([[(0, 0, tokens)]]) for tokens in (HEAD_ROWS, 3 * HEAD_ROWS)]
+    packs = [SliceColumns.from_ranges([[(0, 0, tokens)]]) for tokens in (HEAD_ROWS, 3 * HEAD_ROWS)]
     short, long = (
         pipeline_bytes(sample_model(), even_layout(3, pp=3), pack, pack, pack.stop).backward_temp_bytes[0]
         for pack in packs
@@ -105,7 +105,7 @@ def test_logits_are_held_a_block_of_rows_at_a_time() -> None:
 
 def test_policies_keep_what_they_say_by_hand() -> None:
     """Documents of 10, 4 and 6 tokens: replay, recompute, offload."""
-    packs = sample_columns([[(0, 0, 10), (1, 0, 4)], [(2, 0, 6)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 4)], [(2, 0, 6)]])
     lengths = np.array([10, 4, 6])
     layout = even_layout(3, pp=2)
     plain = pipeline_bytes(sample_model(), layout, packs, packs, lengths)
@@ -140,7 +140,7 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
 
 def test_tensor_parallel_ranks_hold_their_share_by_hand() -> None:
     """tp 2: one of two query heads, a copy of the only key/value head, half of everything over tokens."""
-    packs = sample_columns([[(0, 0, 10)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 10)]])
     layout = even_layout(3, tp=2)
     found = pipeline_bytes(sample_model(), layout, packs, packs, np.array([10]))
     activation = 2 * (4 + (4 + 8) + 4 + 4 + 16) + 4
@@ -151,8 +151,8 @@ def test_tensor_parallel_ranks_hold_their_share_by_hand() -> None:
 
 
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
-    forward = sample_columns([[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]])
-    backward = sample_columns([[(0, 0, 9), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]])
+    backward = SliceColumns.from_ranges([[(0, 0, 9), (1, 0, 3)]])
     found = pipeline_bytes(sample_model(), even_layout(3, cp=2), forward, backward, np.array([9, 3]))
     chunk = 3 * ACTIVATION + 16
     # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.

@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import cut_documents, sample_coefficients, sample_columns, sample_model
-from evenload.cost.memory import ByteRates, PipelineBytes, byte_rates
-from evenload.cost.memory_kinds import bytes_by_kind, rates_by_kind, total_bytes
+from cost_samples import cut_documents, sample_coefficients, sample_model
+from evenload.cost.memory import ByteRates, byte_rates
+from evenload.cost.memory_kinds import bytes_by_kind, rates_by_kind
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.split_backward import split_backward
-from evenload.plan.candidate import pipeline_tasks
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
+from evenload.types.pipeline import PackBytes
 from evenload.types.timeline import MEMORY_KINDS
+from reference.prices import split_backward
 
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
 
@@ -46,17 +48,17 @@ def test_kinds_add_up_to_the_columns_that_planners_use(case, pp, cp, tp, split, 
     layout, num_tokens = even_layout(3, cp=cp, pp=pp, tp=tp), np.array(lengths)
     tasks = priced(layout, forward, backward, num_tokens, policy, split=split)
     kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens, policy)
-    total = total_bytes(kinds)
-    for field in dataclasses.fields(PipelineBytes):
-        np.testing.assert_array_equal(getattr(total, field.name), getattr(tasks, field.name), err_msg=field.name)
+    for field in dataclasses.fields(PackBytes):
+        total = getattr(kinds.held, field.name).sum(axis=-1)
+        np.testing.assert_array_equal(total, getattr(tasks.held, field.name), err_msg=field.name)
     if split:
         for name in ("input_freed_bytes", "input_temp_bytes", "weight_freed_bytes"):
             np.testing.assert_array_equal(getattr(kinds, name).sum(axis=-1), getattr(tasks.split, name))
     # What is kept goes again, kind by kind; buffers are never kept.
-    kept, freed = kinds.forward_kept_bytes.sum(axis=0), kinds.backward_freed_bytes.sum(axis=0)
+    kept, freed = kinds.held.forward_kept_bytes.sum(axis=0), kinds.held.backward_freed_bytes.sum(axis=0)
     np.testing.assert_array_equal(kept, freed)
-    assert (kinds.forward_temp_bytes >= 0).all()
-    assert (kinds.backward_temp_bytes >= 0).all()
+    assert (kinds.held.forward_temp_bytes >= 0).all()
+    assert (kinds.held.backward_temp_bytes >= 0).all()
 
 
 def test_kinds_of_a_cut_document_by_hand():
@@ -65,8 +67,8 @@ def test_kinds_of_a_cut_document_by_hand():
     A token and layer: 152 activations, 16 K and V, 32 dK and dV; the last stage keeps 16 more of a token.
     """
     layout = even_layout(3, pp=2)
-    forward = sample_columns([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
-    backward = sample_columns([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
+    backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
     num_tokens = np.array([10, 3])
     tasks = priced(layout, forward, backward, num_tokens)
     kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens)
@@ -74,12 +76,12 @@ def test_kinds_of_a_cut_document_by_hand():
     def of(column, kind):
         return column[:, :, MEMORY_KINDS.index(kind)].tolist()
 
-    assert of(kinds.forward_kept_bytes, "activations_replay") == [[6 * 304, 6 * 168], [7 * 304, 7 * 168]]
-    assert of(kinds.forward_kept_bytes, "keys_and_values") == [[320, 160], [96, 48]]
-    assert of(kinds.backward_temp_bytes, "key_value_gradients") == [[640, 320], [0, 0], [0, 0]]
-    assert of(kinds.backward_freed_bytes, "key_value_gradients") == [[-640, -320], [0, 0], [640, 320]]
-    assert of(kinds.backward_temp_bytes, "head_logits") == [[0, 2 * 320], [0, 4 * 320], [0, 7 * 320]]
-    assert of(kinds.backward_temp_bytes, "layer_buffers") == [[2 * 224] * 2, [4 * 224] * 2, [7 * 224] * 2]
+    assert of(kinds.held.forward_kept_bytes, "activations_replay") == [[6 * 304, 6 * 168], [7 * 304, 7 * 168]]
+    assert of(kinds.held.forward_kept_bytes, "keys_and_values") == [[320, 160], [96, 48]]
+    assert of(kinds.held.backward_temp_bytes, "key_value_gradients") == [[640, 320], [0, 0], [0, 0]]
+    assert of(kinds.held.backward_freed_bytes, "key_value_gradients") == [[-640, -320], [0, 0], [640, 320]]
+    assert of(kinds.held.backward_temp_bytes, "head_logits") == [[0, 2 * 320], [0, 4 * 320], [0, 7 * 320]]
+    assert of(kinds.held.backward_temp_bytes, "layer_buffers") == [[2 * 224] * 2, [4 * 224] * 2, [7 * 224] * 2]
     parameters = 2 * 592 + 256
     names = [MEMORY_KINDS.index(name) for name in ("weights", "gradients", "optimizer_state")]
-    assert kinds.static_bytes[0, names].tolist() == [2 * parameters, 4 * parameters, 12 * parameters]
+    assert kinds.held.static_bytes[0, names].tolist() == [2 * parameters, 4 * parameters, 12 * parameters]

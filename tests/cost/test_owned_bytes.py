@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_model
-from evenload.cost.memory import PipelineBytes, pipeline_bytes
-from evenload.cost.owned_bytes import owned_pipeline_bytes, owned_sharding, owners_from, rank_view
+from evenload.cost.memory import pipeline_bytes
+from evenload.cost.owned_bytes import owned_pipeline_bytes, rank_view
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import even_layout
+from evenload.types.pipeline import PackBytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,20 +36,9 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     found = owned_pipeline_bytes(model, layout, columns, columns, num_tokens, policy, (owner, owner))
     views = [rank_view(columns, owner, rank) for rank in range(cp)]
     held = [pipeline_bytes(model, layout, view, view, num_tokens, policy) for view in views]
-    for field in dataclasses.fields(PipelineBytes):
+    for field in dataclasses.fields(PackBytes):
         expected = np.max([getattr(one, field.name) for one in held], axis=0)
         assert getattr(found, field.name).tolist() == expected.tolist(), field.name
-
-
-def test_owners_survive_their_names() -> None:
-    columns = whole_document_columns([[0, 1], [2]], np.array([5, 6, 7]))
-    owner = np.array([-1, 2, 0])
-    names = owned_sharding(columns, owner)
-    assert names == ("dacp:-1,2", "dacp:0")
-    read = owners_from(list(names))
-    assert read is not None
-    assert read.tolist() == owner.tolist()
-    assert owners_from(["mixed"]) is None
 
 
 @pytest.mark.parametrize("packs", [0, 1])

@@ -4,17 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_columns, sample_model
+from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
+from reference.prices import p2p_seconds
 
 
 def test_pack_seconds_equal_hand_arithmetic() -> None:
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=2))  # stages of 2 and 1 layers
-    packs = sample_columns([[(0, 0, 4)], [(0, 4, 6), (1, 0, 3)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4)], [(0, 4, 6), (1, 0, 3)]])
     pairs = [4 * 5 / 2, (6 * 7 - 4 * 5) / 2 + 3 * 4 / 2]
     layer = [4 * 1.0 + pairs[0] * 0.1 + 0.01 + 5.0, 5 * 1.0 + pairs[1] * 0.1 + 0.02 + 5.0]
     expected = [[2 * layer[0] + 4 * 0.5, layer[0]], [2 * layer[1] + 5 * 0.5, layer[1]]]
@@ -27,7 +28,7 @@ def test_prefix_is_paid_by_every_slice_within_the_window() -> None:
     dear = msgspec.structs.replace(
         coefficients, backward=msgspec.structs.replace(coefficients.backward, prefix_s_per_token=0.5)
     )
-    packs = sample_columns([[(0, 0, 4)], [(0, 4, 6), (1, 7, 9)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4)], [(0, 4, 6), (1, 7, 9)]])
     for windows, expected in [((0, 0, 0), [0, 3 * (4 + 7) * 0.5]), ((0, 5, 5), [0, (11 + 9 + 9) * 0.5])]:
         model = sample_model(sliding_windows=windows)
         extra = PackCosts(model, dear, even_layout(3)).pack_seconds(packs, "backward") - PackCosts(
@@ -41,7 +42,7 @@ def test_head_is_charged_to_the_last_stage_backward_only() -> None:
     without = PackCosts(
         sample_model(), sample_coefficients(head_s_per_token=0.0, head_pack_s=0.0), even_layout(3, pp=3)
     )
-    packs = sample_columns([[(0, 0, 4)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4)]])
     np.testing.assert_array_equal(with_head.pack_seconds(packs, "forward"), without.pack_seconds(packs, "forward"))
     difference = with_head.pack_seconds(packs, "backward") - without.pack_seconds(packs, "backward")
     np.testing.assert_allclose(difference, [[0, 0, 4 * 3.0 + 11.0]])
@@ -54,33 +55,33 @@ def test_padded_pack_costs_its_padding() -> None:
     as_long = whole_document_columns([[0, 1]], np.array([9, 9]))
     np.testing.assert_allclose(costs.pack_seconds(padded, "forward"), costs.pack_seconds(as_long, "forward"))
     # hop: 18 tokens x 8 hidden x 2 bytes, but one stage has no hop
-    assert costs.p2p_seconds(padded).tolist() == [0.0]
+    assert p2p_seconds(costs, padded).tolist() == [0.0]
     piped = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
-    assert piped.p2p_seconds(padded).tolist() == [18 * 8 * 2 / 100.0 + 0.5]
+    assert p2p_seconds(piped, padded).tolist() == [18 * 8 * 2 / 100.0 + 0.5]
 
 
 def test_incomplete_tile_costs_whole_rows() -> None:
     plain = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
     tiled = PackCosts(sample_model(), sample_coefficients(attention_tile=4), even_layout(3))
-    packs = sample_columns([[(0, 4, 8)], [(0, 4, 9)]])
+    packs = SliceColumns.from_ranges([[(0, 4, 8)], [(0, 4, 9)]])
     extra = tiled.pack_seconds(packs, "forward") - plain.pack_seconds(packs, "forward")
     np.testing.assert_allclose(extra[:, 0], [0, 3 * (3 * 9) * 0.1])  # 3 missing rows of 9 keys on 3 layers
 
 
 def test_each_stage_counts_its_own_windows() -> None:
     costs = PackCosts(sample_model(sliding_windows=(0, 2, 2)), sample_coefficients(), even_layout(3, pp=3))
-    found = costs.pack_seconds(sample_columns([[(0, 0, 10)]]), "forward")[0]
+    found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 10)]]), "forward")[0]
     base = 10 * 1.0 + 0.01 + 5.0
     np.testing.assert_allclose(found, [base + 55 * 0.1 + 10 * 0.5, base + 19 * 0.1, base + 19 * 0.1])
 
 
 def test_bidirectional_documents_cannot_be_sliced() -> None:
     costs = PackCosts(sample_model(causal=False), sample_coefficients(), even_layout(3))
-    assert costs.pack_seconds(sample_columns([[(0, 0, 10)]]), "forward")[0, 0] == pytest.approx(
+    assert costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 10)]]), "forward")[0, 0] == pytest.approx(
         3 * (10 + 100 * 0.1 + 0.01 + 5) + 5
     )
     with pytest.raises(ConfigError, match="bidirectional"):
-        costs.pack_seconds(sample_columns([[(0, 0, 4)], [(0, 4, 10)]]), "forward")
+        costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)], [(0, 4, 10)]]), "forward")
 
 
 @settings(max_examples=50)
@@ -89,7 +90,7 @@ def test_work_curves_agree_with_pack_seconds(lengths: list[int], pp: int, window
     """Partitioners cut by the curve, the simulator prices by pack_seconds: they must be one cost model."""
     spec = sample_model(sliding_windows=(0, 16, 16)) if windows else sample_model()
     costs = PackCosts(spec, sample_coefficients(), even_layout(3, pp=pp))
-    packs = sample_columns([[(0, 0, n)] for n in lengths])
+    packs = SliceColumns.from_ranges([[(0, 0, n)] for n in lengths])
     stop = np.array(lengths, dtype=np.int64)
     for stage in range(pp):
         layers = costs.layout.stage_layers[stage][1] - costs.layout.stage_layers[stage][0]
@@ -106,7 +107,7 @@ def test_default_curves_are_those_of_the_slowest_stage() -> None:
 
 def test_document_seconds_are_both_directions_without_pack_constants() -> None:
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
-    packs = sample_columns([[(0, 0, 7)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 7)]])
     both = costs.pack_seconds(packs, "forward").sum() + costs.pack_seconds(packs, "backward").sum()
     assert costs.document_seconds([7]) == pytest.approx(both - 3 * 5.0 - 3 * 7.0 - 11.0)
 
@@ -140,7 +141,7 @@ LINKS = {
 
 def test_recomputed_documents_pay_their_linear_work_again_in_backward() -> None:
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=2))
-    packs = sample_columns([[(0, 0, 4), (1, 0, 3)], [(2, 0, 5)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4), (1, 0, 3)], [(2, 0, 5)]])
     policy = np.array([1, 0, 0], np.int8)
     again = costs.pack_seconds(packs, "backward", policy) - costs.pack_seconds(packs, "backward")
     np.testing.assert_allclose(again, [[2 * (4 * 1.0 + 5.0), 4 * 1.0 + 5.0], [0, 0]])  # layers · (tokens, a pack)
@@ -152,7 +153,7 @@ def test_recomputed_documents_pay_their_linear_work_again_in_backward() -> None:
 
 
 def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
-    packs = sample_columns([[(0, 0, 4)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4)]])
     bytes_copied = 4 * 3 * 152
     for bandwidth, waits in ((1e9, False), (10.0, True)):
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.5)
@@ -171,7 +172,7 @@ def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
 def test_tensor_parallelism_divides_work_and_adds_half_of_its_transfers() -> None:
     coefficients = sample_coefficients(**LINKS)
     costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
-    found = costs.pack_seconds(sample_columns([[(0, 0, 4)]]), "forward")[0, 0]
+    found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
     # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link, half of that exposed
     rings = 0.5 * 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
     assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
@@ -180,7 +181,7 @@ def test_tensor_parallelism_divides_work_and_adds_half_of_its_transfers() -> Non
 
 
 def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hide() -> None:
-    packs = sample_columns([[(0, 0, 16)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 16)]])
     pairs = 16 * 17 / 2
     for bandwidth in (1e9, 1.0):
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
@@ -193,14 +194,14 @@ def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hi
 
 def test_packs_shared_by_replicas_cost_like_context_parallelism_of_the_layout() -> None:
     """DP-Merge and static cp are one thing to the cost model; only where the group comes from differs."""
-    packs = sample_columns([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]])
     shared = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, packs.pad_to, np.array([4, 4, 4]))
     coefficients = sample_coefficients(**LINKS)
     static = PackCosts(sample_model(), coefficients, even_layout(3, cp=4, pp=3))
     merged = PackCosts(sample_model(), coefficients, even_layout(3, dp=4, pp=3))
     for direction in ("forward", "backward"):
         np.testing.assert_allclose(merged.pack_seconds(shared, direction), static.pack_seconds(packs, direction))
-    np.testing.assert_allclose(merged.p2p_seconds(shared), static.p2p_seconds(packs))
+    np.testing.assert_allclose(p2p_seconds(merged, shared), p2p_seconds(static, packs))
     np.testing.assert_allclose(merged.document_seconds([64, 3], ranks=4), static.document_seconds([64, 3]))
 
 
@@ -209,7 +210,7 @@ def test_short_slices_stay_whole_under_context_parallelism() -> None:
     coefficients = sample_coefficients(attention_tile=8, **LINKS)
     costs = PackCosts(sample_model(), coefficients, even_layout(3, cp=2))
     one = PackCosts(sample_model(), coefficients, even_layout(3))
-    packs = sample_columns([[(0, 0, 31)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 31)]])
     layers_only = 3 * 5.0
     half = (one.pack_seconds(packs, "forward")[0, 0] - layers_only) / 2
     assert costs.pack_seconds(packs, "forward")[0, 0] == pytest.approx(half + layers_only)

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_columns, sample_model
+from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import whole_document_columns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 
 LINK = LinkSpec(bandwidth_bytes_per_s=200.0, latency_s=0.1)
@@ -37,7 +37,7 @@ def test_causes_of_a_forward_pack_by_hand():
 
 def test_recompute_and_copies_by_hand():
     """Recomputing repeats 3 layers forward and their constants; copies hide behind all of it or stick out."""
-    columns = sample_columns([[(0, 0, 4)], [(1, 0, 4)]])
+    columns = SliceColumns.from_ranges([[(0, 0, 4)], [(1, 0, 4)]])
     slow = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
     policy = np.array([1, 2], np.int8)
     split = split_pack_seconds(costs_of(even_layout(3), host_link=slow), columns, "backward", policy)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
-from evenload.cost.switch import ReceiveSeconds, switch_bytes, switch_seconds
+from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model import ModelSpec
 
 FAST, SLOW = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=0.0), LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
 
@@ -29,6 +30,12 @@ def layout_of(counts: list[int], dp: int, cp: int = 1, tp: int = 1) -> ParallelL
         stage_layers=tuple(itertools.pairwise(edges)),
         stage_to_rank=tuple(range(len(counts))),
     )
+
+
+def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout) -> int:
+    """Bytes that all devices together receive."""
+    needed = _holds(new)
+    return round(sum(float((part * needed).sum()) for part in _missing_bytes(model, devices_per_node, old, new)))
 
 
 def test_staying_costs_nothing() -> None:

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_columns, sample_model
+from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.candidate import pipeline_tasks
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 
 LINK = LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=0.25)
@@ -17,7 +18,7 @@ LINKS = {"intra_node": LINK, "inter_node": LINK, "devices_per_node": 64}
 
 def split_of(coefficients, *, tp: int, **model):
     """(I + W, B) of a pack of 4 tokens on the first of 3 stages."""
-    packs = sample_columns([[(0, 0, 4)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 4)]])
     costs = PackCosts(sample_model(num_kv_heads=2, **model), coefficients, even_layout(3, pp=3, tp=tp))
     tasks = pipeline_tasks(costs, packs, packs, np.array([4]), split=True)
     assert tasks.split is not None
@@ -57,7 +58,7 @@ def ring_and_gathered(packs, direction: str, size: int):
 def test_a_ring_carries_the_prefix_of_every_slice() -> None:
     """K and V of a token are 16 bytes, their fp32 gradients 32. Three quarters of a slice's whole prefix travel to the
     next rank in 3 hops; gradients go one hop more, home."""
-    packs = sample_columns([[(0, 0, 64)], [(0, 64, 128)], [(0, 64, 128), (1, 0, 32)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 64)], [(0, 64, 128)], [(0, 64, 128), (1, 0, 32)]])
     ring, gathered = ring_and_gathered(packs, "forward", 4)
     assert ring == pytest.approx([3e6 + 0.75 * 16 * n for n in (64, 128, 160)])
     assert gathered == pytest.approx([3e6 + 0.75 * 16 * n for n in (64, 64, 96)])
@@ -67,5 +68,5 @@ def test_a_ring_carries_the_prefix_of_every_slice() -> None:
 
 
 def test_short_slices_do_not_travel_in_a_ring_either() -> None:
-    packs = dataclasses.replace(sample_columns([[(0, 500, 506)]]), cp=np.array([4]))
+    packs = dataclasses.replace(SliceColumns.from_ranges([[(0, 500, 506)]]), cp=np.array([4]))
     assert ring_and_gathered(packs, "backward", 4) == [[0.0], [0.0]]

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
-from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
-from rank_threads import run_ranks
 
-from evenload.data.loader import GlobalBatchLoader
+from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.reading import stall_clock
 from evenload.errors import ConfigError, DataError
+from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
+from rank_threads import run_ranks
 
 TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
 

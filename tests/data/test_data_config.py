@@ -1,7 +1,7 @@
 import msgspec
 import pytest
-from corpus_files import data_config
 
+from corpus_files import data_config
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 

@@ -2,17 +2,17 @@ import json
 import pickle
 
 import pytest
-from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats
 from evenload.data.encoding.conversation import read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.tokenize import ByteTokenizer, FileTokenizer
+from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
 contents = st.text(alphabet=st.sampled_from("ab, \n\t.é三😀<"), max_size=12)

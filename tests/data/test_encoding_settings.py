@@ -3,15 +3,16 @@
 import json
 import pickle
 
+import numpy as np
 import pytest
-from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config, train_chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config, train_chat_tokenizer
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.template_file import open_chat_template
-from evenload.data.tokenize import FileTokenizer, open_tokenizer, train_byte_pair_tokenizer
+from evenload.data.encoding.tokenize import FileTokenizer, open_tokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 
 
@@ -184,7 +185,7 @@ def test_every_encoder_can_go_to_another_process(tmp_path, record):
         "text": ("a",),
         "messages": (chat("a", "b"),),
         "prompt_completion": ("a", "b"),
-        "tokens": ([1, 2],),
+        "tokens": (np.array([1, 2], np.int32),),
     }[record]
     assert again.encode(values).tokens.tolist() == encoder.encode(values).tokens.tolist()
     assert (again.name, again.columns) == (encoder.name, encoder.columns)

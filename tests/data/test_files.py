@@ -2,9 +2,9 @@ import os
 
 import fsspec
 import pytest
-from corpus_files import data_config
 
-from evenload.data.files import file_format, files_digest, list_files
+from corpus_files import data_config
+from evenload.data.source.files import file_format, files_digest, list_files
 from evenload.errors import ConfigError
 
 

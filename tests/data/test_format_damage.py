@@ -1,12 +1,17 @@
 """Damaged files of every format: a problem that names the place, or an error that names the file; never more."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+
+from evenload.data.formats.record import FILE_END, FilePart
+from evenload.errors import DataError
 from format_files import (
     END_ID,
     TOKEN_FORMATS,
@@ -15,13 +20,9 @@ from format_files import (
     tokens_source,
     values_of,
     write_rows,
+    write_table,
     write_tokens,
 )
-
-from evenload.data.formats.arrow_messages import read_messages
-from evenload.data.formats.mapped import open_ranges
-from evenload.data.formats.record import FILE_END, FilePart
-from evenload.errors import DataError
 
 DOCUMENTS = [[number, number + 1, 300, END_ID] for number in range(1, 30)]
 WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
@@ -75,10 +76,16 @@ def test_an_arrow_file_that_ends_behind_a_batch_is_truncated(tmp_path, format, c
     """There a stream may end, but a file has a mark."""
     source = write_tokens(tmp_path, format, DOCUMENTS)
     content = Path(source).read_bytes()
-    with open_ranges(tokens_source(source)[0]) as ranges:
-        messages = list(read_messages(ranges))
-    for message in messages[1:]:
-        Path(source).write_bytes(content[: message.stop])
+    opened = pa.BufferReader(content)
+    opened.seek(8)
+    reader = pa.ipc.MessageReader.open_stream(opened)
+    stops = []
+    with contextlib.suppress(StopIteration):
+        while reader.read_next_message():
+            stops.append(opened.tell())
+    assert len(stops) > 5
+    for stop in stops[1:]:
+        Path(source).write_bytes(content[:stop])
         found, problems = read_tolerantly(source, count)
         assert values_of(found) == DOCUMENTS[: len(found)]
         assert len(problems) == 1
@@ -115,6 +122,23 @@ def test_flipped_bytes_never_crash_the_process(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_list_that_ends_far_behind_its_items_is_a_problem_and_no_crash(tmp_path):
+    """pyarrow reads offsets of items even to tell the size of an array; this file once ended the process."""
+    rows = [{"messages": [{"role": "user", "content": "c" * row}] * (row % 3)} for row in range(15)]
+    source = write_rows(tmp_path, "stream.arrow", rows, 15)
+    content = bytearray(Path(source).read_bytes())
+    offsets = np.cumsum([0, *(row % 3 for row in range(15))], dtype=np.int32).tobytes()
+    content[content.index(offsets) + len(offsets) - 1] = 1
+    Path(source).write_bytes(content)
+    read = "import sys; sys.path[:0] = sys.argv[1].split(':'); from test_format_damage import read_tolerantly; "
+    (tmp_path / "chats").mkdir()
+    moved = Path(source).rename(tmp_path / "chats" / "rows.stream.arrow")
+    command = [sys.executable, "-c", read + "print(read_tolerantly(sys.argv[2]))", ":".join(sys.path), str(moved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the Arrow file is damaged from byte" in done.stdout
+
+
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
 def test_files_that_are_something_else_are_named(tmp_path, format):
     source = write_tokens(tmp_path, format, DOCUMENTS)
@@ -145,9 +169,6 @@ def test_text_that_is_not_utf8_names_byte_and_place(tmp_path):
 
 @pytest.mark.parametrize("format", ["parquet", "stream.arrow", "file.arrow"])
 def test_one_row_that_is_not_utf8_does_not_take_its_batch_along(tmp_path, format):
-    import pyarrow as pa
-    from format_files import write_table
-
     binary = pa.array([b"good", b"\xff\xfe", "äö".encode(), b"ends"], pa.binary())
     path = tmp_path / f"rows.{format}"
     write_table(path, format, pa.table({"text": binary.view(pa.string())}), 4)
@@ -162,9 +183,6 @@ def test_one_row_that_is_not_utf8_does_not_take_its_batch_along(tmp_path, format
 def test_values_that_are_null_or_no_ids_are_problems_of_their_row(tmp_path, format):
     wide = 2**40
     rows = [{"input_ids": ids} for ids in ([1], None, [2, None], [3, wide], [], [-(2**31)])]
-    import pyarrow as pa
-    from format_files import write_table
-
     path = tmp_path / f"rows.{format}"
     if format == "jsonl":
         write_rows(tmp_path, format, rows)
@@ -195,9 +213,6 @@ def test_a_column_that_is_missing_or_of_another_type_names_what_there_is(tmp_pat
 
 
 def test_wide_and_narrow_ids_of_every_arrow_type_become_int32(tmp_path):
-    import pyarrow as pa
-    from format_files import write_table
-
     for kind in (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()):
         for make in (pa.list_, pa.large_list, lambda inner: pa.list_(inner, 2)):
             path = tmp_path / "rows.stream.arrow"

@@ -4,11 +4,11 @@ import multiprocessing
 import pickle
 
 import pytest
-from format_files import format_config, plain, read_all, values_of
 
 from evenload.data.formats.readers import dataset_file, open_reader
 from evenload.data.formats.record import FILE_END, FilePart
 from evenload.errors import ConfigError, DataError
+from format_files import format_config, plain, read_all, values_of
 
 datasets = pytest.importorskip("datasets")
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from format_files import open_source, read_all, tokens_source, values_of
 
 from evenload.data.formats import jsonl
 from evenload.data.formats.record import FILE_END, FilePart
+from format_files import open_source, read_all, tokens_source, values_of
 
 
 def write(tmp_path, content, name="docs.jsonl"):

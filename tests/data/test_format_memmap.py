@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from format_files import END_ID, format_config, open_source, read_all, tokens_source, values_of, write_megatron
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.files import list_files
 from evenload.data.formats import npy_tokens, token_records
 from evenload.data.formats.record import FilePart
+from evenload.data.source.files import list_files
 from evenload.errors import ConfigError, DataError
+from format_files import END_ID, format_config, open_source, read_all, tokens_source, values_of, write_megatron
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]]
 

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
+
 from format_files import write_megatron_index, write_table
 
 FILE_BYTES = 128 << 20

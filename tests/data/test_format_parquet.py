@@ -3,11 +3,11 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from format_files import open_source, read_all, tokens_source, values_of, write_table
 
 from evenload.data.formats import arrow_values
 from evenload.data.formats.record import FILE_END, FilePart
 from evenload.errors import ConfigError, DataError
+from format_files import open_source, read_all, tokens_source, values_of, write_table
 
 TEXTS = [f"row {number}" for number in range(700)]
 

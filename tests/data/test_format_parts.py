@@ -3,6 +3,10 @@
 import pickle
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.data.formats.record import FILE_END, FilePart
 from format_files import (
     END_ID,
     ROW_FORMATS,
@@ -15,10 +19,6 @@ from format_files import (
     write_rows,
     write_tokens,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from evenload.data.formats.record import FILE_END, FilePart
 
 TEXTS = st.lists(st.text(alphabet=st.sampled_from('a "\\\n\r é😀'), max_size=12), max_size=20)
 DOCUMENTS = st.lists(st.lists(st.integers(1, 65_535), max_size=9), max_size=20)
@@ -78,6 +78,7 @@ def test_chats_keep_their_messages_and_null_keys_are_left_out(tmp_path, format):
     rows = [{"messages": chat} for chat in chats]
     if not format.startswith("jsonl"):
         import pyarrow as pa
+
         from format_files import write_table
 
         kind = pa.list_(pa.struct([(key, pa.string()) for key in sorted(keys)]))

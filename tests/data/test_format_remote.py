@@ -5,6 +5,12 @@ import pickle
 
 import fsspec
 import pytest
+
+from evenload.data.formats.readers import open_reader
+from evenload.data.formats.record import FilePart
+from evenload.data.source import remote
+from evenload.data.source.files import list_files
+from evenload.errors import DataError
 from format_files import (
     END_ID,
     TOKEN_FORMATS,
@@ -18,12 +24,6 @@ from format_files import (
     write_tokens,
 )
 from remote_servers import serve_http
-
-from evenload.data import remote
-from evenload.data.files import list_files
-from evenload.data.formats.readers import open_reader
-from evenload.data.formats.record import FilePart
-from evenload.errors import DataError
 
 DOCUMENTS = [[number % 900 + 1] * (number % 7) + [END_ID] for number in range(400)]
 TEXTS = [f"text number {number} " * 20 for number in range(400)]

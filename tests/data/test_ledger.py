@@ -29,8 +29,8 @@ def tally(documents, tokens):
 def test_every_token_ends_up_in_one_row():
     ledger = Ledger()
     for num_tokens in (10, 20, 30, 40, 50):
-        ledger.note_read(num_tokens)
-    ledger.note_dropped("overlong", 1, 50)
+        ledger.note_read(tally(1, num_tokens))
+    ledger.note_dropped("overlong", tally(1, 50))
     ledger.check(tally(4, 100))
     ledger.note_handed_out(tally(3, 60), tally(0, 0))
     ledger.check(tally(1, 40))
@@ -50,7 +50,7 @@ def test_every_token_ends_up_in_one_row():
 
 def test_lost_or_doubled_tokens_are_found():
     ledger = Ledger()
-    ledger.note_read(10)
+    ledger.note_read(tally(1, 10))
     with pytest.raises(DataError, match="read 1 documents of 10 tokens, accounted for 0 of 0"):
         ledger.check(tally(0, 0))
     with pytest.raises(DataError, match="accounted for 1 of 11"):
@@ -59,7 +59,7 @@ def test_lost_or_doubled_tokens_are_found():
 
 def test_noting_a_step_twice_is_refused_and_changes_nothing():
     ledger = Ledger()
-    ledger.note_read(10)
+    ledger.note_read(tally(1, 10))
     ledger.note_handed_out(tally(1, 10), tally(0, 0))
     ledger.note_step(make_plan([(0, 10)]))
     before = ledger.state()

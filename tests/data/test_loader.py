@@ -1,7 +1,11 @@
 import itertools
 from collections import Counter
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from corpus_files import (
     FORMATS,
     all_batches,
@@ -11,10 +15,7 @@ from corpus_files import (
     plan_for,
     write_corpus,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InvalidPlanError
 
 texts_of = st.lists(st.text("abä三", max_size=30), min_size=1, max_size=14)
@@ -192,6 +193,10 @@ def test_a_plan_for_another_batch_is_refused(tmp_path):
     first, second = loader.next_batch(), loader.next_batch()
     with pytest.raises(InvalidPlanError, match=r"missing \[0, 1, 2\], unknown \[3, 4, 5\]"):
         loader.note_step(first, plan_for(second))
+    plan = plan_for(first)
+    longer = msgspec.structs.replace(plan.documents[0], num_tokens=9)
+    with pytest.raises(InvalidPlanError, match="gives document 0 9 tokens, the batch 2"):
+        loader.note_step(first, msgspec.structs.replace(plan, documents=(longer, *plan.documents[1:])))
 
 
 def test_a_failing_record_loses_nothing(tmp_path):

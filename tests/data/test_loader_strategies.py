@@ -3,21 +3,21 @@
 from collections import Counter, defaultdict
 
 import pytest
-from corpus_files import data_config, naive_documents, write_corpus
-from rank_threads import run_ranks
 
+from corpus_files import data_config, naive_documents, write_corpus
 from cost_samples import sample_coefficients, sample_model
-from evenload.data.collate import IGNORE_INDEX, collate_packs
-from evenload.data.exchange import documents_by_replica, exchange_tokens
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.state import decode_state, encode_state
-from evenload.plan.delay import DelayState
-from evenload.plan.options import PlanOptions
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import decode_state, encode_state
+from evenload.feed.collate import IGNORE_INDEX, collate_packs
+from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan
+from rank_threads import run_ranks
 
 LIMIT = 120
 
@@ -47,7 +47,7 @@ def train(config, strategy, dp, states=None, num_steps=None):
             plan, delay = peers.share(shared if rank == 0 else None)[0]
             plan = decode_plan(plan)
             validate_plan(plan, max_pack_tokens=LIMIT)
-            wanted = documents_by_replica(plan, {d.doc_id: d.num_tokens for d in documents})
+            wanted = documents_by_replica(plan)
             table = exchange_tokens(batch, wanted, peers)
             assert sorted(table) == sorted(wanted[rank])
             loader.note_step(batch, plan)
@@ -74,7 +74,7 @@ def train(config, strategy, dp, states=None, num_steps=None):
     return documents, results[0][2], results[0][3]
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in LAYOUT_STRATEGIES])
+@pytest.mark.parametrize("strategy", [one.name for one in STRATEGIES.values() if not one.changes_layout])
 def test_an_epoch_trains_every_token_once_across_a_change_of_ranks(tmp_path, strategy):
     texts = [f"{number % 10}" * (1 + (number * number) % 37 + (80 if number % 11 == 3 else 0)) for number in range(70)]
     config = data_config(

@@ -8,13 +8,13 @@ import pytest
 from checkpoint_cases import random_numbers_after_resume, save_while_everything_changes, train_with_a_full_disk
 from dist_training import train_steps
 from evenload.errors import ConfigError
-from evenload.runtime.checkpoint import (
+from evenload.runtime.checkpoint.directory import (
     complete_checkpoints,
     latest_checkpoint,
     prune_checkpoints,
     remove_leftovers,
 )
-from evenload.runtime.config import load_train_config
+from evenload.runtime.config.train_config import load_train_config
 from small_run import write_small_run
 
 STEPS = 5

@@ -9,16 +9,12 @@ from context_cases import DIM, GROUPS, HEADS, attend_shared_packs, document_tens
 from context_plans import RULES, context_plan, merged_plan
 from cost_samples import sample_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.cp_sharding import ShardingCost
-from evenload.plan.plan_tasks import replica_columns
-from evenload.plan.validate import validate_plan
+from evenload.stepplan.plan_tasks import replica_columns
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, encode_plan
-from evenload.types.work import WorkCurve
-
-COST = ShardingCost(WorkCurve(1.0, ((0.05, 0),), 0.5), tile=4, gather_s_per_token=0.1)
 
 
 def whole_attention(num_tokens, doc_id, window, dtype=torch.float64):
@@ -49,7 +45,7 @@ def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, back
         validate_plan(plan)
     world = plans[0].layout.dp * plans[0].layout.cp
     ranks = pool.run(
-        world, attend_shared_packs, [encode_plan(p) for p in plans], exchange, torch.float64, window, backend, COST
+        world, attend_shared_packs, [encode_plan(p) for p in plans], exchange, torch.float64, window, backend
     )
     for index, plan in enumerate(plans):
         for document in plan.documents:
@@ -86,7 +82,7 @@ def test_the_reference_backend_too(gloo_pool, exchange):
 @pytest.mark.parametrize(("dp", "cp"), [(2, 1), (4, 1), (2, 2)])
 def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
     """DP-Merge: some documents on all replicas, some on blocks inside, some on one."""
-    rules = ["per_document", "per_sequence", "mixed", "dacp"]
+    rules = ["per_document", "per_sequence", "owners", "dacp"]
     plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in range(12)]
     assert_equals_whole(gloo_pool, plans, exchange)
 
@@ -100,7 +96,7 @@ def test_a_ring_refuses_sliding_windows(gloo_pool):
 def test_bf16_error_is_at_most_twice_that_of_plain_bf16(gloo_pool, exchange):
     """Cuts, merges over ranks and sums over slices must not cost more precision than bf16 does anyway."""
     plan = context_plan(5, cp=4, rule="per_document", lengths={0: 301, 1: 64})
-    ranks = gloo_pool.run(4, attend_shared_packs, [encode_plan(plan)], exchange, torch.bfloat16, 0, "cpu_flash", None)
+    ranks = gloo_pool.run(4, attend_shared_packs, [encode_plan(plan)], exchange, torch.bfloat16, 0, "cpu_flash")
     for document in plan.documents:
         ours = merged([rank[0][0] for rank in ranks], document.doc_id)
         plain = whole_attention(document.num_tokens, document.doc_id, 0, torch.bfloat16)
@@ -131,7 +127,7 @@ def test_a_ring_moves_the_bytes_it_is_charged(gloo_pool, cp):
     plans = (context_plan(seed, cp=cp, rule="per_document", lengths={0: 600, 1: 90}) for seed in itertools.count())
     # Slices too short to share would be charged as whole on one rank, which this rule does not do.
     plan = next(plan for plan in plans if all(n > 8 * cp for n in slice_tokens(plan)) and len(slice_tokens(plan)) > 6)
-    ranks = gloo_pool.run(cp, attend_shared_packs, [encode_plan(plan)], "ring", torch.float64, 0, "cpu_flash", COST)
+    ranks = gloo_pool.run(cp, attend_shared_packs, [encode_plan(plan)], "ring", torch.float64, 0, "cpu_flash")
     moved = max(received for ((_, received),) in ranks)
     model = ModelSpec(
         name="one layer", num_layers=1, hidden_size=HEADS * DIM, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM,

@@ -1,49 +1,31 @@
 """Documents that several ranks share train like plain single-process training."""
 
+import msgspec
 import pytest
 
 from context_plans import RULES, context_plan, merged_plan
 from dist_equality import assert_plans_equal_plain
-from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.plan.cp_sharding import ShardingCost
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.sharding_cost import sharding_cost
-from evenload.plan.validate import validate_plan
-from evenload.types.cluster import LinkSpec
+from evenload.plan.problem.options import PlanOptions
+from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
-from evenload.types.work import WorkCurve
 from reference_training import tiny_config
+from steep_costs import STEEP_COSTS
 
-COST = ShardingCost(WorkCurve(1.0, ((0.05, 0),), 0.5), tile=4, gather_s_per_token=0.1)
-# Attention dear enough that balanced cuts differ between forward and backward, transfers cheap enough to share.
-COSTS = CostCoefficients(
-    source="analytic",
-    device="test",
-    peak_flops_per_s=1e9,
-    forward=PassCoefficients(linear_s_per_token=1e-3, attention_s_per_pair=1e-4, slice_s=1e-5, pack_s=1e-4),
-    backward=PassCoefficients(linear_s_per_token=2e-3, attention_s_per_pair=2.5e-4, slice_s=2e-5, pack_s=2e-4),
-    head_s_per_token=5e-4,
-    p2p_bandwidth_bytes_per_s=1e9,
-    p2p_latency_s=1e-5,
-    reduce_bandwidth_bytes_per_s=1e9,
-    reduce_latency_s=1e-5,
-    intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-6),
-    devices_per_node=64,
-)
+COSTS = msgspec.structs.replace(STEEP_COSTS, host_link=None)
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 
 
 def planned(strategy, layout, options=None, kind="llama", lengths=LENGTHS):
-    """The strategy's own plan of these documents, and what its sharding is decided by."""
+    """The strategy's own plan of these documents."""
     model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
     planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=64))
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
-    return plan, sharding_cost(planner.costs, dp_merge=planner.options.dp_merge)
+    return plan
 
 
 def shared_slices(plans):
@@ -53,7 +35,7 @@ def shared_slices(plans):
 def assert_equal(pool, plans, exchange="all_gather", **options):
     for plan in plans:
         validate_plan(plan)
-    return assert_plans_equal_plain(pool, plans, exchange=exchange, sharding_cost=COST, **options)
+    return assert_plans_equal_plain(pool, plans, exchange=exchange, **options)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
@@ -70,21 +52,20 @@ def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
 @pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     """Documents of all replicas, of blocks inside and of single replicas in one step."""
-    rules = ["per_document", "mixed", "dacp"]
+    rules = ["per_document", "owners", "dacp"]
     plans = [merged_plan(100 * dp + 10 * pp + i, dp=dp, pp=pp, cp=cp, rule=rules[i % len(rules)]) for i in range(3)]
     assert_equal(gloo_pool, plans, exchange)
 
 
 def test_planned_packs_on_three_context_ranks_equal_plain_training(gloo_pool):
-    """As planned, padded packs too; the sharding that the run's own costs choose. (Two ranks: test_matrix.)"""
+    """As planned, padded packs too. (Two ranks: test_matrix.)"""
     layout = even_layout(4, cp=3)
     names = ["padded", "slimpack", "skrull"]
-    found = [planned(name, layout) for name in names]
-    found += [
+    plans = [planned(name, layout) for name in names]
+    plans += [
         planned("slimpack", layout, PlanOptions(max_pack_tokens=16, cp_sharding=rule))
         for rule in ("per_document", "per_sequence", "adaptive")
     ]
-    plans = [plan for plan, _ in found]
     assert shared_slices(plans)
-    assert_plans_equal_plain(gloo_pool, plans, sharding_cost=found[0][1])
-    assert_plans_equal_plain(gloo_pool, plans[1::2], exchange="ring", sharding_cost=found[0][1])
+    assert_plans_equal_plain(gloo_pool, plans)
+    assert_plans_equal_plain(gloo_pool, plans[1::2], exchange="ring")

@@ -1,5 +1,5 @@
 """The one matrix: every pair of features in some step that a real planner planned, run by the real executor on up to
-four processes, equal to plain transformers; or refused at start with its reason. Axes and rules: tests/matrix.py."""
+four processes, equal to plain transformers; or refused at start, saying why. Axes, rules: tests/support/matrix.py."""
 
 import itertools
 from pathlib import Path
@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from evenload.cli.start_checks import require_runnable
 from evenload.errors import ConfigError, EvenloadError
-from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES
-from evenload.runtime.config import load_train_config
-from evenload.runtime.recipes import RECIPES
-from evenload.runtime.start_checks import require_runnable
-from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.runtime.config.train_config import load_train_config
+from evenload.types.architectures.registry import TRAINED
 from evenload.types.plan import encode_plan
 from matrix import (
     AXES,
@@ -30,8 +29,7 @@ from matrix import (
     shares_documents,
 )
 from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
-from matrix_plans import grouped, lengths_of, model_of, plan_of, sharding_cost_of
-from pipeline_cases import uniform_tasks, with_split
+from matrix_plans import grouped, lengths_of, model_of, plan_of
 from reference_training import relative_error, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
 
@@ -71,10 +69,10 @@ def test_every_value_is_trained_in_bf16_too():
 
 def test_the_axes_hold_everything_that_training_accepts():
     """A new strategy or architecture without a row is untested."""
-    assert set(AXES["strategy"]) == set(STRATEGIES) - set(LAYOUT_STRATEGIES)
+    assert set(AXES["strategy"]) == {one.name for one in STRATEGIES.values() if not one.changes_layout}
     assert {
         tiny_config(case.kind).architectures or type(tiny_config(case.kind)).__name__ for case in MODELS.values()
-    } == {name.replace("ForCausalLM", "Config").replace("Gemma3Config", "Gemma3TextConfig") for name in RECIPES}
+    } == {name.replace("ForCausalLM", "Config").replace("Gemma3Config", "Gemma3TextConfig") for name in TRAINED}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +109,7 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
     if axis in keys:
         return [] if value == NONE else [f"{keys[axis]}={value}"]
     written = {
+        "schedule": f"plan.options.schedule={'choose' if value == 'own' else value}",
         "strategy": f"plan.strategy={value}",
         "dp_merge": f"plan.options.dp_merge={'true' if value == 'on' else 'false'}",
         "policy": f"plan.options.policy={'choose' if value == 'mixed' else value}",
@@ -130,9 +129,6 @@ def test_refused_pairs_are_refused_at_start_with_their_reason(config_file, rule)
 
 def start(config_file, values):
     """What a run with these values of axes does before it starts processes."""
-    if values.get("schedule") == "zero bubble" and values.get("virtual") == "2":
-        # No setting, because planners never choose it: who builds it is refused.
-        return zero_bubble_h1(with_split(uniform_tasks([1, 2], 2, 2, stage_to_rank=[0, 0])))
     settings = [text for axis, value in values.items() for text in settings_of(axis, value, config_file.parent)]
     return require_runnable(load_train_config(config_file, settings))
 
@@ -143,6 +139,8 @@ def test_what_is_tested_is_not_refused(config_file):
         settings = row._asdict()
         if row.sharding == "dacp":
             settings["sharding"] = NONE  # `skrull`'s own, no setting
+        if STRATEGIES[row.strategy].needs_one_stage:
+            settings["schedule"] = "own"  # nothing to order; the test reorders its packs
         assert start(config_file, settings).world_size <= 4
 
 
@@ -150,8 +148,11 @@ def test_what_is_tested_is_not_refused(config_file):
     ("settings", "message"),
     [
         (["plan.strategy=flexpipe"], "live switching is not available"),
-        (["plan.strategy=balanced", "plan.options.schedule=list"], "schedule is 'list', which strategy balanced does"),
-        (["plan.strategy=wlb", "plan.options.cuts=symmetric"], "cuts is 'symmetric', which strategy wlb does not"),
+        (["plan.strategy=skrull", "plan.options.schedule=list"], "schedule is 'list': strategy skrull has no pipeline"),
+        (["plan.options.schedule=interleaved"], "schedule is 'interleaved': strategy slimpack cuts documents"),
+        (["plan.options.schedule=word"], "schedule 'word' is called 'static' now"),
+        (["plan.options.schedule=1f1"], "unknown schedule '1f1'; did you mean '1f1b'"),
+        (["plan.strategy=wlb", "plan.options.slimpack.cuts=symmetric"], "slimpack is set, which strategy wlb does not"),
     ],
 )
 def test_settings_that_no_run_can_follow_are_refused_at_start(config_file, settings, message):
@@ -180,7 +181,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
             lengths_of(row),
             encode_plan(plan),
             str(adapter) if MODELS[row.model].lora else None,
-            {} if row.exchange == NONE else {"exchange": row.exchange, "sharding_cost": sharding_cost_of(row)},
+            "all_gather" if row.exchange == NONE else row.exchange,
             row.channels,
         )
         for row, plan in zip(rows, plans, strict=True)

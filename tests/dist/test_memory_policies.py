@@ -10,13 +10,13 @@ import torch
 
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.send_releases import LAG
+from evenload.plan.problem.options import PlanOptions
+from evenload.stepplan.freed_sends import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config
@@ -29,7 +29,7 @@ LLAMA = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 
 def plans_of(pp, dp, virtual, policies, count, **options):
     """Plans under all schedules of a layout."""
-    schedules = [name for name in SCHEDULES if virtual == 1 or name not in ("word", "zero bubble")]
+    schedules = [name for name in SCHEDULES if virtual == 1 or name not in ("static", "zb_h1")]
     return [
         varied_plan(
             7919 * seed + 131 * pp + 17 * dp + virtual,
@@ -98,8 +98,8 @@ def test_fp32_equals_plain_training_to_its_precision(gloo_pool):
 
 
 def test_sent_tensors_are_let_go_while_the_step_runs(gloo_pool):
-    """Forwards of a whole step before its backwards: without releases a rank would keep every pack's hidden states."""
-    plan = varied_plan(5, num_layers=LAYERS, pp=2, schedule="word", whole=True, max_tokens=3, num_documents=200)
+    """All forwards before the backwards: without freeing sends a rank would keep every pack's hidden states."""
+    plan = varied_plan(5, num_layers=LAYERS, pp=2, schedule="static", whole=True, max_tokens=3, num_documents=200)
     packs = plan.pack_plans[0]
     assert len(packs.forward) > 40
     gpipe = word_schedule(packs, 2, [len(packs.forward)] * len(packs.backward), [0, 0])

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.config import load_train_config
-from evenload.runtime.hf_model import build_stage_model, load_config
-from evenload.runtime.trainer import model_spec
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config
 from training_cases import write_training_config
 
@@ -137,7 +137,7 @@ def test_a_balanced_run_reports_its_whole_loss(gloo_pool, config_file, tmp_path)
 
 
 def test_a_model_with_experts_asks_how_to_balance_them(config_file, tmp_path):
-    from evenload.runtime.recipes import router_aux_loss_coef
+    from evenload.runtime.model.supported import router_aux_loss_coef
 
     save_random_model("mixtral", tmp_path / "original")
     config = load_train_config(config_file, [f"model.path={tmp_path / 'original'}"])

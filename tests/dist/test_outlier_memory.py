@@ -7,13 +7,13 @@ import pytest
 
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.validate import validate_plan
-from evenload.runtime.held_bytes import STORE_KINDS
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan
 from reference_training import tiny_config
 from varied_plans import predicted_kind_bytes

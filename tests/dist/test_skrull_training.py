@@ -7,16 +7,17 @@ import pytest
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.dacp_search import SHARED, GroupSearch
-from evenload.plan.options import PlanOptions
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import StepProblem
-from evenload.plan.skrull import bucket_tokens, step_documents
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.sharing.dacp import SHARED
+from evenload.plan.strategies.skrull import bucket_tokens, step_documents
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
+from reference.dacp import algorithm_1, chosen
 from reference_training import tiny_config
 
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
@@ -64,7 +65,7 @@ FEW_PACKS = msgspec.structs.replace(
     [
         (1, 2, [12, 41, 40, 10, 5, 10, 5], 64),
         (1, 4, [3, 2, 6, 9, 37, 2], 18),
-        (2, 2, [12, 41, 40, 10, 5, 10, 5, 31, 16, 7, 40, 9, 9, 12], 65),
+        (2, 2, [33, 24, 18, 2, 7, 30, 18, 30, 40], 50),
     ],
 )
 def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
@@ -94,23 +95,22 @@ def is_rolled_back(problem, pack):
     """Whether Algorithm 1 cannot place some document of the micro-batch without giving up another, and the plan is what
     it found then."""
     columns = step_documents(problem, bucket_tokens(problem)).columns
-    chosen = columns.chosen(np.array([piece.doc_id for piece in pack.slices]))
-    times = (chosen.local_s.tolist(), chosen.shared_s.tolist(), chosen.gather_s.tolist())
-    search = GroupSearch(chosen.num_tokens.tolist(), *times, chosen.cp, chosen.bucket_tokens)
-    owner = [int(rank) for rank in pack.sharding.removeprefix("dacp:").split(",")]
-    if owner != search._algorithm_1() or set(owner) == {SHARED}:
+    batch = chosen(columns, [piece.doc_id for piece in pack.slices])
+    owner = list(pack.sharding)
+    if owner != algorithm_1(batch).tolist() or set(owner) == {SHARED}:
         return False
-    room, load_s, ranks = [search.bucket] * search.cp, [0.0] * search.cp, range(search.cp)
-    for document in sorted(range(search.n), key=search.tokens.__getitem__):
+    tokens, shares, ranks = batch.num_tokens.tolist(), batch.share_tokens().tolist(), range(batch.cp)
+    room, load_s = [batch.bucket_tokens] * batch.cp, [0.0] * batch.cp
+    for document in sorted(range(len(tokens)), key=tokens.__getitem__):
         rank = min(ranks, key=load_s.__getitem__)
-        if room[rank] < search.tokens[document]:
+        if room[rank] < tokens[document]:
             rank = max(ranks, key=room.__getitem__)
-        if room[rank] >= search.tokens[document]:
-            room[rank] -= search.tokens[document]
-            load_s[rank] += search.local_s[document]
-        elif min(room) >= search.shares[document]:
-            room = [tokens - search.shares[document] for tokens in room]
-            load_s = [seconds + search.shared_s[document] for seconds in load_s]
+        if room[rank] >= tokens[document]:
+            room[rank] -= tokens[document]
+            load_s[rank] += batch.local_s[document]
+        elif min(room) >= shares[document]:
+            room = [free - shares[document] for free in room]
+            load_s = [seconds + batch.shared_s[document] for seconds in load_s]
         else:
             return True
     return False

@@ -6,14 +6,15 @@ import pytest
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.detailed_timeline import detailed_timeline
-from evenload.plan.options import PlanOptions
+from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.plan.planner import StepPlanner
-from evenload.plan.validate import validate_plan
-from evenload.runtime.held_bytes import STORE_KINDS
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.slimpack import SlimpackOptions
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
 
@@ -55,8 +56,8 @@ def test_every_strategy_equals_plain_training_and_its_detailed_timeline(gloo_poo
     assert any(p.pad_to for p in plans[0].pack_plans[0].forward), "padded really pads"
     sliced = []
     for cuts in ("asymmetric", "symmetric"):
-        for schedule in ("word", "list"):
-            options = PlanOptions(max_pack_tokens=16, cuts=cuts, schedule=schedule)
+        for schedule in ("static", "list"):
+            options = PlanOptions(max_pack_tokens=16, schedule=schedule, strategies=(SlimpackOptions(cuts=cuts),))
             sliced.append(planned("llama", "slimpack", pp, dp, LENGTHS, options))
     slices = [len(pack.slices) for pack in sliced[-1].pack_plans[0].forward]
     assert any(s.start for p in sliced[0].pack_plans for pack in p.forward for s in pack.slices), "documents are sliced"

@@ -10,9 +10,9 @@ from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.group_comm import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.row_shard import RowShard, row_owners
-from evenload.runtime.tensor_weights import require_tensor_parallel
-from evenload.types.model import model_from_hf_config
+from evenload.runtime.comm.row_shard import RowShard, row_owners
+from evenload.runtime.model.tensor_weights import require_tensor_parallel
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.plan import encode_plan
 from reference_training import make_tokens, plain_loss_and_gradients, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
@@ -25,7 +25,7 @@ FOUR_HEADS = {"num_key_value_heads": 4}
 
 def plans_of(tp, pp, dp, virtual, count=5, seed=0):
     """Policies and schedules by turns; every third plan keeps documents whole."""
-    schedules = SCHEDULES if virtual == 1 else ("list split",)
+    schedules = SCHEDULES if virtual == 1 else ("list_split",)
     policies = ["mixed", "replay", "mixed", "recompute", "offload"]
     return [
         varied_plan(
@@ -113,7 +113,7 @@ def _one_plan(tp):
     [
         ("llama", {}, 4, ConfigError, "parallel.tp is 4, but num_key_value_heads of the model is 2"),
         ("llama", {"intermediate_size": 81}, 2, ConfigError, "intermediate_size of the model is 81"),
-        ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would have no"),
+        ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would get none"),
         ("olmo2", {}, 2, UnsupportedModelError, "norms all query heads together"),
         ("mixtral", {}, 2, UnsupportedModelError, "the model has experts"),
     ],

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
+from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
-from evenload.profile.calibrate import calibrate
-from evenload.runtime.config import load_train_config
-from evenload.runtime.hf_model import load_config
-from evenload.runtime.mesh import create_mesh
-from evenload.runtime.run_layout import layout_of
-from evenload.runtime.trainer import Trainer, model_spec
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from lost_rank_cases import run_rank
 from training_cases import plain_losses, write_training_config

@@ -9,12 +9,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.state import decode_state
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import decode_state
 from evenload.errors import ConfigError
-from evenload.runtime.checkpoint import Progress
-from evenload.runtime.config import load_train_config
-from evenload.runtime.run_layout import layout_of
+from evenload.runtime.checkpoint.checkpoint import Progress
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
 
 
@@ -58,8 +58,8 @@ DELAYING = {
     "wlb": ["plan.strategy=wlb", "plan.options.max_delay_steps=3"],
     "wlb queues": [
         "plan.strategy=wlb",
-        "plan.options.release=queues",
-        "plan.options.outlier_lengths=[120]",
+        "plan.options.wlb.release=queues",
+        "plan.options.wlb.outlier_lengths=[120]",
         "plan.options.max_delay_steps=3",
     ],
     "fixed_greedy": ["plan.strategy=fixed_greedy", "plan.options.window=3"],

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dist_training import memory_steps, train_steps
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.config import load_train_config
-from evenload.runtime.run_layout import layout_of
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from evenload.runtime.mesh import ChannelMode, create_mesh
-from evenload.runtime.warm_up import warm_up
+from evenload.runtime.comm.mesh import ChannelMode, create_mesh
+from evenload.runtime.comm.warm_up import warm_up
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 

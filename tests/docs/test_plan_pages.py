@@ -1,4 +1,4 @@
-"""What the README and the guide show of `evenload plan` is what it prints today; run docs/make_plan_pages.py."""
+"""What the README and the guide show of `evenload plan` is what it prints today; run tools/make_plan_pages.py."""
 
 import runpy
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def script():
-    return runpy.run_path(str(ROOT / "docs" / "make_plan_pages.py"))
+    return runpy.run_path(str(ROOT / "tools" / "make_plan_pages.py"))
 
 
 def test_the_readme_shows_what_the_command_prints(script):

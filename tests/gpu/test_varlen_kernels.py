@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from evenload.attention.range_attention import first_visible_key
-from evenload.attention.range_batch import KeyRange, attend_ranges, attend_ranges_backward
+from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention
+from single_range import attend, attend_backward
 from single_stage import assert_bf16_as_good_as_plain
 
 pytestmark = [
@@ -54,13 +54,13 @@ def test_kernels_err_at_most_twice_as_much_as_plain_bf16(window, heads, groups, 
     """Prefix alignment, window, one-token ranges beside long ones, grouped heads, all in one call."""
     backend, scale = VarlenCudaAttention(), dim**-0.5
     q, grad, seen = packs(window, heads, groups, dim)
-    out, lse = attend_ranges(backend, q, seen, scale=scale, window=window)
-    parts = list(attend_ranges_backward(backend, grad, q, seen, out, lse, scale=scale, window=window))
+    out, lse = backend.forward(q, seen, Scoring(scale, window))
+    parts = list(backend.backward(grad, q, seen, out, lse, Scoring(scale, window)))
     for r, (dq, dk, dv) in zip(seen, parts, strict=True):
         rows, keys, values = r
         exact = [t.double() for t in (grad[rows], q[rows], keys, values)]
-        exact_out, exact_lse = REFERENCE.forward(*exact[1:], scale=scale, window=window)
-        expected = REFERENCE.backward(*exact, exact_out, exact_lse, scale=scale, window=window)
+        exact_out, exact_lse = attend(REFERENCE, *exact[1:], Scoring(scale, window))
+        expected = attend_backward(REFERENCE, *exact, exact_out, exact_lse, Scoring(scale, window))
         plain = plain_bf16(q, r, grad, scale, window)
         torch.testing.assert_close(lse[rows].double(), exact_lse, rtol=1e-3, atol=1e-3)
         for ours, theirs, true in zip((out[rows], dq, dk, dv), plain, (exact_out, *expected), strict=True):
@@ -74,15 +74,15 @@ def test_kernels_accept_merged_log_sum_exps():
     q, grad, [r, *_] = packs(0, 4, 2, 64)
     q, grad = q[r.rows], grad[r.rows]
     more = torch.randn(300, 2, 64, device="cuda").bfloat16()
-    merged_out, merged_lse = REFERENCE.forward(
-        q, torch.cat([more, r.keys]), torch.cat([more, r.values]), scale=scale, window=0
+    merged_out, merged_lse = attend(
+        REFERENCE, q, torch.cat([more, r.keys]), torch.cat([more, r.values]), Scoring(scale)
     )
-    ours = backend.backward(grad, q, r.keys, r.values, merged_out, merged_lse, scale=scale, window=0)
-    theirs = REFERENCE.backward(grad, q, r.keys, r.values, merged_out, merged_lse, scale=scale, window=0)
+    ours = attend_backward(backend, grad, q, r.keys, r.values, merged_out, merged_lse, Scoring(scale))
+    theirs = attend_backward(REFERENCE, grad, q, r.keys, r.values, merged_out, merged_lse, Scoring(scale))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.double() - other.double()).norm() <= 2e-2 * other.double().norm()
-    full = backend.backward_full(grad, q, more, more, merged_out, merged_lse, scale=scale)
-    expected = REFERENCE.backward_full(grad, q, more, more, merged_out, merged_lse, scale=scale)
+    full = attend_backward(backend, grad, q, more, more, merged_out, merged_lse, Scoring(scale, is_causal=False))
+    expected = attend_backward(REFERENCE, grad, q, more, more, merged_out, merged_lse, Scoring(scale, is_causal=False))
     for mine, other in zip(full, expected, strict=True):
         assert (mine.double() - other.double()).norm() <= 2e-2 * other.double().norm()
 

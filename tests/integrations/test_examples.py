@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from packed_cases import write_texts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

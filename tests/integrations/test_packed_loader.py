@@ -3,12 +3,12 @@ import json
 from collections import Counter
 
 import pytest
-from packed_cases import all_documents, batch_fingerprint, documents_of, loader_of, tiny_model, tokens_of, write_texts
 
 from evenload import PackedLoader
 from evenload.data.config import DataConfig, MixturePart
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import ConfigError, DataError
+from packed_cases import all_documents, batch_fingerprint, documents_of, loader_of, tiny_model, tokens_of, write_texts
 
 WHOLE = ("padded", "best_fit", "fixed_greedy", "balanced", "wlb")
 

@@ -1,8 +1,10 @@
 from collections import Counter
 
-import gloo_cases
 import pytest
 import torch
+
+import gloo_cases
+from evenload.feed.collate import PADDING_TOKEN
 from packed_cases import (
     all_documents,
     gradient_of,
@@ -13,8 +15,6 @@ from packed_cases import (
     tokens_of,
     write_texts,
 )
-
-from evenload.data.collate import PADDING_TOKEN
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,15 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
-from trainer_cases import PackedTrainer, arguments, run, weights_of
 
+import trainer_cases
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.trainer import LOADER_STATE
+from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
+from trainer_cases import PackedTrainer, arguments, run, weights_of
 
 STEPS = 5
 # The models' own loss is computed in float32.
@@ -64,7 +64,7 @@ def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatc
         checkpoint = output / f"checkpoint-{stop}"
         assert json.loads((checkpoint / LOADER_STATE).read_text())["given"] == 0
         read = []
-        monkeypatch.setattr("evenload.data.loader.GlobalBatchLoader.next_batch", _counted(read))
+        monkeypatch.setattr("evenload.data.batch.loader.GlobalBatchLoader.next_batch", _counted(read))
         rest, found, _ = run(corpus, output, max_steps=7, resume=True)
         monkeypatch.undo()
         assert rest.train == {step: loss for step, loss in whole.train.items() if step > stop}
@@ -77,7 +77,7 @@ def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatc
 
 
 def _counted(read):
-    from evenload.data.loader import GlobalBatchLoader
+    from evenload.data.batch.loader import GlobalBatchLoader
 
     next_batch = GlobalBatchLoader.next_batch
 
@@ -105,7 +105,7 @@ def test_evaluation_is_the_mean_over_all_label_tokens(corpus, tmp_path):
 def torchrun(world_size, *arguments_):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    script = str(Path(__file__).with_name("trainer_cases.py"))
+    script = trainer_cases.__file__
     done = subprocess.run(
         [*command, script, *map(str, arguments_)],
         capture_output=True,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import trl
-from packed_cases import loader_of, tiny_model, write_texts
 from test_hf_objects import tokenizer  # noqa: F401
 from test_trainer import WEIGHTS, reference_run
-from trainer_cases import weights_of
 
 from evenload.errors import ConfigError
 from evenload.integrations.trainer import PackedTrainerMixin
+from packed_cases import loader_of, tiny_model, write_texts
+from trainer_cases import weights_of
 
 # Its own use of names that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

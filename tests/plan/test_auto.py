@@ -11,34 +11,38 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.options import PlanOptions
-from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.auto import AutoOptions
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.runtime.config.plan_options import plan_options
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
+from predicted_timeline import predicted_timeline
 
 LENGTH_TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
-OTHERS = [name for name in STRATEGIES if name not in ("auto", *SOLVER_STRATEGIES, *FLAT_STRATEGIES)]
+RIVALS = [one for one in STRATEGIES.values() if not (one.tries_others or one.needs_solver)]
 
 
 def documents(lengths) -> tuple[Document, ...]:
     return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
 
 
-def tiny_planner(dp: int, pp: int, *, virtual: int = 1, cap: int | None = None, **options) -> StepPlanner:
-    fields = {"max_pack_tokens": 256, "candidates": 3, "max_candidates": 40, **options}
+def tiny_planner(
+    dp: int, pp: int, *, virtual: int = 1, cap: int | None = None, auto: dict | None = None, **options
+) -> StepPlanner:
+    fields = {"max_pack_tokens": 256, "candidates": 3, "auto": {"max_candidates": 40, **(auto or {})}, **options}
     return StepPlanner(
         sample_model(num_layers=6),
         sample_coefficients(),
         even_layout(6, dp=dp, pp=pp, virtual=virtual),
         cap,
-        PlanOptions(**fields),
+        plan_options(fields),
     )
 
 
@@ -47,7 +51,7 @@ def beats_all(planner: StepPlanner, lengths, *, flat: bool = False) -> Proposal:
     step = documents(lengths)
     found = planner.propose(0, step, "auto")
     validate_plan(found.plan, max_pack_tokens=planner.options.max_pack_tokens)
-    for name in (*OTHERS, *FLAT_STRATEGIES) if flat else OTHERS:
+    for name in [one.name for one in RIVALS if flat or not one.needs_one_stage]:
         try:
             other = planner.propose(0, step, name)
         except EvenloadError:
@@ -73,7 +77,7 @@ def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model, cont
         analytic_coefficients(spec, cluster, layout),
         layout,
         usable_bytes(cluster),
-        PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True, split_backward=True),
+        PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True),
     )
     beats_all(planner, lengths, flat=pp == 1)
 
@@ -89,7 +93,7 @@ def test_without_split_backwards_it_is_never_worse_either(table) -> None:
         analytic_coefficients(spec, cluster, layout),
         layout,
         usable_bytes(cluster),
-        PlanOptions(max_pack_tokens=16_384, split_backward=False, policy="replay"),
+        PlanOptions(max_pack_tokens=16_384, policy="replay", strategies=(AutoOptions(split_backward=False),)),
     )
     found = beats_all(planner, lengths)
     kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}
@@ -113,7 +117,7 @@ def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages
         cap = (
             int(tiny_planner(dp, pp, virtual=virtual).propose(0, (), "padded").plan.predicted.peak_memory_bytes) + spare
         )
-    planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, split_backward=split)
+    planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, auto={"split_backward": split})
     found = beats_all(planner, lengths)
     (again,) = decode_plan_file(encode_plan_file([found.plan]))
     assert msgspec.structs.replace(again) == found.plan
@@ -128,8 +132,8 @@ def long_tailed(count: int) -> np.ndarray:
 
 def test_split_backwards_are_used_and_pay() -> None:
     lengths = long_tailed(80)
-    whole = beats_all(tiny_planner(2, 3, split_backward=False), lengths)
-    split = beats_all(tiny_planner(2, 3, split_backward=True), lengths)
+    whole = beats_all(tiny_planner(2, 3, auto={"split_backward": False}), lengths)
+    split = beats_all(tiny_planner(2, 3, auto={"split_backward": True}), lengths)
     kinds = {action.kind for schedule in split.plan.schedules for row in schedule.ranks for action in row}
     assert {"I", "W"} <= kinds
     assert split.plan.predicted.step_time_s < whole.plan.predicted.step_time_s
@@ -138,7 +142,7 @@ def test_split_backwards_are_used_and_pay() -> None:
 
 def test_more_candidates_are_never_worse_and_plans_do_not_depend_on_the_clock() -> None:
     lengths = long_tailed(60)
-    few, many = (tiny_planner(3, 3, max_candidates=count) for count in (4, 120))
+    few, many = (tiny_planner(3, 3, auto={"max_candidates": count}) for count in (4, 120))
     times = [planner.propose(0, documents(lengths), "auto").plan.predicted.step_time_s for planner in (few, many)]
     assert times[1] <= times[0]
     plans = [many.propose(0, documents(lengths), "auto").plan for _ in range(2)]
@@ -147,4 +151,4 @@ def test_more_candidates_are_never_worse_and_plans_do_not_depend_on_the_clock() 
 
 def test_time_budget_ends_the_search() -> None:
     """Out of time it still has a valid plan, not worse than any strategy."""
-    beats_all(tiny_planner(3, 3, time_budget_s=1e-9), long_tailed(60))
+    beats_all(tiny_planner(3, 3, auto={"time_budget_s": 1e-9}), long_tailed(60))

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.bin_packing import best_fit_decreasing, longest_first
+from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
+from reference import bin_packing as reference
 
-BACKENDS = ["native", "python"]
 lengths = st.lists(st.integers(1, 50), max_size=40)
 
 
@@ -16,68 +16,32 @@ def column(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def plain_best_fit(num_tokens: list[int], capacity: int) -> list[list[int]]:
-    """The definition, O(n^2): look at every bin."""
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for item in sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i)):
-        fitting = [b for b in range(len(bins)) if free[b] >= num_tokens[item]]
-        best = min(fitting, key=lambda b: (free[b], b), default=None)
-        if best is None:
-            best = len(bins)
-            bins.append([])
-            free.append(capacity)
-        bins[best].append(item)
-        free[best] -= num_tokens[item]
-    return bins
-
-
-def plain_longest_first(work: list[float], num_groups: int, tokens: list[int], capacity: int) -> list[list[int]]:
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    load, held = [0.0] * num_groups, [0] * num_groups
-    for item in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        fitting = [g for g in range(len(groups)) if held[g] + tokens[item] <= capacity]
-        best = min(fitting, key=lambda g: (load[g], g), default=None)
-        if best is None:
-            best = len(groups)
-            groups.append([])
-            load.append(0.0)
-            held.append(0)
-        groups[best].append(item)
-        load[best] += work[item]
-        held[best] += tokens[item]
-    return groups
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_best_fit_places_by_hand(backend):
+def test_best_fit_places_by_hand():
     # 7 | 6 | 3 joins 7 (exactly full), 3 joins 6 (1 left), 2 opens, 1 joins the fuller bin.
-    assert best_fit_decreasing(column([3, 7, 2, 6, 3, 1]), 10, backend=backend) == [[1, 0], [3, 4, 5], [2]]
+    assert best_fit_decreasing(column([3, 7, 2, 6, 3, 1]), 10) == [[1, 0], [3, 4, 5], [2]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @given(lengths, st.integers(50, 120))
-def test_best_fit_equals_its_definition(backend, num_tokens, capacity):
-    assert best_fit_decreasing(column(num_tokens), capacity, backend=backend) == plain_best_fit(num_tokens, capacity)
+def test_best_fit_equals_its_definition(num_tokens, capacity):
+    assert best_fit_decreasing(column(num_tokens), capacity) == reference.best_fit_decreasing(
+        column(num_tokens), capacity
+    )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @given(lengths, st.integers(1, 9), st.integers(50, 200))
-def test_longest_first_equals_its_definition(backend, num_tokens, num_groups, capacity):
+def test_longest_first_equals_its_definition(num_tokens, num_groups, capacity):
     # Works with many ties, in another order than the lengths.
     work = [float((7 * t) % 11) for t in num_tokens]
-    expected = plain_longest_first(work, num_groups, num_tokens, capacity)
-    got = longest_first(np.array(work), num_groups, num_tokens=column(num_tokens), capacity=capacity, backend=backend)
-    assert got == expected
-    uncapped = plain_longest_first(work, num_groups, [0] * len(work), 1)
-    assert longest_first(np.array(work), num_groups, backend=backend) == uncapped
+    limits = {"num_tokens": column(num_tokens), "capacity": capacity}
+    expected = reference.longest_first(np.array(work), num_groups, **limits)
+    assert longest_first(np.array(work), num_groups, **limits) == expected
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
-def test_longest_first_twins_agree_on_any_works(work, num_groups):
+def test_longest_first_equals_its_definition_on_any_works(work, num_groups):
     """Loads are sums of doubles; another summation order would break ties differently."""
-    native = longest_first(np.array(work), num_groups, backend="native")
-    assert native == longest_first(np.array(work), num_groups, backend="python")
+    works = np.array(work)
+    assert longest_first(works, num_groups) == reference.longest_first(works, num_groups)
 
 
 def test_longest_first_balances_many_documents():
@@ -87,12 +51,11 @@ def test_longest_first_balances_many_documents():
     assert max(loads) <= 1.0001 * np.mean(loads)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_document_over_capacity_is_named(backend):
+def test_a_document_over_capacity_is_named():
     with pytest.raises(InfeasiblePlanError, match="document 1 has 11 tokens, a pack holds 10"):
-        best_fit_decreasing(column([3, 11]), 10, backend=backend)
+        best_fit_decreasing(column([3, 11]), 10)
     with pytest.raises(InfeasiblePlanError, match="document 0 has 12 tokens"):
-        longest_first(np.array([1.0]), 2, num_tokens=column([12]), capacity=10, backend=backend)
+        longest_first(np.array([1.0]), 2, num_tokens=column([12]), capacity=10)
 
 
 def test_bad_inputs_are_refused():
@@ -113,10 +76,8 @@ def test_bad_inputs_are_refused():
 def test_groups_without_room_are_found_again_when_a_shorter_item_comes(sizes, num_groups, work):
     """The native core sets groups without room aside; sizes that do not descend with works make it take them back."""
     works = np.array(work[: len(sizes)])
-    expected = plain_longest_first(works.tolist(), num_groups, sizes, 50)
-    for backend in ("native", "python"):
-        got = longest_first(works, num_groups, num_tokens=column(sizes), capacity=50, backend=backend)
-        assert got == expected
+    limits = {"num_tokens": column(sizes), "capacity": 50}
+    assert longest_first(works, num_groups, **limits) == reference.longest_first(works, num_groups, **limits)
 
 
 def test_many_groups_without_room_take_no_quadratic_time():

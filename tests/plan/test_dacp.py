@@ -1,22 +1,11 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.dacp import (
-    QUICK,
-    SHARED,
-    THOROUGH,
-    USUAL,
-    Effort,
-    MicroBatch,
-    assign_groups,
-    assign_owners,
-    rank_seconds,
-    rank_tokens,
-)
+from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
+from reference.dacp import algorithm_1, chosen, least_seconds, owners, rank_seconds, rank_tokens
 
 
 def micro_batch(lengths, cp: int, bucket: int, gather: float = 0.02, overhead: float = 1.0) -> MicroBatch:
@@ -25,16 +14,10 @@ def micro_batch(lengths, cp: int, bucket: int, gather: float = 0.02, overhead: f
     return MicroBatch(tokens, local_s, overhead * local_s / cp, gather * tokens, cp, bucket)
 
 
-def least_seconds(batch: MicroBatch) -> float:
-    """Over all owners, one by one; infinite where none fits."""
-    count, shares = len(batch.num_tokens), batch.share_tokens()
-    owners = np.array(list(itertools.product(range(SHARED, batch.cp), repeat=count)), np.int64).reshape(-1, count)
-    is_shared = owners == SHARED
-    held = np.stack([(owners == rank) @ batch.num_tokens for rank in range(batch.cp)])
-    load_s = np.stack([(owners == rank) @ batch.local_s for rank in range(batch.cp)])
-    seconds = np.maximum(load_s.max(axis=0), is_shared @ batch.gather_s) + is_shared @ batch.shared_s
-    fits = held.max(axis=0) + is_shared @ shares <= batch.bucket_tokens
-    return float(seconds[fits].min(initial=np.inf))
+def owned(batch: MicroBatch):
+    """Owners and seconds of all documents as one micro-batch."""
+    found = assign_owners(batch, [range(len(batch.num_tokens))])
+    return found.owner, found.seconds[0]
 
 
 ADVERSARIAL = st.lists(
@@ -43,46 +26,40 @@ ADVERSARIAL = st.lists(
 
 
 @settings(max_examples=300)
-@given(ADVERSARIAL, st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 400), st.sampled_from([QUICK, USUAL, THOROUGH]))
-def test_buckets_are_never_overfull_and_every_input_ends(lengths, cp, bucket, effort) -> None:
+@given(ADVERSARIAL, st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 400))
+def test_buckets_are_never_overfull_and_every_input_ends(lengths, cp, bucket) -> None:
     """Skrull eq. 7; as printed, roll-back books a shared document on one rank only and overfills the others."""
     batch = micro_batch(lengths, cp, bucket)
-    owner = assign_owners(batch, effort)
-    if owner is None:
+    owner, seconds = owned(batch)
+    if seconds == np.inf:
         # Never refused where all documents shared would fit: that is what roll-back ends with.
         assert batch.share_tokens().sum() > bucket
     else:
         assert set(owner.tolist()) <= {SHARED, *range(cp)}
         assert rank_tokens(batch, owner).max() <= bucket
+        assert seconds == rank_seconds(batch, owner).max()
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 3]),
-    st.floats(1.0, 2.0),
-    st.sampled_from([0.0, 0.02, 0.2, 1.0, 20.0]),
-    st.sampled_from([1.0, 1.05, 1.5, 3.0]),
-)
-def test_owners_are_within_three_percent_of_brute_force_on_every_input(lengths, cp, room, gather, overhead) -> None:
-    batch = micro_batch(lengths, cp, int(room * sum(lengths) / cp), gather, overhead)
-    best_s = least_seconds(batch)
-    found = assign_groups(batch, [range(len(lengths))])
-    if best_s == np.inf:
-        assert found.seconds[0] == np.inf
-    else:
-        assert best_s * (1 - 1e-9) <= found.seconds[0] <= best_s * 1.03
-
-
-def test_long_tails_are_within_three_percent_of_brute_force() -> None:
-    """Hypothesis rarely draws one long document among short ones, where avoiding to share costs most."""
+def test_gaps_to_brute_force() -> None:
+    """Like documents and long tails, memory filled to the token or half empty, transfers cheap and expensive."""
     generator = np.random.default_rng(0)
-    for _ in range(150):
-        cp = int(generator.choice([2, 3]))
-        lengths = np.minimum(np.exp(generator.normal(3.5, 1.5, generator.integers(2, 8))).astype(int) + 1, 2000)
-        bucket = int(generator.uniform(1.0, 2.0) * lengths.sum() / cp) + 1
-        batch = micro_batch(lengths, cp, bucket, float(generator.choice([0.0, 0.02, 0.2, 2.0])))
-        assert assign_groups(batch, [range(len(lengths))]).seconds[0] <= least_seconds(batch) * 1.03
+    gaps = []
+    for _ in range(400):
+        cp = int(generator.choice([1, 2, 3]))
+        lengths = np.minimum(
+            np.exp(generator.normal(3.5, generator.choice([0.3, 1.5]), generator.integers(1, 7))), 2000
+        )
+        bucket = int(generator.uniform(1.0, 2.0) * lengths.sum() / cp) + 2
+        gather, overhead = generator.choice([0.0, 0.02, 0.2, 2.0]), generator.choice([1.0, 1.05, 1.5, 3.0])
+        batch = micro_batch(lengths.astype(int) + 1, cp, bucket, gather, overhead)
+        _, seconds = owned(batch)
+        best_s = least_seconds(batch)
+        if best_s < np.inf:
+            gaps.append(seconds / best_s - 1)
+    assert len(gaps) >= 390
+    assert np.mean(gaps) <= 0.002
+    assert np.mean(np.array(gaps) <= 0.05) >= 0.99
+    assert max(gaps) <= 0.08
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,48 +68,51 @@ def test_long_tails_are_within_three_percent_of_brute_force() -> None:
     st.sampled_from([1, 2, 3, 8]),
     st.integers(0, 600),
     st.sampled_from([0.0, 0.02, 1.0]),
-    st.sampled_from([QUICK, USUAL, Effort(300, 200)]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_native_equals_python_to_the_last_bit(lengths, cp, bucket, gather, effort, random) -> None:
+def test_native_equals_python_to_the_last_bit(lengths, cp, bucket, gather, as_published, random) -> None:
     batch = micro_batch(lengths, cp, bucket, gather)
     indices = list(range(len(lengths)))
     groups = [indices, random.sample(indices, len(indices) // 2), [], indices[::-1]]
-    native = assign_groups(batch, groups, effort)
-    python = assign_groups(batch, groups, effort, backend="python")
-    assert native.seconds.tolist() == python.seconds.tolist()
-    assert native.offset.tolist() == python.offset.tolist()
-    assert native.members.tolist() == python.members.tolist()
-    assert native.owner.tolist() == python.owner.tolist()
-
-
-def test_seconds_of_groups_are_those_of_their_owners() -> None:
-    """The search adds up as it goes; what it reports must be eq. 2 of what it hands out."""
-    generator = np.random.default_rng(3)
-    batch = micro_batch(generator.integers(1, 500, 40), 4, 2500, 0.1, 1.1)
-    groups = [generator.permutation(40)[:count].tolist() for count in (1, 5, 12, 30)]
-    found = assign_groups(batch, groups)
-    assert np.isfinite(found.seconds).all()
+    native = assign_owners(batch, groups, as_published=as_published)
+    assert native.members.tolist() == list(itertools.chain.from_iterable(groups))
     for number, group in enumerate(groups):
-        chosen = batch.chosen(np.array(group))
-        assert rank_seconds(chosen, found.of_group(number)).max() == pytest.approx(found.seconds[number], rel=1e-12)
+        alone = chosen(batch, group)
+        python = algorithm_1(alone) if as_published else owners(alone)
+        if python is None:
+            assert native.seconds[number] == np.inf
+        else:
+            assert native.owner[native.offset[number] : native.offset[number + 1]].tolist() == python.tolist()
+            assert native.seconds[number] == rank_seconds(alone, python).max()
 
 
 def test_shares_rounded_up_do_not_hide_owners_that_fit() -> None:
     """All shared needs 2 + 2 + 2 tokens a rank, over the bucket of 5; 3 + 2·1 on the ranks fits it exactly."""
     batch = micro_batch([3, 3, 3], 2, 5)
-    owner = assign_owners(batch, QUICK)
-    assert owner is not None
+    owner, seconds = owned(batch)
+    assert seconds < np.inf
     assert rank_tokens(batch, owner).max() <= 5
 
 
-def test_roll_back_frees_the_largest_document_of_the_fullest_rank() -> None:
-    """Bucket 10, two ranks: 4 and 6 go local, then 8 needs 4 on each: the 6 must give way, not the 4."""
-    batch = micro_batch([4, 6, 8], 2, 10)
-    owner = assign_owners(batch)
-    assert owner is not None
-    assert rank_tokens(batch, owner).max() <= 10
-    assert owner[2] == SHARED
+def test_roll_back_shares_the_largest_document_of_the_fullest_rank() -> None:
+    """Bucket 8, two ranks: 2 and 4 on one, 2 on the other, then 8 needs room for 4 on each: the 4 gives way, not a 2.
+
+    Memory is full to the token, so no other owners fit and the native answer is Algorithm 1's.
+    """
+    batch = micro_batch([2, 2, 4, 8], 2, 8)
+    assert algorithm_1(micro_batch([2, 2, 4], 2, 8)).tolist() == [0, 1, 0]
+    assert owned(batch)[0].tolist() == algorithm_1(batch).tolist() == [0, 1, SHARED, SHARED]
+
+
+def test_on_one_rank_nothing_is_shared() -> None:
+    """Whole or shared takes the same time there, and rounding must not decide."""
+    generator = np.random.default_rng(2)
+    for _ in range(50):
+        tokens = generator.integers(1, 500, 12)
+        local_s = tokens * generator.uniform(1, 2)
+        owner, _ = owned(MicroBatch(tokens, local_s, local_s, np.zeros(12), 1, int(tokens.sum())))
+        assert owner.tolist() == [0] * 12
 
 
 def test_seconds_are_those_of_eq_2() -> None:

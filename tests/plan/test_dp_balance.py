@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.dp_balance import assign_replicas
+from evenload.plan.packing.dp_balance import assign_replicas
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 3), st.sampled_from(["native", "python"]))
-def test_assignment_is_within_the_classic_bound_of_the_optimum(works: list[int], dp: int, backend) -> None:
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 3))
+def test_assignment_is_within_the_classic_bound_of_the_optimum(works: list[int], dp: int) -> None:
     """Graham 1969: LPT is at most 4/3 - 1/(3·dp) of the optimum; brute force for n <= 8."""
     work_s = np.array(works, np.float64)
-    found = max(work_s[group].sum() for group in assign_replicas(work_s, dp, backend=backend))
+    found = max(work_s[group].sum() for group in assign_replicas(work_s, dp))
     optimum = min(
         max(sum(w for w, r in zip(works, ranks, strict=True) if r == rank) for rank in range(dp))
         for ranks in itertools.product(range(dp), repeat=len(works))

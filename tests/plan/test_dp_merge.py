@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
-from evenload.plan.dp_merge import merge_documents
-from evenload.plan.options import PlanOptions
-from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.plan.packing.dp_merge import merge_documents
 from evenload.plan.planner import StepPlanner
-from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.slimpack import slimpack_rules
-from evenload.plan.step_search import search_merged
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.search.step_search import search_merged
+from evenload.plan.strategies.slimpack import slimpack_rules
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan, seal
+from predicted_timeline import predicted_timeline
 
 replace = msgspec.structs.replace
 LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4), "devices_per_node": 64}

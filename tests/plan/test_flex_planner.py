@@ -5,19 +5,20 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.evaluate import evaluate_strategies
-from evenload.plan.flex_planner import FlexPlanner
-from evenload.plan.fmop import FlexOptions, FlexState
-from evenload.plan.global_batch import GlobalBatch
-from evenload.plan.options import PlanOptions
-from evenload.plan.plan_file import decode_plan_file, encode_plan_file
+from evenload.explore.evaluate import evaluate_strategies
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.strategies import LAYOUT_STRATEGIES, STRATEGIES, require_trainable
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.fmop import FlexOptions, FlexState
+from evenload.plan.strategies.registry import STRATEGIES, require_trainable
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
+from predicted_timeline import predicted_timeline
 
 SHORT, MIDDLE, LONG = [20] * 16, [100] * 8, [300, 200]
 PUBLISHED = {"margin": 0.0, "patience_steps": 1}
@@ -86,7 +87,7 @@ def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     moved_s = switch_seconds(flex.start.costs.model, flex.start.costs.coefficients, flex.start.layout, plan.layout)
     assert moved_s > 0
     assert plan.predicted.step_time_s == pytest.approx(alone + moved_s)
-    assert found.proposal.time_split().total_s() == pytest.approx(plan.predicted.step_time_s)
+    assert split_proposal(found.proposal).total_s() == pytest.approx(plan.predicted.step_time_s)
 
 
 def test_stays_where_the_switch_costs_more_than_it_gains() -> None:
@@ -199,7 +200,7 @@ def test_unknown_links_are_refused_by_name() -> None:
 
 def test_row_counts_switches_and_their_seconds() -> None:
     flex = make(4, 1, NARROW)
-    batches = [GlobalBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
+    batches = [SampledBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
     found = evaluate_strategies(flex.start, batches, ["balanced", "flexpipe"], flex)
     balanced, flexpipe = found.results
     steps = found.proposals["flexpipe"]
@@ -219,7 +220,7 @@ def test_row_counts_switches_and_their_seconds() -> None:
 
 def test_training_refuses_strategies_that_change_the_layout() -> None:
     for name in STRATEGIES:
-        if name not in LAYOUT_STRATEGIES:
+        if not STRATEGIES[name].changes_layout:
             require_trainable(name, even_layout(4), PlanOptions())
     with pytest.raises(
         ConfigError, match=r"live switching is not available in this version; 'evenload plan --strategy"

@@ -9,12 +9,13 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.switch import ReceiveSeconds
-from evenload.plan.hbsa import layer_bounds, priced_mapping, search_mappings
-from evenload.plan.mapping_cost import BatchCosts, Mapping, MappingCosts
-from evenload.plan.policies import policy_levels
+from evenload.plan.reconfiguration.hbsa import layer_bounds, priced_mapping, search_mappings
+from evenload.plan.reconfiguration.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.plan.search.policy_order import policies_in_order
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout
+from reference.prices import p2p_seconds
 
 LINK = LinkSpec(bandwidth_bytes_per_s=1e4, latency_s=0.1)
 LAYERS = 7
@@ -43,7 +44,7 @@ class Case:
         )
         self.groups, self.cap_bytes, self.current = groups, cap_bytes, current
         num_tokens = np.array(lengths, np.int64)
-        self.levels = policy_levels(num_tokens, "choose", can_offload=True)
+        self.levels = policies_in_order(num_tokens, "choose", can_offload=True)
         self.batches = [BatchCosts(self.model, self.coefficients, num_tokens, policy) for policy in self.levels]
 
     def prices_of(self, depth: int, level: int, counts: tuple[int, ...] = (1, 2, 4)) -> list[MappingCosts]:
@@ -186,7 +187,7 @@ def test_equal_micro_batches_take_equation_1(adapters) -> None:
         share = 8 // (layout.dp * n)
         pack = whole_document_columns([list(range(share))], np.full(share, 10, np.int64))
         stage_s = (costs.pack_seconds(pack, "forward") + costs.pack_seconds(pack, "backward"))[0]
-        hops_s = 2 * (depth - 1) * float(costs.p2p_seconds(pack)[0])
+        hops_s = 2 * (depth - 1) * float(p2p_seconds(costs, pack)[0])
         after_s = costs.reduction_seconds() + costs.optimizer_seconds()
         expected_s = stage_s.sum() + (n - 1) * stage_s.max() + hops_s + after_s
         assert price.step_seconds(price.even_edges) == pytest.approx(expected_s)

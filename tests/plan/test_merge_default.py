@@ -1,10 +1,8 @@
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
-from evenload.cost.pack_cost import PackCosts
-from evenload.plan.merge_default import decide_dp_merge
-from evenload.plan.options import PlanOptions
-from evenload.plan.sharding_cost import sharding_cost
+from cost_samples import sample_coefficients
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 
@@ -38,9 +36,3 @@ def test_strategies_that_never_share_and_single_replicas_are_left_alone() -> Non
     """`require_trainable` refuses the option where it would do nothing."""
     assert decide_dp_merge(PlanOptions(), "balanced", even_layout(3, dp=2), KNOWN) == (PlanOptions(), "")
     assert decide_dp_merge(PlanOptions(), "slimpack", even_layout(3), KNOWN) == (PlanOptions(), "")
-
-
-def test_odd_replicas_need_no_link() -> None:
-    """Asked for, but there is no group: nothing to price."""
-    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, dp=3))
-    assert sharding_cost(costs, dp_merge=True) is None

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError
-from evenload.plan.candidate import pipeline_tasks
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
+from reference import prices
 
 LINKS = {
     "intra_node": LinkSpec(bandwidth_bytes_per_s=700.0, latency_s=0.125),
@@ -82,26 +83,20 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
 
 
 def assert_same(one: PipelineTasks, other: PipelineTasks) -> None:
-    for field in dataclasses.fields(one):
-        first, second = getattr(one, field.name), getattr(other, field.name)
-        if field.name == "split":
-            for part in dataclasses.fields(first):
-                np.testing.assert_array_equal(getattr(first, part.name), getattr(second, part.name), part.name)
-            continue
-        np.testing.assert_array_equal(first, second, field.name)
-        assert first.dtype == second.dtype, field.name
+    for of_one, of_other in ((one, other), (one.held, other.held), (one.split, other.split)):
+        for field in dataclasses.fields(of_one):
+            if field.name in ("held", "split"):
+                continue
+            first, second = getattr(of_one, field.name), getattr(of_other, field.name)
+            np.testing.assert_array_equal(first, second, field.name)
+            assert first.dtype == second.dtype, field.name
 
 
 @settings(deadline=None)
 @given(priced_inputs())
-def test_native_prices_equal_their_twin(inputs: tuple) -> None:
+def test_prices_of_the_core_equal_the_reference(inputs: tuple) -> None:
     """Slices, padding, windows, tiles, policies, shared documents, rings, adapters, tp, cp, pp, split backwards."""
-    costs, forward, backward, num_tokens, policy = inputs
-    native, twin = (
-        pipeline_tasks(costs, forward, backward, num_tokens, policy, split=True, backend=backend)
-        for backend in ("native", "python")
-    )
-    assert_same(native, twin)
+    assert_same(pipeline_tasks(*inputs, split=True), prices.pipeline_tasks(*inputs, split=True))
 
 
 def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
@@ -110,18 +105,18 @@ def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
     packs = SliceColumns(
         np.zeros(2, np.int32), np.array([0, 4]), np.array([4, 8]), np.array([0, 1, 2]), np.zeros(2, np.int64)
     )
-    for backend in ("native", "python"):
+    for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match="bidirectional"):
-            pipeline_tasks(costs, packs, packs, np.array([8]), backend=backend)
+            price(costs, packs, packs, np.array([8]))
 
 
 def test_offloading_over_an_unknown_link_is_refused_by_both() -> None:
     """Else the core would divide by a bandwidth of zero."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
     packs = SliceColumns(np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64))
-    for backend in ("native", "python"):
+    for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match="host_link"):
-            pipeline_tasks(costs, packs, packs, np.array([8]), np.array([OFFLOAD], np.int8), backend=backend)
+            price(costs, packs, packs, np.array([8]), np.array([OFFLOAD], np.int8))
 
 
 def test_sharing_over_an_unknown_link_is_refused_by_both() -> None:
@@ -130,9 +125,9 @@ def test_sharing_over_an_unknown_link_is_refused_by_both() -> None:
     packs = SliceColumns(
         np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64), np.array([2])
     )
-    for backend in ("native", "python"):
+    for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match="no link"):
-            pipeline_tasks(costs, packs, packs, np.array([8]), backend=backend)
+            price(costs, packs, packs, np.array([8]))
 
 
 def test_packs_of_other_documents_are_refused() -> None:

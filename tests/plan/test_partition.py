@@ -1,3 +1,5 @@
+"""Of the Python reference; `test_replica_search` holds the core's cuts to it, to the token."""
+
 import itertools
 
 import numpy as np
@@ -6,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.plan.partition import partition_by_work
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
+from reference.partition import partition_by_work
 
 LINEAR = WorkCurve(linear_s=1.0)
 CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
@@ -25,54 +27,44 @@ def partition(lengths, num_packs, work=LINEAR, order=None, **options) -> list[li
     return rows(partition_by_work(np.array(lengths, dtype=np.int64), sequence, work, num_packs, **options))
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["native", "python"])
-
-
-@BACKENDS
-def test_linear_work_is_cut_by_tokens(backend):
+def test_linear_work_is_cut_by_tokens():
     """doc 0: ----------|----        doc 1: ------|-
     pack 0 takes 10, pack 1 takes 4 + 6 and pack 2 the rest of 21 tokens in 3 packs of 7."""
-    assert partition([14, 7], 3, backend=backend) == [[(0, 0, 7)], [(0, 7, 14)], [(1, 0, 7)]]
-    assert partition([10, 11], 3, backend=backend) == [[(0, 0, 7)], [(0, 7, 10), (1, 0, 4)], [(1, 4, 11)]]
+    assert partition([14, 7], 3) == [[(0, 0, 7)], [(0, 7, 14)], [(1, 0, 7)]]
+    assert partition([10, 11], 3) == [[(0, 0, 7)], [(0, 7, 10), (1, 0, 4)], [(1, 4, 11)]]
 
 
-@BACKENDS
-def test_backward_slices_come_from_the_documents_end(backend):
+def test_backward_slices_come_from_the_documents_end():
     expected = [[(0, 3, 10)], [(0, 0, 3), (1, 7, 11)], [(1, 0, 7)]]
-    assert partition([10, 11], 3, last_first=True, backend=backend) == expected
+    assert partition([10, 11], 3, last_first=True) == expected
 
 
-@BACKENDS
-def test_order_is_followed(backend):
-    assert partition([10, 11], 3, order=[1, 0], backend=backend) == [[(1, 0, 7)], [(1, 7, 11), (0, 0, 3)], [(0, 3, 10)]]
+def test_order_is_followed():
+    assert partition([10, 11], 3, order=[1, 0]) == [[(1, 0, 7)], [(1, 7, 11), (0, 0, 3)], [(0, 3, 10)]]
 
 
-@BACKENDS
-def test_cuts_lie_on_multiples_from_the_documents_start(backend):
-    forward = partition([100], 3, align=16, backend=backend)
+def test_cuts_lie_on_multiples_from_the_documents_start():
+    forward = partition([100], 3, align=16)
     assert forward == [[(0, 0, 32)], [(0, 32, 64)], [(0, 64, 100)]]
-    backward = partition([100], 3, align=16, last_first=True, backend=backend)
+    backward = partition([100], 3, align=16, last_first=True)
     assert backward == [[(0, 64, 100)], [(0, 32, 64)], [(0, 0, 32)]]
 
 
-@BACKENDS
-def test_short_documents_are_not_cut_into_crumbs(backend):
+def test_short_documents_are_not_cut_into_crumbs():
     """Targets 5, 10, 15 fall inside documents of 6: with min 4 no legal cut exists, so whole ones remain."""
-    assert partition([6, 6, 6], 3, min_slice_tokens=4, backend=backend) == [[(0, 0, 6)], [(1, 0, 6)], [(2, 0, 6)]]
+    assert partition([6, 6, 6], 3, min_slice_tokens=4) == [[(0, 0, 6)], [(1, 0, 6)], [(2, 0, 6)]]
 
 
-@BACKENDS
-def test_cap_cuts_a_long_document_and_adds_packs(backend):
-    packs = partition([20, 3], 1, max_pack_tokens=8, backend=backend)
+def test_cap_cuts_a_long_document_and_adds_packs():
+    packs = partition([20, 3], 1, max_pack_tokens=8)
     assert packs == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 20), (1, 0, 3)]]
 
 
-@BACKENDS
-def test_cap_leaves_no_pack_above_the_first_share(backend):
+def test_cap_leaves_no_pack_above_the_first_share():
     """A long document carries the work, short ones the tokens: capped packs must not make a later pack heavier."""
     work = WorkCurve(linear_s=1.0, attention_s=((0.1, 0),))
     lengths = [400] + [1] * 400
-    packs = partition(lengths, 4, work, order=[*range(200, 401), *range(200)], max_pack_tokens=150, backend=backend)
+    packs = partition(lengths, 4, work, order=[*range(200, 401), *range(200)], max_pack_tokens=150)
     seconds = [sum(work.slice_work_s(a, b) for _, a, b in pack) for pack in packs]
     share = sum(work.slice_work_s(0, n) for n in lengths) / 4
     assert max(seconds) <= 1.03 * share  # one boundary token of the long document is worth 41 s
@@ -126,9 +118,6 @@ def test_any_partition_covers_once_keeps_order_and_cap(
     check(lengths, order, columns, align=align, min_slice=min_slice, cap=cap or 10**9, last_first=last_first)
     if cap is None:
         assert columns.num_packs <= num_packs
-    twin = partition_by_work(column, order, work, num_packs, **options, backend="python")
-    for name in ("doc", "start", "stop", "pack_offset"):
-        assert np.array_equal(getattr(columns, name), getattr(twin, name)), name
 
 
 @pytest.mark.parametrize("last_first", [False, True])
@@ -169,4 +158,4 @@ def test_impossible_settings_are_refused():
 
 
 def test_no_documents_give_no_packs():
-    assert partition([], 4) == partition([], 4, backend="python") == []
+    assert partition([], 4) == []

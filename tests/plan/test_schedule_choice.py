@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.levels import worst_score
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.search.policy_choice import worst_score
+from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -41,12 +42,17 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
         )
         for cuts in ("symmetric", "choose"):
             found, digests = {}, set()
-            for schedule in ("list", "word", "choose", "choose"):
-                options = PlanOptions(max_pack_tokens=CONTEXT, schedule=schedule, cuts=cuts, dp_merge=dp_merge)
+            for schedule in ("list", "static", "choose", "choose"):
+                options = PlanOptions(
+                    max_pack_tokens=CONTEXT,
+                    schedule=schedule,
+                    dp_merge=dp_merge,
+                    strategies=(SlimpackOptions(cuts=cuts),),
+                )
                 planner = StepPlanner(MODEL, costs, layout, usable_bytes(CLUSTER), options)
                 proposal = planner.propose(0, documents, "slimpack")
                 found[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":
                     digests.add(proposal.plan.digest)
-            assert found["choose"] == min(found["list"], found["word"]), (kind, count, cuts, found)
+            assert found["choose"] == min(found["list"], found["static"]), (kind, count, cuts, found)
             assert len(digests) == 1

@@ -7,15 +7,15 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.activation import POLICIES
 from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.options import PlanOptions
-from evenload.plan.plan_file import decode_plan_file, encode_plan_file
 from evenload.plan.planner import StepPlanner
-from evenload.plan.predicted_timeline import predicted_timeline
-from evenload.plan.skrull import bucket_tokens, can_fit
-from evenload.plan.validate import validate_plan
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.skrull import bucket_tokens, can_fit
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
+from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
+from predicted_timeline import predicted_timeline
 
 LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e4, latency_s=1e-3), "devices_per_node": 64}
 
@@ -61,9 +61,9 @@ def test_owners_survive_the_plan_file_and_the_timeline() -> None:
     static = int(static_bytes(sample_model(), even_layout(3, cp=4)).max())
     found = planner(static + 300_000, cp=4).propose(0, documents(lengths), "skrull")
     packs = found.plan.pack_plans[0].forward
-    pieces = [(piece, owner) for p in packs for piece, owner in zip(p.slices, p.sharding[5:].split(","), strict=True)]
+    pieces = [(piece, owner) for p in packs for piece, owner in zip(p.slices, p.sharding, strict=True)]
     assert {piece.cp for piece, _ in pieces} == {1, 4}
-    assert all((piece.cp == 4) == (owner == "-1") for piece, owner in pieces)
+    assert all((piece.cp == 4) == (owner == -1) for piece, owner in pieces)
     (read,) = decode_plan_file(encode_plan_file([found.plan]))
     assert read == found.plan
     assert predicted_timeline(read, sample_model()).memory_bytes.max() == found.plan.predicted.peak_memory_bytes
@@ -109,7 +109,7 @@ def test_policies_that_cannot_fit_are_planned_only_where_none_fits() -> None:
 
 
 def test_pipelines_are_refused_and_documents_beyond_memory_named() -> None:
-    with pytest.raises(ConfigError, match="has a pipeline and Skrull has none"):
+    with pytest.raises(ConfigError, match="has a pipeline and skrull has none"):
         planner(None, pp=3).plan(0, documents([5]), "skrull")
     with pytest.raises(InfeasiblePlanError, match="skrull needs"):
         planner(1000).plan(0, documents([500]), "skrull")

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from evenload.report.columns import COLUMNS, shown_columns
-from evenload.report.table import comparison_table, step_line
+from evenload.report.table import ComparisonTable, step_line
 from evenload.types.time_split import CAUSE_LABELS
 from report_samples import make_row
 
@@ -49,19 +49,19 @@ def printed(table, width=240):
     return console.file.getvalue()
 
 
-def test_losses_are_the_two_dearest_causes():
+def test_losses_are_the_two_largest_causes():
     split = dict.fromkeys(CAUSE_LABELS, 0.0) | {"useful_s": 7.0, "padding_s": 0.5, "dp_imbalance_s": 2.0, "p2p_s": 0.5}
-    text = printed(comparison_table([plan_row("auto", time_split=split)]))
+    text = printed(ComparisonTable([plan_row("auto", time_split=split)]))
     assert "lost to" in text
     assert "dp imbalance 20.0 %, padding 5.0 %" in text
     assert "hops" not in text
     nothing = dict.fromkeys(CAUSE_LABELS, 0.0) | {"useful_s": 7.0}
-    assert "0.0 %" not in printed(comparison_table([plan_row("auto", time_split=nothing)]))
+    assert "0.0 %" not in printed(ComparisonTable([plan_row("auto", time_split=nothing)]))
 
 
 def test_best_row_is_marked_and_refused_rows_give_their_reason():
     rows = [refused_row("padded", "document 812 needs [red]141 GiB[/red]"), plan_row("auto"), plan_row("best_fit")]
-    text = printed(comparison_table(rows, best="auto", title="on [bold]my[/bold] lengths"))
+    text = printed(ComparisonTable(rows, best="auto", title="on [bold]my[/bold] lengths"))
     assert "▶ auto" in text
     assert text.count("▶") == 1
     assert "padded: not feasible: document 812 needs [red]141 GiB[/red]" in text
@@ -81,7 +81,7 @@ def test_counts_of_bad_things_show_only_when_there_are_any():
 def test_a_narrow_terminal_loses_whole_columns_and_says_which(width):
     """A number cut to "1.2…" would be read as a number."""
     rows = [plan_row("auto"), plan_row("fixed_greedy")]
-    text = printed(comparison_table(rows, best="auto"), width)
+    text = printed(ComparisonTable(rows, best="auto"), width)
     assert "…" not in text
     assert "1.25 s" in text
     assert "61.0 GiB" in text
@@ -91,7 +91,7 @@ def test_a_narrow_terminal_loses_whole_columns_and_says_which(width):
 
 
 def test_no_feasible_row_still_prints_every_reason():
-    text = printed(comparison_table([refused_row("a", "too long"), refused_row("b", "")]))
+    text = printed(ComparisonTable([refused_row("a", "too long"), refused_row("b", "")]))
     assert "a: not feasible: too long" in text
     assert "b: not feasible: no reason given" in text
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.runtime.blocks import BlockIndex
-from evenload.runtime.row_shard import RowShard
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.replay.blocks import BlockIndex
+from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import ActivationPolicy
 from single_stage import packs_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.runtime.config import TrainConfig, load_train_config
-from evenload.runtime.config_keys import OTHER_NAMES, require_known, setting_paths
+from evenload.runtime.config.config_keys import OTHER_NAMES, require_known, setting_paths
+from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 CONFIG = """
 [model]
@@ -38,7 +38,17 @@ def config_file(tmp_path: Path) -> Path:
         ("train.device=gpu", "train.device is 'gpu'; did you mean 'cuda'? choices: cpu, cuda"),
         ("data.overlong=trunc", "data.overlong is 'trunc'; did you mean 'truncate'? choices: error, split"),
         ("data.record=message", "data.record is 'message'; did you mean 'messages'?"),
-        ("plan.options.cuts=symetric", "plan.options.cuts is 'symetric'; did you mean 'symmetric'?"),
+        ("plan.options.slimpack.cuts=symetric", "plan.options.slimpack.cuts is 'symetric'; did you mean 'symmetric'?"),
+        (
+            "plan.options.cuts=symmetric",
+            "unknown configuration key 'plan.options.cuts'; did you mean 'plan.options.slimpack.cuts'?",
+        ),
+        ("plan.options.outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
+        ("plan.options.wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
+        ("plan.options.wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
+        ("plan.options.wlb.outlier_queues=many", "configuration key 'plan.options.wlb.outlier_queues': Expected `int`"),
+        ("plan.options.strategies=[]", "unknown configuration key 'plan.options.strategies'"),
+        ("plan.options=3", "configuration key 'plan.options': Expected `object`"),
         ("plan.options.policy=recomputation", "did you mean 'recompute'?"),
         ("parallel.cp_exchange=allgather", "did you mean 'all_gather'?"),
         ("train.on_failed_checkpoint=ignore", "choices: stop, continue"),
@@ -51,6 +61,7 @@ def config_file(tmp_path: Path) -> Path:
         ("model.lora.r=8", "did you mean 'model.lora.rank'?"),
         ("data.mixture=[{name='a', weight=1, sources=['x'], wieght=2}]", "'data.mixture[0].wieght'; did you mean"),
         ("lr=1e-3", "is not of the form section.key=value, such as optimizer.learning_rate=1e-3"),
+        ("plan.options.backend='python'", "'plan.options.backend' is gone: the compiled core alone plans; remove it"),
         ("training.steps=5", "unknown configuration key 'training'; did you mean 'train'?"),
     ],
 )
@@ -76,7 +87,7 @@ def test_reading_the_file_needs_no_torch(config_file) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
-        "from evenload.runtime.config import load_train_config\n"
+        "from evenload.runtime.config.train_config import load_train_config\n"
         f"assert load_train_config(Path({str(config_file)!r}), []).train.steps == 5\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evenload.data.config import DataConfig
-from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
+from evenload.data.encoding.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.export_files import copy_tokenizer, save_tensors, tokenizer_note
+from evenload.runtime.model.export_files import copy_tokenizer, save_tensors, tokenizer_note
 from reference_training import tiny_config
 
 TEXT = "a text,  with spaces\nand <|endoftext|>"

@@ -9,19 +9,19 @@ from torch import nn
 
 from adapter_cases import LORA, all_tensors, build_with_adapters, make_adapters_matter, peft_model
 from cost_samples import sample_model
-from evenload.attention.range_attention import select_backend
+from evenload.attention.backends import select_backend
 from evenload.cost.flops import training_flops
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.lora import write_adapter
-from evenload.runtime.lora_config import LoraConfig, adapter_parameters_per_layer
-from evenload.runtime.parameter_units import flatten_units, frozen_bytes
-from evenload.runtime.recipes import attention_soft_cap
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.config.lora_config import LoraConfig, adapter_parameters_per_layer
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.lora import write_adapter
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, exact_casts, make_tokens, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from evenload.attention.range_attention import select_backend
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.host_copies import ThreadHostCopies, host_copies
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.recipes import attention_soft_cap
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.attention.backends import select_backend
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.host_copies import ThreadHostCopies, host_copies
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenload.runtime.send_releases import LAG, timed_tasks
-from evenload.runtime.transfer_order import action_places
 from evenload.simulate.simulate import simulate
+from evenload.stepplan.freed_sends import LAG
+from evenload.stepplan.plan_tasks import timed_tasks
+from evenload.stepplan.transfer_order import action_places
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
 from varied_plans import varied_plan
@@ -69,7 +70,7 @@ def with_equal_seconds(plan: StepPlan) -> StepPlan:
     return msgspec.structs.replace(plan, times=(msgspec.structs.replace(times, **equal),))
 
 
-@pytest.mark.parametrize(("pp", "virtual", "schedule"), [(4, 1, "list"), (2, 2, "list split"), (3, 1, "zero bubble")])
+@pytest.mark.parametrize(("pp", "virtual", "schedule"), [(4, 1, "list"), (2, 2, "list_split"), (3, 1, "zb_h1")])
 def test_queues_cost_little_in_the_order_of_predicted_ends(pp, virtual, schedule):
     """Against transfers that wait for nothing: as predicted, and with durations off by 30 %. In an order that counts
     actions they wait for packs that take long."""
@@ -77,7 +78,7 @@ def test_queues_cost_little_in_the_order_of_predicted_ends(pp, virtual, schedule
     for seed in range(20):
         plan = varied_plan(
             seed, num_layers=12, pp=pp, virtual=virtual, schedule=schedule, num_documents=80, max_tokens=4,
-            max_budget=6, whole=schedule == "zero bubble",
+            max_budget=6, whole=schedule == "zb_h1",
         )  # fmt: skip
         num_actions = len(action_columns(plan.schedules[0]).kind)
         noisy, places = np.random.default_rng(seed).lognormal(0, 0.3, num_actions), action_places(plan, 0)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.recipes import check_supported
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import check_supported
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import assert_equals_plain, pack_tokens, packs_of, run_single_stage
 

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from evenload.errors import RankLostError
-from evenload.runtime.watch import RankWatch
+from evenload.runtime.comm.watch import RankWatch
 from evenload.types.schedule import parse_action
 
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
-from evenload.runtime.hf_model import build_stage_model, load_config, require_model
-from evenload.runtime.recipes import position_warning
-from evenload.runtime.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
+from evenload.runtime.model.configured import load_config
+from evenload.runtime.model.hf_model import build_stage_model, require_model
+from evenload.runtime.model.supported import position_warning
+from evenload.runtime.model.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
 from reference_training import tiny_config
 
 NORM = "model.layers.0.input_layernorm.weight"

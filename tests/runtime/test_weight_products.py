@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.runtime.held_bytes import HeldBytes
-from evenload.runtime.hf_model import build_stage_model
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore
-from evenload.runtime.weight_products import WeightProducts, add_weight_gradient
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.held_bytes import HeldBytes
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.weight_products import WeightProducts, add_weight_gradient
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 
@@ -36,7 +36,7 @@ def test_weights_come_later_from_what_was_kept(kind, policy):
     for pack in forward:
         stage.forward(pack_tokens(pack, tokens), None, store)
     for index, pack in enumerate(backward):
-        stage.backward(pack_tokens(pack, tokens), None, store, 1, store.put_off_weights(index))
+        stage.backward(pack_tokens(pack, tokens), None, store, 1, store.defer_weights(index))
     held = store.held.held_by_kind["weight_gradient_inputs"]
     assert held == store.held.held_bytes, "nothing else is held"
     rows = sum(LENGTHS) * config.num_hidden_layers
@@ -48,7 +48,7 @@ def test_weights_come_later_from_what_was_kept(kind, policy):
     with pytest.raises(AssertionError, match="weight gradients of packs"):
         store.check_empty()
     for index in reversed(range(len(backward))):
-        store.add_put_off_weights(index)
+        store.add_deferred_weights(index)
     store.check_empty()
     assert store.held.held_bytes == 0
     weights = {n: p.detach() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
@@ -70,10 +70,10 @@ def test_what_is_counted_is_what_is_held():
     expected = [grad.t() @ part for grad in grads]
     own = part.clone()
     adds = [functools.partial(add_weight_gradient, weight, None) for weight in weights]
-    products.put_off(adds[0], own, grads[0])
-    products.put_off(adds[1], own, grads[1])
+    products.defer(adds[0], own, grads[0])
+    products.defer(adds[1], own, grads[1])
     assert held.held_bytes == own.nbytes + 2 * grads[0].nbytes
-    products.put_off(adds[1], part, grads[1])
+    products.defer(adds[1], part, grads[1])
     assert held.held_bytes == 2 * own.nbytes + 2 * grads[0].nbytes
     large.zero_()
     products.add_all()

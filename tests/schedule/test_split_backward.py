@@ -11,8 +11,9 @@ from evenload.simulate.simulate import simulate
 from evenload.simulate.timeline import to_timeline
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks, with_split
+from reference.list_schedule import list_schedule
+from reference.simulation import reference_simulation
 
-BACKENDS = pytest.mark.parametrize("backend", ["native", "python"])
 UNLIMITED = 2**60
 
 
@@ -29,8 +30,7 @@ def check(tasks: PipelineTasks, actions: ActionColumns) -> None:
     )
 
 
-@BACKENDS
-def test_weights_fill_idle_time(backend):
+def test_weights_fill_idle_time():
     """tF = tI = tW = 1, two stages, two packs.
 
     time      0   1   2   3   4   5   6   7
@@ -38,17 +38,16 @@ def test_weights_fill_idle_time(backend):
     stage 1  | . |F0 |I0 |F1 |I1 |W0 |W1 |
     """
     tasks = with_split(equal_packs(2, 2))
-    actions = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), split=True, backend=backend)
+    actions = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), split=True)
     assert names_of(actions) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
-    result = simulate(tasks, actions, backend=backend)
+    result = simulate(tasks, actions)
     assert result.end_s.tolist() == [1, 2, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7]
-    whole = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), backend=backend)
-    assert simulate(tasks, whole, backend=backend).makespan_s == 9
+    whole = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED))
+    assert simulate(tasks, whole).makespan_s == 9
     assert split_bubble(tasks, actions, result).busy_s == 12
 
 
-@BACKENDS
-def test_memory_of_inputs_and_weights(backend):
+def test_memory_of_inputs_and_weights():
     """I gives back 4 of 10 and W the other 6; I needs 5 besides: peak 100 + 10 + 5, then 106, then 100."""
     tasks = with_split(equal_packs(1, 1))
     split = dataclasses.replace(
@@ -59,14 +58,13 @@ def test_memory_of_inputs_and_weights(backend):
     )
     tasks = dataclasses.replace(tasks, split=split)
     actions = columns_of("0F0 0I0 0W0")
-    result = simulate(tasks, actions, backend=backend)
+    result = simulate(tasks, actions)
     assert result.peak_bytes.tolist() == [115]
     timeline = to_timeline(tasks, actions, result, 0, result.makespan_s)
     assert timeline.memory_bytes.tolist() == [100, 111, 110, 115, 106, 106, 100]
 
 
-@BACKENDS
-def test_too_little_memory_runs_weights_first_or_backwards_whole(backend):
+def test_too_little_memory_runs_weights_first_or_backwards_whole():
     """112 bytes hold one pack of 10 and a whole backward's 2: I, whose buffer is larger, never fits."""
     tasks = with_split(equal_packs(3, 2))
     split = dataclasses.replace(
@@ -76,9 +74,9 @@ def test_too_little_memory_runs_weights_first_or_backwards_whole(backend):
         weight_freed_bytes=np.full((3, 2), 6),
     )
     tasks = dataclasses.replace(tasks, split=split)
-    whole = packflow_list(tasks, cap_bytes=caps(tasks, 112), split=True, backend=backend)
+    whole = packflow_list(tasks, cap_bytes=caps(tasks, 112), split=True)
     assert names_of(whole) == ["0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    one = packflow_list(tasks, cap_bytes=caps(tasks, 115), split=True, backend=backend)
+    one = packflow_list(tasks, cap_bytes=caps(tasks, 115), split=True)
     assert names_of(one) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"]
     assert simulate(tasks, one).peak_bytes.max() <= 115
 
@@ -95,7 +93,7 @@ def test_zero_bubble_bound_on_equal_packs(num_stages):
     assert simulate(tasks, actions).makespan_s == num_stages - 1 + 3 * num_packs
 
 
-def test_random_splits_never_deadlock_keep_the_cap_and_equal_their_twin():
+def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
     rng = np.random.default_rng(0)
     split_backwards = whole_backwards = 0
     for trial in range(900):
@@ -109,10 +107,10 @@ def test_random_splits_never_deadlock_keep_the_cap_and_equal_their_twin():
         whole_backwards += int((actions.kind == 1).sum())
         simulation = simulate(tasks, actions)
         if trial % 3 == 0:
-            twin = packflow_list(tasks, cap_bytes=caps(tasks, cap), split=True, backend="python", **rule)
+            reference = list_schedule(tasks, cap_bytes=caps(tasks, cap), split=True, **rule)
             for name in ("kind", "stage", "pack", "rank_offset"):
-                assert np.array_equal(getattr(actions, name), getattr(twin, name)), name
-            again = simulate(tasks, actions, backend="python")
+                assert np.array_equal(getattr(actions, name), getattr(reference, name)), name
+            again = reference_simulation(tasks, actions)
             assert simulation.start_s.tolist() == again.start_s.tolist()
             assert simulation.end_s.tolist() == again.end_s.tolist()
             assert simulation.peak_bytes.tolist() == again.peak_bytes.tolist()
@@ -129,8 +127,7 @@ def test_mixed_whole_and_split_backwards_of_one_pack_hand_on_the_gradient():
     tasks = with_split(uniform_tasks([1], 1, 2, hop_s=0.5))
     actions = columns_of("0F0 0B0", "1F0 1I0 1W0")
     check(tasks, actions)
-    for backend in ("native", "python"):
-        result = simulate(tasks, actions, backend=backend)  # type: ignore[arg-type]
+    for result in (simulate(tasks, actions), reference_simulation(tasks, actions)):
         assert result.end_s.tolist() == [1, 6, 2.5, 3.5, 4.5]
 
 
@@ -150,12 +147,11 @@ def test_broken_splits_are_named(row, message):
         check(tasks, columns_of(row))
 
 
-@BACKENDS
-def test_simulator_refuses_and_finds_stuck_weights(backend):
+def test_simulator_refuses_and_finds_stuck_weights():
     tasks = with_split(equal_packs(1, 1))
     with pytest.raises(ScheduleDeadlockError, match="0W0 <-- waits for 0I0"):
-        simulate(tasks, columns_of("0F0 0W0 0I0"), backend=backend)
+        simulate(tasks, columns_of("0F0 0W0 0I0"))
     with pytest.raises(ValueError, match="W of pack 0 where its backward was whole or W ran already"):
-        simulate(tasks, columns_of("0F0 0B0 0W0"), backend=backend)
+        simulate(tasks, columns_of("0F0 0B0 0W0"))
     with pytest.raises(ConfigError, match="no split columns"):
-        packflow_list(equal_packs(1, 1), cap_bytes=caps(tasks, 0), split=True, backend=backend)
+        packflow_list(equal_packs(1, 1), cap_bytes=caps(tasks, 0), split=True)

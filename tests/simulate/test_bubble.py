@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from evenload.schedule.one_f_one_b import one_f_one_b
-from evenload.schedule.packflow import packflow_list, packflow_word
+from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.simulate.bubble import split_bubble
 from evenload.simulate.simulate import simulate
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks
@@ -39,7 +39,7 @@ def test_parts_add_up_to_all_ranks_time():
         exact = trial % 2 == 0
         tasks = random_tasks(rng, ranks=random_ranks(rng) if trial % 3 == 0 else None, whole_seconds=exact)
         cap = np.full(tasks.num_ranks, 150, dtype=np.int64)
-        actions = packflow_list(tasks, cap_bytes=cap) if trial % 5 else packflow_word(tasks, inject=True)
+        actions = packflow_list(tasks, cap_bytes=cap) if trial % 5 else packflow_static(tasks, inject=True)
         bubble = split_bubble(tasks, actions, simulate(tasks, actions))
         idle = (
             *(bubble.warmup_s, bubble.cooldown_s, bubble.communication_s),
@@ -101,7 +101,7 @@ def test_without_hops_nothing_is_communication():
         tasks = random_tasks(rng)
         tasks.p2p_forward_s[:] = 0
         tasks.p2p_backward_s[:] = 0
-        actions = packflow_word(tasks, inject=False)
+        actions = packflow_static(tasks, inject=False)
         assert split_bubble(tasks, actions, simulate(tasks, actions)).communication_s == 0
 
 

@@ -3,12 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evenload.schedule.packflow import packflow_list, packflow_word
+from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path
-from evenload.simulate.reference import reference_simulation
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
+from reference.simulation import reference_simulation
 
 
 def path_names(path: CriticalPath, actions: ActionColumns) -> str:
@@ -23,7 +23,7 @@ def random_case(rng: np.random.Generator) -> tuple[PipelineTasks, ActionColumns]
         tasks = with_split(tasks, rng)
         cap = np.full(tasks.num_ranks, rng.choice([0, 200, 2**60]), dtype=np.int64)
         return tasks, packflow_list(tasks, cap_bytes=cap, split=True)
-    return tasks, packflow_word(tasks, inject=bool(rng.integers(2)))
+    return tasks, packflow_static(tasks, inject=bool(rng.integers(2)))
 
 
 def test_path_of_the_hand_computed_timeline():
@@ -84,7 +84,7 @@ def test_only_the_path_decides_the_makespan():
 def test_equal_packs_are_bound_by_one_rank_and_the_fill_and_drain():
     """1F1B without hops: F of every stage down, one rank's work, B of every stage up."""
     tasks = equal_packs(6, 3)
-    actions = packflow_word(tasks, inject=False)
+    actions = packflow_static(tasks, inject=False)
     path = critical_path(tasks, actions, simulate(tasks, actions))
     assert path.makespan_s == (6 + 2) * 3
     assert path.communication_s == 0

@@ -1,12 +1,13 @@
 import numpy as np
 
-from cost_samples import sample_coefficients, sample_columns, sample_model
+from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.candidate import pipeline_tasks
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.simulate.memory_ledger import memory_ledger
 from evenload.simulate.simulate import simulate
 from evenload.simulate.timeline import to_timeline
+from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.timeline import MEMORY_KINDS
 from pipeline_cases import columns_of
@@ -19,8 +20,8 @@ def test_hand_ledger_event_by_event():
     a cut document adds 96 a token of dK and dV. Buffers a token: 96 forward; 224 backward, and logits 320.
     Each row: activations, K and V, dK and dV, layer buffers, logits, at the start and at the end of an action.
     """
-    forward = sample_columns([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
-    backward = sample_columns([[(0, 6, 10)], [(0, 0, 6), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
+    backward = SliceColumns.from_ranges([[(0, 6, 10)], [(0, 0, 6), (1, 0, 3)]])
     num_tokens, layout = np.array([10, 3]), even_layout(3)
     tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), forward, backward, num_tokens)
     actions = columns_of("0F0 0F1 0B0 0B1")

@@ -1,6 +1,6 @@
 import numpy as np
 
-from evenload.schedule.packflow import packflow_word
+from evenload.schedule.packflow import packflow_static
 from evenload.simulate.simulate import simulate
 from evenload.simulate.timeline import to_timeline
 from pipeline_cases import columns_of, random_tasks, uniform_tasks
@@ -22,7 +22,7 @@ def test_samples_hold_the_simulated_peak_in_time_order():
     rng = np.random.default_rng(0)
     for _ in range(100):
         tasks = random_tasks(rng)
-        actions = packflow_word(tasks, inject=False)
+        actions = packflow_static(tasks, inject=False)
         simulation = simulate(tasks, actions)
         timeline = to_timeline(tasks, actions, simulation, dp_rank=0, step_time_s=simulation.makespan_s)
         for rank, peak in enumerate(simulation.peak_bytes):

@@ -7,9 +7,9 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.options import PlanOptions
+from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec, DeviceSpec
 from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 from evenload.types.document import Document

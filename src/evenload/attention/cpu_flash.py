@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from evenload.attention.range_batch import KeyRange, RangeGradients, rows_of_all
+from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, rows_of_all, work_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,73 +31,34 @@ class CpuFlashAttention:
     name = "cpu_flash"
     soft_cap = 0.0  # the kernel has none
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
-        """See `RangeAttention.forward`."""
-        return self.forward_ranges(q, [KeyRange(slice(0, q.shape[0]), k, v)], scale=scale, window=window)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
-    ) -> RangeGradients:
-        """See `RangeAttention.backward`."""
-        seen = [KeyRange(slice(0, q.shape[0]), k, v)]
-        return next(self.backward_ranges(grad, q, seen, out, lse, scale=scale, window=window))
-
-    def forward_ranges(
-        self, q: Tensor, ranges: Sequence[KeyRange], *, scale: float, window: int
-    ) -> tuple[Tensor, Tensor]:
-        """See `BatchedAttention.forward_ranges`."""
-        groups, rows, sizes = ranges[0].keys.shape[1], rows_of_all(ranges), _num_rows(ranges)
-        q = q[rows]
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_work_dtype(q))
-        kernel_q, kernel_out, kernel_lse = _queries(q, groups), _queries(out, groups), _head_rows(lse, groups)
-        pieces = (tensor.split(sizes, dim=2) for tensor in (kernel_q, kernel_out, kernel_lse))
+    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
+        groups, q = ranges[0].keys.shape[1], q[rows_of_all(ranges)]
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        kernel = _queries(q, groups), _queries(out, groups), _head_rows(lse, groups)
+        pieces = (tensor.split(_num_rows(ranges), dim=2) for tensor in kernel)
         for r, piece_q, piece_out, piece_lse in zip(ranges, *pieces, strict=True):
-            made, made_lse = _forward_range(piece_q, r.keys, r.values, scale, window)
+            made, made_lse = _forward_range(piece_q, r.keys, r.values, scoring)
             piece_out.copy_(made)
             piece_lse.copy_(made_lse)
         return out, lse
 
-    def backward_ranges(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        ranges: Sequence[KeyRange],
-        out: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-        window: int,
+    def backward(
+        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
     ) -> Iterator[RangeGradients]:
-        """See `BatchedAttention.backward_ranges`."""
-        groups, rows, sizes = ranges[0].keys.shape[1], rows_of_all(ranges), _num_rows(ranges)
+        if not ranges:
+            return
+        groups, rows = ranges[0].keys.shape[1], rows_of_all(ranges)
         kernel = (*(_queries(t[rows], groups) for t in (grad, q, out)), _head_rows(lse[rows], groups))
-        pieces = (tensor.split(sizes, dim=2) for tensor in kernel)
+        pieces = (tensor.split(_num_rows(ranges), dim=2) for tensor in kernel)
         for r, piece_grad, piece_q, piece_out, piece_lse in zip(ranges, *pieces, strict=True):
             made = piece_out, piece_lse
-            dq, dk, dv = _backward_range(piece_grad, piece_q, r.keys, r.values, *made, scale, window)
+            dq, dk, dv = _backward_range(piece_grad, piece_q, r.keys, r.values, *made, scoring)
             yield _rows(dq), dk, dv
 
-    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-        """See `FullAttention.forward_full`."""
-        groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
-        out, lse = _forward(_queries(q, groups), _keys(k, repeat), _keys(v, repeat), 0.0, False, scale=scale)
-        return _rows(out), _lse_rows(lse, q.shape[0])
 
-    def backward_full(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `FullAttention.backward_full`."""
-        groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
-        kernel_q, kernel_out, kernel_grad = (_queries(t, groups) for t in (q, out, grad))
-        dq, dk, dv = _backward(
-            kernel_grad, kernel_q, _keys(k, repeat), _keys(v, repeat), kernel_out, _head_rows(lse, groups), 0.0, False,
-            scale=scale,
-        )  # fmt: skip
-        return _rows(dq), _sum_over_query_heads(dk), _sum_over_query_heads(dv)
-
-
-def _forward_range(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D] and log-sum-exp [G, H/G, n]."""
+    scale, window, is_causal = scoring
     repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
     if window and window < k.shape[0]:
         parts = [
@@ -106,18 +67,20 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -
             for rows, keys, mask in _bands(q, n, prefix, window)
         ]  # fmt: skip
         return torch.cat([o for o, _ in parts], dim=2), torch.cat([s for _, s in parts], dim=2)
-    if not prefix:
-        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, True, scale=scale)
+    if not (is_causal and prefix):
+        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, is_causal, scale=scale)
     out, lse = _forward(q, _keys(k[prefix:], repeat), _keys(v[prefix:], repeat), 0.0, True, scale=scale)
     before, lse_before = _forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale)
     return _merge(out, lse, before, lse_before)
 
 
 def _backward_range(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> RangeGradients:
     """As `_forward_range`; gradients of q [G, H/G, n, D], k and v [s, G, D]."""
-    repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
+    scale, window, is_causal = scoring
+    repeat, n = q.shape[1], q.shape[2]
+    prefix = k.shape[0] - n if is_causal else 0
     if window and window < k.shape[0]:
         dq_parts = []
         dk, dv = (torch.zeros(k.shape, dtype=lse.dtype) for _ in range(2))
@@ -131,9 +94,7 @@ def _backward_range(
             dv[keys] += _sum_over_query_heads(part_v)
         return torch.cat(dq_parts, dim=2), dk, dv
     last_k, last_v = (k[prefix:], v[prefix:]) if prefix else (k, v)
-    dq, dk, dv = _backward(
-        grad, q, _keys(last_k, repeat), _keys(last_v, repeat), out, lse, 0.0, True, scale=scale
-    )  # fmt: skip
+    dq, dk, dv = _backward(grad, q, _keys(last_k, repeat), _keys(last_v, repeat), out, lse, 0.0, is_causal, scale=scale)
     dk, dv = _sum_over_query_heads(dk), _sum_over_query_heads(dv)
     if prefix:
         dq_before, dk_before, dv_before = _backward(
@@ -147,11 +108,6 @@ def _backward_range(
 
 def _num_rows(ranges: Sequence[KeyRange]) -> list[int]:
     return [r.rows.stop - r.rows.start for r in ranges]
-
-
-def _work_dtype(like: Tensor) -> torch.dtype:
-    """Of log-sum-exps and of gradients of keys and values."""
-    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def _queries(q: Tensor, groups: int) -> Tensor:
@@ -177,14 +133,9 @@ def _rows(out: Tensor) -> Tensor:
     return out.permute(2, 0, 1, 3).reshape(n, groups * repeat, dim)
 
 
-def _lse_rows(lse: Tensor, n: int) -> Tensor:
-    """[G, H/G, n] -> [n, H]."""
-    return lse.permute(2, 0, 1).reshape(n, -1)
-
-
 def _sum_over_query_heads(dk: Tensor) -> Tensor:
     """[G, H/G, s, D] -> [s, G, D], summed in at least fp32."""
-    return dk.sum(1, dtype=_work_dtype(dk)).transpose(0, 1)
+    return dk.sum(1, dtype=work_dtype(dk)).transpose(0, 1)
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,16 @@
-"""Plain matrix-product attention: any dtype and device. The oracle of the other backends, and what runs models that
-cap attention scores (Gemma 2), because no kernel does.
+"""Plain matrix-product attention: any dtype and device. What the other backends are tested against, and what runs
+models that cap attention scores (Gemma 2), because no kernel does.
 
 Rows go in blocks, each against the keys that any of its rows sees, so that memory is O(rows of a block · s) and not
 O(n · s), and little is computed that the mask hides.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
+
+from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, first_visible_key, work_dtype
 
 _BLOCK_ROWS = 256
 
@@ -23,51 +27,41 @@ class ReferenceAttention:
     def __init__(self, soft_cap: float = 0.0) -> None:
         self.soft_cap = soft_cap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
-        """See `RangeAttention.forward`."""
-        return self._forward(q, k, v, scale, window)
+    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
+        outs, lses = zip(*(self._forward(q[r.rows], r.keys, r.values, scoring) for r in ranges), strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
-    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-        """See `FullAttention.forward_full`."""
-        return self._forward(q, k, v, scale, None)
+    def backward(
+        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
+    ) -> Iterator[RangeGradients]:
+        for rows, keys, values in ranges:
+            yield self._backward(grad[rows], q[rows], keys, values, out[rows], lse[rows], scoring)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         outs, lses = [], []
         for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], window)
-            scores = self._scores(q, keys, rows, seen, scale, window)
+            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
+            scores = self._scores(q, keys, rows, seen, scoring)
             lse = torch.logsumexp(scores, dim=-1)  # [H, n]
             outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values[seen]))
             lses.append(lse.transpose(0, 1))
         return torch.cat(outs).to(q.dtype), torch.cat(lses).contiguous()
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `RangeAttention.backward`."""
-        return self._backward(grad, q, k, v, out, lse, scale, window)
-
-    def backward_full(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `FullAttention.backward_full`."""
-        return self._backward(grad, q, k, v, out, lse, scale, None)
-
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+    ) -> RangeGradients:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], window)
-            scores = self._scores(q, keys, rows, seen, scale, window)
+            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
+            scores = self._scores(q, keys, rows, seen, scoring)
             block_grad, block_out = grad[rows].to(work), out[rows].to(work)
             p = (scores - lse[rows].transpose(0, 1)[..., None]).exp()  # [H, n, s]
             dv[seen] += torch.einsum("hts,thd->shd", p, block_grad)
             dp = torch.einsum("thd,shd->hts", block_grad, values[seen])
-            ds = p * (dp - (block_grad * block_out).sum(-1).transpose(0, 1)[..., None]) * scale
+            ds = p * (dp - (block_grad * block_out).sum(-1).transpose(0, 1)[..., None]) * scoring.scale
             if self.soft_cap:
                 # d tanh; a hidden score is -inf and has no probability, so its factor may be anything finite.
                 ds = ds * (1 - (scores.masked_fill(scores.isinf(), 0.0) / self.soft_cap).square())
@@ -79,30 +73,28 @@ class ReferenceAttention:
 
     @staticmethod
     def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return k.to(work).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return k.to(work_dtype(q)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _scores(self, q: Tensor, keys: Tensor, rows: slice, seen: slice, scale: float, window: int | None) -> Tensor:
-        """[H, rows, keys of `seen`], -inf where a row does not see a key; window None = every row sees every key."""
-        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scale
+    def _scores(self, q: Tensor, keys: Tensor, rows: slice, seen: slice, scoring: Scoring) -> Tensor:
+        """[H, rows, keys of `seen`], -inf where a row does not see a key."""
+        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
         if self.soft_cap:
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
-        if window is None:
+        if not scoring.is_causal:
             return scores
         row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
         column = torch.arange(seen.start, seen.stop, device=q.device)[None]
         visible = column <= row
-        if window:
-            visible &= column > row - window
+        if scoring.window:
+            visible &= column > row - scoring.window
         return scores.masked_fill(~visible, float("-inf"))
 
 
-def _seen_keys(rows: slice, num_rows: int, num_keys: int, window: int | None) -> slice:
-    """The keys that any of the rows sees."""
-    if window is None:
+def _seen_keys(rows: slice, num_rows: int, num_keys: int, scoring: Scoring) -> slice:
+    if not scoring.is_causal:
         return slice(0, num_keys)
     prefix = num_keys - num_rows
-    return slice(max(0, prefix + rows.start - window + 1) if window else 0, prefix + rows.stop)
+    return slice(first_visible_key(prefix + rows.start, scoring.window), prefix + rows.stop)
 
 
 def _blocks(num_rows: int) -> list[slice]:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenload.attention.range_batch import KeyRange, RangeGradients, rows_of_all
+from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, rows_of_all
 from evenload.errors import ConfigError
 
 IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_fa4": "FA4"}
@@ -39,7 +39,6 @@ IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_f
 
 _MAX_HEAD_DIM = 256
 _MIN_CAPABILITY = 8  # Ampere
-_NO_WINDOW = [-1, -1]
 # Lengths of this many packs stay on the device: full and windowed layers of a forward and a backward pack.
 _KEPT_LENGTHS = 8
 
@@ -73,103 +72,37 @@ class VarlenCudaAttention:
         _activate(name)
         self._lengths = functools.lru_cache(maxsize=_KEPT_LENGTHS)(_cumulative_lengths)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> tuple[Tensor, Tensor]:
-        """See `RangeAttention.forward`."""
-        return self._forward(q, k, v, (q.shape[0],), (k.shape[0],), scale, *_mask(window))
-
-    def forward_full(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-        """See `FullAttention.forward_full`."""
-        return self._forward(q, k, v, (q.shape[0],), (k.shape[0],), scale, False, _NO_WINDOW)
-
-    def forward_ranges(
-        self, q: Tensor, ranges: Sequence[KeyRange], *, scale: float, window: int
-    ) -> tuple[Tensor, Tensor]:
-        """See `BatchedAttention.forward_ranges`."""
+    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
-        rows = rows_of_all(ranges)
-        return self._forward(q[rows], keys, values, *_sizes(ranges), scale, *_mask(window))
+        lengths = self._lengths(*_sizes(ranges), q.device)
+        is_causal, window = _mask(scoring)
+        # The last four: grouped heads, and three of inference (used keys, page table, splits).
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(
+            _dense_rows(q[rows_of_all(ranges)]), _dense_rows(keys), _dense_rows(values), *lengths, is_causal,
+            scoring.scale, window, q.shape[1] != keys.shape[1], None, None, None,
+        )  # fmt: skip
+        return out, lse.transpose(0, 1)  # the operator's are [H, T]
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int
-    ) -> RangeGradients:
-        """See `RangeAttention.backward`."""
-        dq, dk, dv = self._backward(
-            grad, q, k, v, out, lse, (q.shape[0],), (k.shape[0],), scale, *_mask(window)
-        )  # fmt: skip
-        return dq, dk.float(), dv.float()
-
-    def backward_full(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
-    ) -> RangeGradients:
-        """See `FullAttention.backward_full`."""
-        dq, dk, dv = self._backward(
-            grad, q, k, v, out, lse, (q.shape[0],), (k.shape[0],), scale, False, _NO_WINDOW
-        )  # fmt: skip
-        return dq, dk.float(), dv.float()
-
-    def backward_ranges(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        ranges: Sequence[KeyRange],
-        out: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-        window: int,
+        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
     ) -> Iterator[RangeGradients]:
-        """See `BatchedAttention.backward_ranges`."""
+        if not ranges:
+            return
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
-        rows = rows_of_all(ranges)
-        num_rows, num_keys = _sizes(ranges)
-        dq, dk, dv = self._backward(
-            grad[rows], q[rows], keys, values, out[rows], lse[rows], num_rows, num_keys, scale, *_mask(window)
-        )
+        rows, (num_rows, num_keys) = rows_of_all(ranges), _sizes(ranges)
+        lengths = self._lengths(num_rows, num_keys, q.device)
+        is_causal, window = _mask(scoring)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # The kernel reads log-sum-exps as one block of memory [H, T].
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+            _dense_rows(grad[rows]), _dense_rows(q[rows]), _dense_rows(keys), _dense_rows(values),
+            _dense_rows(out[rows]), lse[rows].transpose(0, 1).contiguous(), *lengths, is_causal, no_dropout,
+            scoring.scale, window,
+        )  # fmt: skip
         del keys, values
         pieces = zip(dq.split(num_rows), dk.split(num_keys), dv.split(num_keys), strict=True)
         for piece_q, piece_k, piece_v in pieces:
             yield piece_q, piece_k.float(), piece_v.float()
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        num_rows: tuple[int, ...],
-        num_keys: tuple[int, ...],
-        scale: float,
-        is_causal: bool,
-        window: list[int],
-    ) -> tuple[Tensor, Tensor]:
-        lengths = self._lengths(num_rows, num_keys, q.device)
-        # The last four: grouped heads, and three of inference (used keys, page table, splits).
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            _dense_rows(q), _dense_rows(k), _dense_rows(v), *lengths, is_causal, scale, window,
-            q.shape[1] != k.shape[1], None, None, None,
-        )  # fmt: skip
-        return out, lse.transpose(0, 1)  # the operator's are [H, T]
-
-    def _backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        num_rows: tuple[int, ...],
-        num_keys: tuple[int, ...],
-        scale: float,
-        is_causal: bool,
-        window: list[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = self._lengths(num_rows, num_keys, q.device)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # The kernel reads log-sum-exps as one block of memory [H, T].
-        return torch.ops.torch_attn._varlen_attn_backward(
-            _dense_rows(grad), _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(out),
-            lse.transpose(0, 1).contiguous(), *lengths, is_causal, no_dropout, scale, window,
-        )  # fmt: skip
 
 
 def require_varlen(name: str, dtype: torch.dtype | None, head_dim: int | None) -> None:
@@ -223,9 +156,11 @@ def _activate(name: str) -> None:
         ) from error
 
 
-def _mask(window: int) -> tuple[bool, list[int]]:
+def _mask(scoring: Scoring) -> tuple[bool, list[int]]:
     """(is causal, [keys to the left, to the right]) of the operators; their window does not count the row itself."""
-    return (False, [window - 1, 0]) if window else (True, [-1, 0])
+    if scoring.window:
+        return False, [scoring.window - 1, 0]
+    return (True, [-1, 0]) if scoring.is_causal else (False, [-1, -1])
 
 
 def _sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:

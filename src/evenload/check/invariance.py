@@ -20,9 +20,9 @@ from torch import Tensor
 
 from evenload.check.reference import plain_step
 from evenload.check.step_runner import StepRunner
-from evenload.check.verdict import Verdict
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.mesh import Mesh
+from evenload.check.verdict import Verdict, failed, passed, skipped
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.plan import StepPlan
 
 _FLOAT64_TOLERANCE = 1e-10
@@ -71,7 +71,7 @@ def check_invariance(
             why="plain training of adapters is compared in the tests only (peft)",
         )
     if not plans:
-        return Verdict(name=name, outcome="skipped", found="", why=f"nothing could be planned: {'; '.join(left_out)}")
+        return skipped(name, "", f"nothing could be planned: {'; '.join(left_out)}")
     own = getattr(torch, config.model.dtype)
     exact = plain_step(config, tokens, torch.float64, mesh)
     if own == torch.float64:
@@ -102,8 +102,8 @@ def check_invariance(
     if left_out:
         found += f"; not run: {'; '.join(left_out)}"
     if failures:
-        return Verdict(name=name, outcome="fail", found=found, why="; ".join(failures))
-    return Verdict(name=name, outcome="pass", found=found)
+        return failed(name, found, "; ".join(failures))
+    return passed(name, found)
 
 
 def _errors(

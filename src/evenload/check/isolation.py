@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.check.step_runner import Seen, StepRunner
-from evenload.check.verdict import Verdict
-from evenload.runtime.mesh import Mesh
+from evenload.check.verdict import Verdict, failed, passed
+from evenload.runtime.comm.mesh import Mesh
 from evenload.types.plan import StepPlan
 
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
@@ -75,8 +75,8 @@ def check_isolation(
         )
     if blind:
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
-        return Verdict(name="isolation", outcome="fail", found=found, why=why)
-    return Verdict(name="isolation", outcome="pass", found=found)
+        return failed("isolation", found, why)
+    return passed("isolation", found)
 
 
 def _num_shared_packs(plan: StepPlan) -> int:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.data.token_table import TokenTable
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.hf_model import build_stage_model, load_config
-from evenload.runtime.mesh import Mesh
+from evenload.data.encoding.token_table import TokenTable
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import load_config
+from evenload.runtime.model.hf_model import build_stage_model
 
 
 def plain_step(

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from evenload.check.scope import STEPS
-from evenload.check.verdict import Verdict
+from evenload.check.verdict import Verdict, failed, passed
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.trainer import Trainer
 
 _COMPARED = ("loss", "grad_norm", "tokens", "documents")
@@ -39,26 +39,18 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
         raise ConfigError(f"{directory} holds no checkpoint, although one was saved; is train.output_dir shared?")
     first = again.steps_done
     resumed = _rows(again, coefficients, memory_cap_bytes)
-    told: list[Verdict | None] = [None]
-    if mesh.rank == 0:
-        same = f"{STEPS - first} steps after a restart from step {first}"
-        different = [
-            f"step {step}: {key} {ours} instead of {theirs}"
-            for step, (row, expected) in enumerate(zip(resumed, whole[first:], strict=True), start=first)
-            for key, ours, theirs in zip(("plan", *_COMPARED), row, expected, strict=True)
-            if ours != theirs
-        ]
-        told[0] = (
-            Verdict(name="resume", outcome="fail", found=f"{same}: not as without", why="; ".join(different[:4]))
-            if different
-            else Verdict(
-                name="resume", outcome="pass", found=f"{same}: batches, losses and gradient norms equal to the bit"
-            )
-        )
-    dist.broadcast_object_list(told, src=0, group=mesh.control)
-    verdict = told[0]
-    assert verdict is not None
-    return verdict
+    same = f"{STEPS - first} steps after a restart from step {first}"
+    found_differences = [
+        f"step {step}: {key} {ours} instead of {theirs}"
+        for step, (row, expected) in enumerate(zip(resumed, whole[first:], strict=True), start=first)
+        for key, ours, theirs in zip(("plan", *_COMPARED), row, expected, strict=True)
+        if ours != theirs
+    ]
+    different = [found_differences[:4]]
+    dist.broadcast_object_list(different, src=0, group=mesh.control)
+    if different[0]:
+        return failed("resume", f"{same}: not as without", "; ".join(different[0]))
+    return passed("resume", f"{same}: batches, losses and gradient norms equal to the bit")
 
 
 def _rows(trainer: Trainer, coefficients: CostCoefficients, memory_cap_bytes: int) -> list[tuple]:

@@ -7,26 +7,28 @@ import torch.distributed as dist
 
 from evenload.check.invariance import check_invariance
 from evenload.check.isolation import check_isolation
-from evenload.check.ledger import check_ledger
-from evenload.check.memory import check_memory
 from evenload.check.resume import check_resume
 from evenload.check.scope import Scope
 from evenload.check.step_runner import StepRunner
-from evenload.check.survey import survey_batches
-from evenload.check.verdict import Verdict
+from evenload.check.survey import check_ledger, check_memory, survey_batches
+from evenload.check.verdict import Verdict, failed
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError, RankLostError
-from evenload.plan.merge_default import decide_dp_merge
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.mesh import Mesh
-from evenload.runtime.run_layout import layout_of
-from evenload.runtime.trainer import model_spec
+from evenload.plan.strategies.balanced import BALANCED
+from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.padded import PADDED
+from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.run_planner import run_options
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import model_spec
 from evenload.types.document import Document
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 
-_COMPARED = ("padded", "best_fit", "balanced", "slimpack")
+_COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
 _SHORT_SLICES = "slimpack in short slices"
 
 
@@ -46,34 +48,30 @@ def run_checks(
         memory_cap_bytes, users_cap_bytes: of a process of this run, and of the user's.
         on_start: called with a check's name before it.
     """
-    options, _ = decide_dp_merge(scope.config.plan.options, scope.config.plan.strategy, mesh.layout, coefficients)
+    options = run_options(scope.config, mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
-    verdicts = []
-    loader = GlobalBatchLoader(smaller.data, vocab_size=model_spec(smaller).vocab_size)
+    vocab_size = model_spec(smaller).vocab_size
+    loader = GlobalBatchLoader(smaller.data, vocab_size=vocab_size)
     batch = loader.next_batch()
     loader.close()
     assert batch is not None, "an endless loader has a batch"
     plans, left_out = _shared_plans(smaller, batch.documents, coefficients, memory_cap_bytes, mesh)
-    runner = StepRunner(smaller, mesh, coefficients)
-
-    def isolation() -> Verdict:
-        # The configured strategy's first.
-        return check_isolation(runner, [plan for _, plan in plans], batch.tokens, model_spec(smaller).vocab_size, mesh)
-
-    def invariance() -> Verdict:
-        return check_invariance(smaller, runner, plans, left_out, batch.tokens, mesh)
-
-    def resume() -> Verdict:
-        return check_resume(smaller, coefficients, memory_cap_bytes, mesh)
-
-    for check in (isolation, invariance, resume):
-        on_start(check.__name__)
+    runner = StepRunner(smaller, mesh)
+    checks: dict[str, Callable[[], Verdict]] = {
+        # The configured strategy's plan first.
+        "isolation": lambda: check_isolation(runner, [plan for _, plan in plans], batch.tokens, vocab_size, mesh),
+        "invariance": lambda: check_invariance(smaller, runner, plans, left_out, batch.tokens, mesh),
+        "resume": lambda: check_resume(smaller, coefficients, memory_cap_bytes, mesh),
+    }
+    verdicts = []
+    for name, check in checks.items():
+        on_start(name)
         try:
             verdicts.append(check())
         except RankLostError:
             raise
         except EvenloadError as error:
-            verdicts.append(Verdict(name=check.__name__, outcome="fail", found="", why=str(error)))
+            verdicts.append(failed(name, "", str(error)))
     on_start("ledger and memory")
     verdicts += _surveyed(config, mesh, coefficients, users_cap_bytes)
     return verdicts
@@ -85,16 +83,13 @@ def _shared_plans(
     """Rank 0's plans by title, and those that could not be made, on every rank."""
     shared: list[tuple[list[tuple[str, bytes]], list[str]]] = [([], [])]
     if mesh.rank == 0:
-        options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+        options = config.plan.options
         longest = max(document.num_tokens for document in documents)
-        short = msgspec.structs.replace(
-            options,
-            max_pack_tokens=max(options.min_slice_tokens, longest // 3, 16),
-            cuts="asymmetric",
-        )
+        limit = max(options.min_slice_tokens, longest // 3, 16)
+        short = msgspec.structs.replace(options, max_pack_tokens=limit).with_own(SlimpackOptions(cuts="asymmetric"))
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
         plans, left_out = shared[0]
-        for title, strategy, chosen in (*wanted, (_SHORT_SLICES, "slimpack", short)):
+        for title, strategy, chosen in (*wanted, (_SHORT_SLICES, SLIMPACK.name, short)):
             planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen)
             try:
                 plans.append((title, encode_plan(planner.plan(0, documents, strategy))))

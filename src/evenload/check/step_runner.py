@@ -14,24 +14,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.attention.range_attention import RangeAttention, select_backend
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.pack_cost import PackCosts
-from evenload.plan.sharding_cost import sharding_cost
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.data_parallel import reduce_gradients
+from evenload.attention.range_attention import RangeAttention
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.tensor_group import TensorGroup
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
-from evenload.runtime.hf_model import StageModel, load_config
-from evenload.runtime.mesh import Mesh
-from evenload.runtime.parameter_units import flatten_units
-from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.recipes import attention_soft_cap
-from evenload.runtime.stage import PackTokens, PipelineStage
-from evenload.runtime.store import ActivationStore
-from evenload.runtime.tensor_group import TensorGroup
-from evenload.runtime.tensor_weights import join_parts, tensor_split
-from evenload.runtime.trainer import model_spec
-from evenload.runtime.weight_products import WeightProducts
+from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.tensor_weights import join_parts, tensor_split
+from evenload.runtime.optim.data_parallel import reduce_gradients
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.rank_packs import Exchange
+from evenload.runtime.rank_stages import build_rank_stages
+from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.plan import StepPlan
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -61,7 +57,6 @@ class ObservedStage(PipelineStage):
         self.seen: Seen = {}
 
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
-        """As the stage's."""
         hidden = super().forward_layers(pack, hidden, store)
         if self.model.is_last:
             self._see("output", pack, hidden)
@@ -70,7 +65,6 @@ class ObservedStage(PipelineStage):
     def backward_layers(
         self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
     ) -> Tensor:
-        """As the stage's."""
         grad = super().backward_layers(pack, grad, store, products)
         if self.model.is_first:
             self._see("gradient", pack, grad)
@@ -79,11 +73,11 @@ class ObservedStage(PipelineStage):
     def _see(self, what: str, pack: PackTokens, rows: Tensor) -> None:
         assert self.num_rows(pack.ranges) == len(rows)
         row = 0
-        for doc_id, start, stop in pack.ranges:
-            count = self.num_rows(((doc_id, start, stop),))
+        for own in pack.ranges:
+            count = self.num_rows((own,))
             # Of a short slice another rank of a tensor-parallel group may have all rows.
             if count:
-                self.seen[what, doc_id, start] = rows[row : row + count].detach().clone()
+                self.seen[what, own.doc_id, own.start] = rows[row : row + count].detach().clone()
             row += count
 
 
@@ -91,42 +85,14 @@ class StepRunner:
     """Runs steps of a configuration without training.
 
     Args:
-        coefficients: decide shardings that are left to predicted seconds.
         backend: of attention; default: the configured one.
     """
 
-    def __init__(
-        self, config: TrainConfig, mesh: Mesh, coefficients: CostCoefficients, backend: RangeAttention | None = None
-    ) -> None:
-        hf = load_config(config.model.path)
-        models = build_rank_models(
-            hf,
-            layout=mesh.layout,
-            pp_rank=mesh.pp_rank,
-            dtype=getattr(torch, config.model.dtype),
-            device=mesh.device,
-            weights=None if config.model.random_init else config.model.path,
-            seed=config.train.seed,
-            lora=config.model.lora,
-            tp_rank=mesh.tp_rank,
-        )
-        self._mesh = mesh
-        self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
-        backend = backend or select_backend(
-            config.train.attention,
-            mesh.device.type,
-            attention_soft_cap(hf),
-            dtype=getattr(torch, config.model.dtype),
-            head_dim=model_spec(config).head_dim,
-        )
-        self._stages = {stage: ObservedStage(model, backend, mesh.tensor) for stage, model in models.items()}
-        costs = PackCosts(model_spec(config), coefficients, mesh.layout)
-        self._executor = Executor(
-            self._stages,
-            mesh,
-            exchange=config.parallel.cp_exchange,
-            sharding_cost=sharding_cost(costs, dp_merge=config.plan.options.dp_merge),
-        )
+    def __init__(self, config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> None:
+        held = build_rank_stages(config, mesh, ObservedStage, backend)
+        self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
+        self._executor = Executor(self._stages, mesh)
+        self._exchange: Exchange = config.parallel.cp_exchange
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
         """Run a step on zero gradients. Collective.
@@ -140,7 +106,7 @@ class StepRunner:
             buffer.grads.zero_()
         for stage in self._stages.values():
             stage.seen = {}
-        run = self._executor.run(plan, self._executor.prepare(plan, tokens))
+        run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange))
         shards = reduce_gradients(self._buffers, mesh)
         loss = torch.tensor([run.loss], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)

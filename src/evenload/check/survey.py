@@ -1,4 +1,4 @@
-"""The user's own global batches, read and planned as training would, without computing: ground of ledger and memory.
+"""The user's own batches, read and planned as training would but not computed; what they say of ledger and memory.
 
 Runs on one process, with the configured model, layout, strategy and data settings, until an epoch is over or the time
 or number of documents is used up.
@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.loader import GlobalBatchLoader
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import DataError, InfeasiblePlanError, InvalidPlanError
-from evenload.plan.delay import DelayState
-from evenload.plan.merge_default import decide_dp_merge
-from evenload.plan.planner import StepPlanner
-from evenload.plan.validate import validate_plan
-from evenload.runtime.config import TrainConfig
+from evenload.plan.deferral.delay import DelayState
+from evenload.runtime.config.run_planner import run_planner
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+from evenload.types.scaled_units import format_bytes
 
 _MAX_DOCUMENTS = 20_000
 _MAX_S = 8.0
@@ -55,9 +56,7 @@ def survey_batches(
     clock=time.perf_counter,
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
-    options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
-    options, _ = decide_dp_merge(options, config.plan.strategy, layout, coefficients)
-    planner = StepPlanner(model, coefficients, layout, memory_cap_bytes, options)
+    planner = run_planner(config, model, layout, coefficients, memory_cap_bytes)
     survey, state = Survey(), DelayState()
     until_s = clock() + _MAX_S
     loader = GlobalBatchLoader(
@@ -111,3 +110,34 @@ def _compare(loader: GlobalBatchLoader, trained: int) -> None:
             f"the ledger has {loader.ledger.trained.tokens:,} trained tokens, the plans {trained:,}; "
             "please report this as a bug"
         )
+
+
+def check_ledger(survey: Survey) -> Verdict:
+    """Every token that is read is trained, dropped for a reason, deferred, or still waiting."""
+    extent = "a whole epoch" if survey.whole_epoch else "the first batches"
+    # Without what stayed at zero.
+    told = (" ".join(line.split()) for line in survey.ledger_lines)
+    lines = "; ".join(line for line in told if " 0 documents 0 tokens" not in line)
+    found = f"{extent}, {survey.steps} steps of {survey.documents:,} documents, {survey.tokens:,} tokens: {lines}"
+    if survey.ledger_error:
+        return failed("ledger", found, survey.ledger_error)
+    if not survey.steps:
+        return skipped("ledger", found, "no step could be planned; see memory")
+    return passed("ledger", found)
+
+
+def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
+    """The worst of the surveyed steps, as predicted, against what a process may hold."""
+    limit = format_bytes(memory_cap_bytes)
+    if not survey.peaks:
+        if survey.memory_error:
+            return failed("memory", f"limit {limit} a process", survey.memory_error)
+        return skipped("memory", "", "no step could be read; see ledger")
+    peak, step, longest = max(survey.peaks)
+    found = (
+        f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} (longest "
+        f"document {longest:,} tokens), limit {limit} a process"
+    )
+    if survey.memory_error:
+        return failed("memory", found, survey.memory_error)
+    return passed("memory", found)

@@ -22,6 +22,18 @@ class Verdict(Frozen):
     why: str = ""
 
 
+def passed(name: str, found: str) -> Verdict:
+    return Verdict(name=name, outcome="pass", found=found)
+
+
+def failed(name: str, found: str, why: str) -> Verdict:
+    return Verdict(name=name, outcome="fail", found=found, why=why)
+
+
+def skipped(name: str, found: str, why: str) -> Verdict:
+    return Verdict(name=name, outcome="skipped", found=found, why=why)
+
+
 def exit_code(verdicts: list[Verdict]) -> int:
     """0 nothing failed; 3 only memory failed, as where no plan fits; 1 anything else failed."""
     failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenload.errors import ConfigError
-from evenload.types.train_extra import needs_train_extra
+from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.check.scope import Scope
     from evenload.check.verdict import Verdict
-    from evenload.runtime.config import TrainConfig
-    from evenload.runtime.stop_request import StopLine
+    from evenload.cli.stop_request import StopLine
+    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.types.layout import ParallelLayout
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
@@ -38,87 +39,46 @@ def check_command(
     import msgspec
     from rich.console import Console
 
-    with needs_train_extra("evenload check"):
-        from evenload.check.scope import checked_scope
-        from evenload.check.verdict import Verdict, exit_code
-        from evenload.cli.launch import run_local
-        from evenload.data.tokenize import open_tokenizer
-        from evenload.runtime.config import load_train_config
-        from evenload.runtime.device import require_device
-        from evenload.runtime.hf_model import load_config
-        from evenload.runtime.recipes import position_warning
-        from evenload.runtime.run_layout import layout_of
-        from evenload.runtime.run_tokenizer import tokenizer_fact
-        from evenload.runtime.start_checks import require_runnable
-        from evenload.runtime.trainer import model_spec
+    from evenload.check.verdict import Verdict, exit_code
+    from evenload.cli.child_process import call_in_child, start_fork_server
+    from evenload.cli.launch import run_local
+    from evenload.runtime.config.train_config import load_train_config
 
+    require_train_extra("evenload check")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
-    require_runnable(settings)
-    cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
+    start_fork_server("evenload.cli.check_worker")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
     with tempfile.TemporaryDirectory(prefix="evenload-check-") as directory:
-        scope = checked_scope(settings, Path(directory))
-        answer = Path(directory) / "verdicts.json"
-        layout = layout_of(scope.config, model_spec(scope.config).num_layers)
+        with needs_train_extra("evenload check"):
+            import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+            scope, layout, lines = call_in_child(_prepared, settings, Path(directory))
         console = Console(stderr=True, highlight=False)
-        smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
-        console.print(f"checking {settings.model.path} on layout {layout.describe()}{smaller}", soft_wrap=True)
-        tokenizer = open_tokenizer(settings.data.tokenizer, settings.data.eos_token)
-        console.print(
-            f"tokenizer {tokenizer_fact(settings.data, tokenizer, model_spec(settings).vocab_size)}", soft_wrap=True
-        )
-        hf_config = load_config(settings.model.path)
-        if warning := position_warning(hf_config, settings.data.max_document_tokens):
-            console.print(f"evenload: warning: {warning}", soft_wrap=True)
-        require_device(scope.config.train.device, layout.world_size)
-        run_local(run_check_worker, (settings, scope, cache, str(answer)), layout.world_size)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        answer = Path(directory) / "verdicts.json"
+        run_local(_run_rank, (settings, scope, cache, answer), layout.world_size)
         verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
     sys.exit(exit_code(verdicts))
 
 
-def run_check_worker(config: "TrainConfig", scope: "Scope", cache_directory: str, answer: str, line: "StopLine") -> int:
-    """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    try:
-        record(_run_rank)(config, scope, Path(cache_directory), Path(answer))
-    except BaseException:
-        line.note_failure()
-        raise
-    return 0
+# Named here, so that the launcher itself need not import what its children have imported.
 
 
-def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) -> None:
-    import msgspec
-    from rich.console import Console
+def _prepared(config: "TrainConfig", directory: Path) -> "tuple[Scope, ParallelLayout, tuple[str, ...]]":
+    from evenload.cli.check_worker import prepared_check
 
-    from evenload.check.run_checks import run_checks
-    from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
-    from evenload.runtime.run_layout import layout_of
-    from evenload.runtime.trainer import Trainer, model_spec
+    return prepared_check(config, directory)
 
-    layout = layout_of(scope.config, model_spec(scope.config).num_layers)
-    users = layout_of(config, model_spec(config).num_layers)
-    with started_rank(scope.config, layout) as setup:
-        cap_bytes = config.plan.memory_bytes or memory_for_rank(setup.mesh.device, users.world_size)
-        console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
-        trainer = Trainer(scope.config, setup.mesh)
-        coefficients = run_coefficients(trainer, cache, setup.threads, console, config.data.max_document_tokens)
-        del trainer
-        verdicts = run_checks(
-            config,
-            scope,
-            setup.mesh,
-            coefficients,
-            setup.memory_cap_bytes,
-            cap_bytes,
-            lambda name: console.print(f"checking {name}"),
-        )
-        if setup.mesh.rank == 0:
-            answer.write_bytes(msgspec.json.encode(verdicts))
+
+def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path, line: "StopLine") -> int:
+    from evenload.cli.check_worker import run_check_worker
+
+    return run_check_worker(config, scope, cache, answer, line)
 
 
 def _show(verdicts: list["Verdict"], seconds: float) -> None:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from evenload import errors
+from evenload.cli.child_process import begin_rank, start_fork_server
+from evenload.cli.stop_request import SAME_REQUEST_S, STOP_SIGNALS, StopLine, signal_name
 from evenload.errors import EvenloadError
-from evenload.runtime.stop_request import SAME_REQUEST_S, STOP_SIGNALS, StopLine, signal_name
 
 _END_AFTER_FAILURE_S = 10.0
 """How long ranks may take to end after another has failed; a stopped process never would."""
@@ -37,6 +38,7 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         EvenloadError: the first failing process's error, with its rank.
         SystemExit: after a signal.
     """
+    start_fork_server("torch.distributed.elastic.multiprocessing.api")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -53,14 +55,14 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="spawn",
+        start_method="forkserver",
         signals_to_handle="SIGQUIT",
     )
     line = StopLine()
     guard = _SignalGuard(line, grace_s, SignalException)
     try:
         with guard.watching():
-            returned = elastic_launch(config, function)(*arguments, line)
+            returned = elastic_launch(config, _run_rank)(function, arguments, line)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         raise _as_evenload_error(rank, failure) from None
@@ -68,6 +70,11 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         raise SystemExit(128 + stopped.sigval) from None
     if number := max(returned.values()):
         raise SystemExit(128 + number)
+
+
+def _run_rank(function: Callable[..., int | None], arguments: tuple, line: StopLine) -> int | None:
+    begin_rank()
+    return function(*arguments, line)
 
 
 class _SignalGuard:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from evenload.plan.layout_search import LayoutResult
+from evenload.explore.layout_search import LayoutResult
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.scaled_units import format_bytes
 

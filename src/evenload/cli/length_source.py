@@ -5,6 +5,7 @@ beside it wins, by the same way as `evenload train config.toml data.tokenizer=..
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,11 @@ import typer
 
 from evenload.data.config import DataConfig, OnCorrupt, RecordKind
 from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.tokenize import open_tokenizer
 from evenload.data.lengths import LengthTable, count_documents, read_length_table
 from evenload.data.number_files import holds_numbers
-from evenload.data.tokenize import open_tokenizer
-from evenload.runtime.config import TrainConfig, load_train_config
+from evenload.runtime.config.plan_options import set_options
+from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 SOURCE_HELP = (
     "Document lengths: .npy, .txt (one a line), .csv or .json of numbers (also .gz); or documents that are counted "
@@ -72,11 +74,13 @@ def length_source(
     include: list[str] | None,
     on_corrupt: OnCorrupt | None,
     model: str | None = None,
+    settings: Sequence[str] = (),
 ) -> LengthSource:
     """What the options ask for, checked as far as it can be without reading documents.
 
     Args:
         model: of the command line; where it is a path it replaces the configuration's.
+        settings: of the configuration's `plan.options`, as `key=value`.
 
     Raises:
         ConfigError: a configuration or a tokeniser that cannot be read, or settings that contradict each other.
@@ -87,7 +91,7 @@ def length_source(
         overrides = [f"data.{name}={json.dumps(value)}" for name, value in asked.items()]
         if model is not None and Path(model).exists():
             overrides.append(f"model.path={json.dumps(model)}")
-        run = load_train_config(Path(source), overrides)
+        run = load_train_config(Path(source), [*overrides, *set_options(settings)])
         data = _with_asked_parts(run.data, asked)
         open_tokenizer(data.tokenizer, data.eos_token)
         return LengthSource(name=source, data=data, run=run)

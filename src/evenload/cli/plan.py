@@ -1,136 +1,67 @@
 """`evenload plan`: which strategy is how fast on the user's lengths, model and cluster. Needs no GPU."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from evenload.cli.length_source import (
-    SOURCE_HELP,
-    IncludeOption,
-    OnCorruptOption,
-    RecordOption,
-    TokenizerOption,
-    length_source,
-    unit_line,
-)
+from evenload.cli.argument_record import command_of
+from evenload.cli.length_source import length_source, unit_line
 from evenload.cli.output_file import require_writable, write_output
-from evenload.cli.plan_inputs import DEFAULT_DOCUMENTS, AskedPlan, plan_inputs
+from evenload.cli.plan_arguments import PlanArguments
+from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
 from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit
 from evenload.cli.plan_report import plan_report
-from evenload.cli.plan_strategies import STRATEGY_HELP, asked_strategies, chosen_strategies
+from evenload.cli.plan_strategies import LeftOutStrategy, asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
-from evenload.cli.token_count import HELP as COUNTS
-from evenload.cli.token_count import parse_tokens
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.detailed_timeline import detailed_timeline
-from evenload.plan.evaluate import Evaluation, evaluate_strategies
-from evenload.plan.flex_planner import FlexPlanner
-from evenload.plan.fmop import FlexOptions
-from evenload.plan.global_batch import sample_global_batches
-from evenload.plan.layout_search import LayoutResult
-from evenload.plan.plan_file import encode_plan_file
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.evaluate import Evaluation, evaluate_strategies
+from evenload.explore.layout_search import LayoutResult
+from evenload.explore.sampled_batches import SampledBatch, sample_global_batches
 from evenload.plan.planner import StepPlanner
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.fmop import FlexOptions
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
-from evenload.report.table import comparison_table
-from evenload.types.cluster_catalog import BUILT_IN
+from evenload.report.table import ComparisonTable
+from evenload.stepplan.plan_file import encode_plan_file
+from evenload.types.layout import ParallelLayout
+from evenload.types.length_unit import LengthUnit
 
-CLUSTER_HELP = (
-    f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
-    "examples/clusters/two_nodes.toml (explained in docs/guide.md)."
-)
 PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
 
 
-def plan_command(
-    lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help=SOURCE_HELP)],
-    cluster: Annotated[str, typer.Option(help=CLUSTER_HELP)],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Built-in name (llama3-8b, qwen3-8b, ...) or an HF config.json. Only with a config.toml not needed."
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            help="For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
-        ),
-    ] = None,
-    documents: Annotated[
-        int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help=f"Tokens of a global batch, instead of --documents. {COUNTS}")
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Longest document trained whole, and the most tokens of a pack (default 128k). {COUNTS}",
-        ),
-    ] = None,
-    overlong: Annotated[
-        Literal["error", "split", "truncate", "drop"] | None,
-        typer.Option(help="What happens to longer documents (default error)."),
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    record: RecordOption = None,
-    include: IncludeOption = None,
-    on_corrupt: OnCorruptOption = None,
-    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "all",
-    dp_merge: Annotated[
-        bool | None,
-        typer.Option(
-            "--dp-merge/--no-dp-merge",
-            help="Let replicas share documents too long for one of them (slimpack), where faster (default on).",
-        ),
-    ] = None,
-    policy: Annotated[
-        Literal["choose", "replay", "recompute", "offload"] | None,
-        typer.Option(
-            help="What documents keep between forward and backward. 'choose' (default): all of it where that fits "
-            "memory, else some are recomputed or offloaded."
-        ),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Global batches over which fixed_greedy and fixed_exact pack (default 1).")
-    ] = None,
-    max_delay_steps: Annotated[
-        int | None,
-        typer.Option(help="Most steps by which wlb and fixed_* with --window train a document later (default 8)."),
-    ] = None,
-    known_steps: Annotated[
-        int, typer.Option(help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay.")
-    ] = 1,
-    steps: Annotated[
-        int,
-        typer.Option(help="Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts."),
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of the batches drawn from the lengths.")] = 0,
-    cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None,
-    search_layout: Annotated[
-        bool,
-        typer.Option(
-            "--search-layout",
-            help="Rank all dp x cp x pp x tp x virtual layouts of the cluster (seconds to minutes); use the best.",
-        ),
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page: table, losses, timelines, memory, documents.")
-    ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None,
-    emit_plan: Annotated[Path | None, typer.Option(help="Write every planned step as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Comparison:
+    """What was planned, and how it is said.
+
+    Args:
+        said: all inputs, as in `--json`.
+        rows: one a strategy, as in `--json`, in the unit that was counted.
+        left_out: strategies that were not tried.
+        layouts: of a search, the best first.
+    """
+
+    said: dict[str, Any]
+    batches: Sequence[SampledBatch]
+    evaluation: Evaluation
+    rows: list[dict[str, Any]]
+    left_out: tuple[LeftOutStrategy, ...]
+    layouts: tuple[LayoutResult, ...]
+    unit: LengthUnit
+    memory_cap_bytes: int
+
+
+def run_plan(asked: PlanArguments) -> None:
     """Compare strategies on your document lengths, without a GPU.
 
     Draws global batches from the lengths, plans each with every strategy, simulates the pipeline over time with
@@ -145,96 +76,114 @@ def plan_command(
     Exit code: 0 ok, 2 wrong input, 3 no strategy fits.
     """
     # Everything that can be wrong without looking into a document is found first.
-    require_writable(json_file, html, trace, emit_plan)
-    asked = asked_strategies(strategy)
+    require_writable(asked.json_file, asked.html, asked.trace, asked.emit_plan)
+    strategies = asked_strategies(asked.strategy)
     source = length_source(
-        lengths, tokenizer=tokenizer, record=record, include=include, on_corrupt=on_corrupt, model=model
+        asked.lengths,
+        tokenizer=asked.tokenizer,
+        record=asked.record,
+        include=asked.include,
+        on_corrupt=asked.on_corrupt,
+        model=asked.model,
+        settings=asked.settings,
     )
-    inputs = plan_inputs(
-        AskedPlan(
-            model=model,
-            cluster=cluster,
-            layout=layout,
-            search_layout=search_layout,
-            documents=documents,
-            tokens=None if tokens is None else parse_tokens("--tokens", tokens),
-            context=None if context is None else parse_tokens("--context", context),
-            overlong=overlong,
-            policy=policy,
-            dp_merge=dp_merge,
-            window=window,
-            max_delay_steps=max_delay_steps,
-            cost=cost,
-        ),
-        source,
-    )
-    flexibility = FlexOptions(known_steps=known_steps)
+    inputs = plan_inputs(asked, source)
+    flexibility = FlexOptions(known_steps=asked.known_steps)
     # Counting the tokens of documents takes time; the spinner shows on terminals only.
-    with Console(stderr=True).status(f"reading {escape(lengths)}"):
+    with Console(stderr=True).status(f"reading {escape(asked.lengths)}"):
         table = source.read()
+    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     with errors_in_unit(table.unit):
         batches = sample_global_batches(
             table.lengths,
-            steps=steps,
-            seed=seed,
+            steps=asked.steps,
+            seed=asked.seed,
             num_documents=inputs.documents,
             num_tokens=inputs.tokens,
             context=inputs.context,
             overlong=inputs.overlong,
         )
-    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
-    layouts: tuple[LayoutResult, ...] = ()
-    with errors_in_unit(table.unit):
-        if search_layout:
-            layouts = searched_layouts(inputs, batches, asked, console)
-            chosen = layouts[0].parallel_layout()
-        else:
-            chosen = planned_in(inputs, batches, asked)
-    costs, cap_bytes = inputs.costs, inputs.memory_cap_bytes
-    coefficients = costs.of(chosen)
-    names, left_out = chosen_strategies(asked, chosen, inputs.options)
-    planner = StepPlanner(costs.model, coefficients, chosen, cap_bytes, inputs.options)
+        layouts = searched_layouts(inputs, batches, strategies, console) if asked.search_layout else ()
+        layout = layouts[0].parallel_layout() if layouts else planned_in(inputs, batches, strategies)
+    coefficients = inputs.costs.of(layout)
+    said = inputs_said(asked, inputs, source.name, table, layout)
+    _say(console, first_line(said, table, layout, coefficients), unit_line(table))
+    _say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
+    names, left_out = chosen_strategies(strategies, layout, inputs.options)
+    evaluation = _evaluated(inputs, layout, batches, names, flexibility)
+    found = Comparison(
+        said=said,
+        batches=batches,
+        evaluation=evaluation,
+        rows=rows_in_unit([msgspec.to_builtins(result) for result in evaluation.results], table.unit),
+        left_out=left_out,
+        layouts=layouts,
+        unit=table.unit,
+        memory_cap_bytes=inputs.memory_cap_bytes,
+    )
+    _show(console, found)
+    _write(asked, found)
+    if evaluation.best is None:
+        closest = min(found.rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
+        hint = "" if layouts else f"; {layouts_that_fit(inputs, batches, strategies)}"
+        raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
+
+
+plan_command = command_of(PlanArguments, run_plan)
+
+
+def _evaluated(
+    inputs: PlanInputs,
+    layout: ParallelLayout,
+    batches: Sequence[SampledBatch],
+    names: tuple[str, ...],
+    flexibility: FlexOptions,
+) -> Evaluation:
+    costs = inputs.costs
+    planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options)
     flexible = FlexPlanner(planner, costs.of, flexibility)
-    said = inputs_said(inputs, source, table, chosen, known_steps=known_steps, steps=steps, seed=seed)
-    console.print(first_line(said, table, chosen, coefficients), markup=False, highlight=False, soft_wrap=True)
-    for line in (*filter(None, [unit_line(table)]), *(f"cost: {note}" for note in costs.notes(chosen))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
     with progress_bar() as on_progress:
-        evaluation = evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
-    rows = rows_in_unit([msgspec.to_builtins(result) for result in evaluation.results], table.unit)
-    if any(result.feasible for result in evaluation.results):
-        console.print(comparison_table(rows, evaluation.best or "", unit=table.unit))
-    else:
-        for row in rows:
-            console.print(f"{row['name']}: not feasible: {row['why']}", markup=False, highlight=False, soft_wrap=True)
-    lines = [f"left out of --strategy all: {one.name}: {one.why}" for one in left_out]
-    if evaluation.best:
-        lines.append(bound_line(evaluation))
-    lines += [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
-    for line in lines:
+        return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in filter(None, lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if json_file:
+
+
+def _show(console: Console, found: Comparison) -> None:
+    if any(result.feasible for result in found.evaluation.results):
+        console.print(ComparisonTable(found.rows, found.evaluation.best or "", unit=found.unit))
+    else:
+        _say(console, *(f"{row['name']}: not feasible: {row['why']}" for row in found.rows))
+    _say(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in found.left_out))
+    if found.evaluation.best:
+        _say(console, bound_line(found.evaluation))
+    _say(console, *(f"{row['name']}: {row['note']}" for row in found.rows if row["note"]))
+
+
+def _write(asked: PlanArguments, found: Comparison) -> None:
+    """The files that were asked for."""
+    evaluation = found.evaluation
+    if asked.json_file:
         content = {
             "version": version("evenload"),
-            "inputs": said,
-            "strategies": rows,
+            "inputs": found.said,
+            "strategies": found.rows,
             "best": evaluation.best,
-            "left_out": [msgspec.to_builtins(one) for one in left_out],
+            "left_out": [msgspec.to_builtins(one) for one in found.left_out],
         }
-        if search_layout:
-            content["layouts"] = [msgspec.to_builtins(result) for result in layouts]
-        write_output(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    if emit_plan:
-        plans = [proposal.plan for name in evaluation.proposals for proposal in evaluation.proposals[name]]
-        write_output(emit_plan, encode_plan_file(plans))
-    if html:
-        write_report(html, plan_report(said, rows, evaluation, batches, cap_bytes, table.unit))
-    if trace:
-        _write_trace(trace, evaluation)
-    if evaluation.best is None:
-        closest = min(rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
-        hint = "" if search_layout else f"; {layouts_that_fit(inputs, batches, asked)}"
-        raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
+        if found.layouts:
+            content["layouts"] = [msgspec.to_builtins(result) for result in found.layouts]
+        write_output(asked.json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    if asked.emit_plan:
+        plans = [proposal.plan for proposals in evaluation.proposals.values() for proposal in proposals]
+        write_output(asked.emit_plan, encode_plan_file(plans))
+    if asked.html:
+        page = plan_report(found.said, found.rows, evaluation, found.batches, found.memory_cap_bytes, found.unit)
+        write_report(asked.html, page)
+    if asked.trace:
+        _write_trace(asked.trace, evaluation)
 
 
 def _write_trace(path: Path, evaluation: Evaluation) -> None:

@@ -11,44 +11,22 @@ import msgspec
 
 from evenload.cli.layout_option import parse_layout
 from evenload.cli.length_source import LengthSource
+from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cli.plan_costs import PlanCosts, plan_costs
 from evenload.errors import ConfigError
-from evenload.plan.default_layout import usable_bytes
-from evenload.plan.global_batch import Overlong
-from evenload.plan.options import PlanOptions, PolicyOption
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.lora_config import adapter_parameters_per_layer
-from evenload.runtime.run_layout import BYTES_PER_ELEMENT, layout_of
-from evenload.runtime.run_tokenizer import require_tokenizer
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.sampled_batches import Overlong
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.config.lora_config import adapter_parameters_per_layer
+from evenload.runtime.config.plan_options import options_of_settings
+from evenload.runtime.config.run_layout import BYTES_PER_ELEMENT, layout_of
+from evenload.runtime.config.run_tokenizer import require_tokenizer
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
-
-DEFAULT_DOCUMENTS = 512
-"""Documents of a global batch where nothing says its size."""
-DEFAULT_CONTEXT = 131_072
-"""Tokens of the longest document trained whole, where nothing says so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskedPlan:
-    """Options of the command line; None = not given."""
-
-    model: str | None
-    cluster: str
-    layout: str | None
-    search_layout: bool
-    documents: int | None
-    tokens: int | None
-    context: int | None
-    overlong: Overlong | None
-    policy: PolicyOption | None
-    dp_merge: bool | None
-    window: int | None
-    max_delay_steps: int | None
-    cost: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +56,7 @@ class PlanInputs:
     memory_cap_bytes: int
 
 
-def plan_inputs(asked: AskedPlan, source: LengthSource) -> PlanInputs:
+def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     """Put options, configuration and defaults together.
 
     Raises:
@@ -101,11 +79,11 @@ def plan_inputs(asked: AskedPlan, source: LengthSource) -> PlanInputs:
     layout, keeps_stages = _layout(asked, run, costs.model, machines)
     if layout is not None:
         costs.of(layout)  # refuses what the cluster or the model cannot have
-    documents, tokens = asked.documents, asked.tokens
+    documents, tokens = asked.documents, asked.num_tokens
     if documents is None and tokens is None:
         documents, tokens = (run.data.batch_documents, run.data.batch_tokens) if run else (DEFAULT_DOCUMENTS, None)
     context = run.data.max_document_tokens if run else DEFAULT_CONTEXT
-    context = context if asked.context is None else asked.context
+    context = context if asked.context_tokens is None else asked.context_tokens
     return PlanInputs(
         model_name=model_name,
         cluster_name=asked.cluster,
@@ -139,7 +117,7 @@ def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
 
 
 def _layout(
-    asked: AskedPlan, run: TrainConfig | None, model: ModelSpec, machines: ClusterSpec
+    asked: PlanArguments, run: TrainConfig | None, model: ModelSpec, machines: ClusterSpec
 ) -> tuple[ParallelLayout | None, bool]:
     if asked.layout:
         return parse_layout(asked.layout, model.num_layers, machines.num_devices), False
@@ -148,11 +126,13 @@ def _layout(
     return layout_of(run, model.num_layers), True
 
 
-def _options(asked: AskedPlan, run: TrainConfig | None) -> PlanOptions:
-    base = run.plan.options if run else PlanOptions()
+def _options(asked: PlanArguments, run: TrainConfig | None) -> PlanOptions:
+    # A run's configuration was read with the settings.
+    options = run.plan.options if run else options_of_settings(asked.settings)
+    whole = run.max_pack_tokens if run else DEFAULT_CONTEXT
+    whole = whole if asked.context_tokens is None else asked.context_tokens
+    if any(setting.partition("=")[0].strip() == "max_pack_tokens" for setting in asked.settings):
+        whole = options.max_pack_tokens
     # Strategies share documents where replicas can: the default of `evenload train`, too.
-    changes = {"dp_merge": True if base.dp_merge is None else base.dp_merge}
-    given = {name: getattr(asked, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")}
-    changes |= {name: value for name, value in given.items() if value is not None}
-    whole = asked.context if asked.context is not None else run.max_pack_tokens if run else DEFAULT_CONTEXT
-    return msgspec.structs.replace(base, max_pack_tokens=whole, **changes)
+    dp_merge = True if options.dp_merge is None else options.dp_merge
+    return msgspec.structs.replace(options, max_pack_tokens=whole, dp_merge=dp_merge)

@@ -8,11 +8,12 @@ from evenload.cli.layout_table import layout_table
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.default_layout import default_layout
-from evenload.plan.fitting_layouts import fitting_layouts
-from evenload.plan.global_batch import GlobalBatch
-from evenload.plan.layout_search import LayoutResult, layout_sizes, search_layouts
-from evenload.plan.stage_layers import balanced_layout
+from evenload.explore.default_layout import default_layout
+from evenload.explore.fitting_layouts import fitting_layouts
+from evenload.explore.layout_search import LayoutResult, layout_sizes, search_layouts
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.stage_layers import balanced_layout
+from evenload.plan.strategies.auto import AUTO
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 
@@ -20,7 +21,7 @@ _NAMED = 3
 """Layouts that a message names."""
 
 
-def planned_in(inputs: PlanInputs, batches: Sequence[GlobalBatch], asked: tuple[str, ...] | None) -> ParallelLayout:
+def planned_in(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None) -> ParallelLayout:
     """The layout without a search, with layers of stages by cost unless a run says them.
 
     Args:
@@ -47,7 +48,7 @@ def planned_in(inputs: PlanInputs, batches: Sequence[GlobalBatch], asked: tuple[
 
 
 def searched_layouts(
-    inputs: PlanInputs, batches: Sequence[GlobalBatch], asked: tuple[str, ...] | None, console: Console
+    inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None, console: Console
 ) -> tuple[LayoutResult, ...]:
     """Every layout of the cluster, ranked and shown.
 
@@ -72,7 +73,7 @@ def searched_layouts(
     return layouts
 
 
-def layouts_that_fit(inputs: PlanInputs, batches: Sequence[GlobalBatch], asked: tuple[str, ...] | None) -> str:
+def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None) -> str:
     """A sentence that names layouts of the cluster that hold the first batch, after a short look at some."""
     with progress_bar() as on_progress:
         found = fitting_layouts(
@@ -95,7 +96,7 @@ def layouts_that_fit(inputs: PlanInputs, batches: Sequence[GlobalBatch], asked: 
 
 
 def _search_strategy(asked: tuple[str, ...] | None) -> str:
-    return asked[0] if asked is not None and len(asked) == 1 else "auto"
+    return asked[0] if asked is not None and len(asked) == 1 else AUTO.name
 
 
 def _option(result: LayoutResult) -> str:

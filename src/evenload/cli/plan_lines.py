@@ -5,34 +5,28 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from evenload.cli.length_source import LengthSource
+from evenload.cli.plan_arguments import PlanArguments
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.lengths import LengthTable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.plan.evaluate import Evaluation
-from evenload.plan.layout_search import layout_sizes
+from evenload.explore.evaluate import Evaluation
+from evenload.explore.layout_search import layout_sizes
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
 
 
 def inputs_said(
-    inputs: PlanInputs,
-    source: LengthSource,
-    table: LengthTable,
-    layout: ParallelLayout,
-    *,
-    known_steps: int,
-    steps: int,
-    seed: int,
+    asked: PlanArguments, inputs: PlanInputs, lengths: str, table: LengthTable, layout: ParallelLayout
 ) -> dict[str, Any]:
     """`inputs` of `--json`: everything that decides the figures."""
     options = inputs.options
     return {
-        "lengths": source.name,
+        "lengths": lengths,
         "unit": table.unit,
         "tokenizer": table.tokenizer,
         "model": inputs.model_name,
@@ -51,9 +45,10 @@ def inputs_said(
         "dp_merge": options.dp_merge,
         "window": options.window,
         "max_delay_steps": options.max_delay_steps,
-        "known_steps": known_steps,
-        "steps": steps,
-        "seed": seed,
+        "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
+        "known_steps": asked.known_steps,
+        "steps": asked.steps,
+        "seed": asked.seed,
         "cost": inputs.cost_name,
         "memory_cap_bytes": inputs.memory_cap_bytes,
     }

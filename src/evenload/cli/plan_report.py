@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from evenload.data.length_profile import profile_lengths
-from evenload.plan.detailed_timeline import detailed_timeline
-from evenload.plan.evaluate import Evaluation
-from evenload.plan.global_batch import GlobalBatch
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.evaluate import Evaluation
+from evenload.explore.sampled_batches import SampledBatch
 from evenload.plan.planner import Proposal
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
@@ -20,7 +20,7 @@ def plan_report(
     inputs: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     evaluation: Evaluation,
-    batches: Sequence[GlobalBatch],
+    batches: Sequence[SampledBatch],
     memory_cap_bytes: int,
     unit: LengthUnit,
 ) -> RunReport:

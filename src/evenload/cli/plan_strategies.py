@@ -1,15 +1,24 @@
 """`--strategy`: names are checked before anything is read, and 'all' says what it leaves out."""
 
+from collections.abc import Callable
+
 from evenload.errors import ConfigError
-from evenload.plan.options import PlanOptions
-from evenload.plan.strategies import FLAT_STRATEGIES, SOLVER_STRATEGIES, STRATEGIES, strategy_named
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES, strategy_named
+from evenload.plan.strategies.strategy import Strategy
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
+
+def _built_in(trait: Callable[[Strategy], bool]) -> str:
+    return ", ".join(one.name for one in STRATEGIES.built_in.values() if trait(one))
+
+
+# Without those of other packages: a help text must not fail because a package does.
 STRATEGY_HELP = (
-    "'all', or names with commas: " + ", ".join(STRATEGIES) + ". 'all' leaves out "
-    f"{', '.join(SOLVER_STRATEGIES)}, which takes its solver's time limit, and {', '.join(FLAT_STRATEGIES)} where the "
-    "layout has a pipeline."
+    f"'all', or names with commas: {_built_in(lambda one: True)}, and those that other packages add. 'all' leaves out "
+    f"{_built_in(lambda one: one.needs_solver)}, which takes its solver's time limit, and "
+    f"{_built_in(lambda one: one.needs_one_stage)} where the layout has a pipeline."
 )
 
 
@@ -43,21 +52,14 @@ def chosen_strategies(
     if asked is not None:
         return asked, ()
     left_out = []
-    if layout.num_stages > 1:
-        left_out += [
-            LeftOutStrategy(
-                name=name,
-                why=f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout "
-                "with pp=1 includes it",
-            )
-            for name in FLAT_STRATEGIES
-        ]
-    left_out += [
-        LeftOutStrategy(
-            name=name,
-            why=f"its solver takes up to {options.solver_time_limit_s:g} s for every step; --strategy {name} runs it",
-        )
-        for name in SOLVER_STRATEGIES
-    ]
+    for one in STRATEGIES.values():
+        if one.needs_one_stage and layout.num_stages > 1:
+            why = f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout "
+            left_out.append(LeftOutStrategy(name=one.name, why=why + "with pp=1 includes it"))
+    for one in STRATEGIES.values():
+        if one.solver_limit_s is not None:
+            limit_s = one.solver_limit_s(options)
+            why = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
     names = {one.name for one in left_out}
     return tuple(name for name in STRATEGIES if name not in names), tuple(left_out)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.cli.run_files import RunWriter
-from evenload.runtime.export_files import tokenizer_note
-from evenload.runtime.stop_request import signal_name
+from evenload.cli.stop_request import signal_name
+from evenload.runtime.model.export_files import tokenizer_note
 from evenload.runtime.trainer import StepReport, Trainer
 from evenload.types.base import Frozen
 

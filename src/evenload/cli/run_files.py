@@ -23,16 +23,16 @@ import msgspec
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
-from evenload.plan.detailed_timeline import detailed_timeline
-from evenload.plan.plan_file import decode_plan_file, encode_plan_file
-from evenload.plan.time_split import split_planned_step
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.time_split import split_planned_step
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.runtime.config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.trainer import StepReport
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
 from evenload.types.timeline_file import read_timeline, write_timeline

@@ -5,7 +5,7 @@ decides speed or data order stands here, with its value.
 """
 
 from evenload.data.config import DataConfig
-from evenload.plan.strategies import STRATEGY_WORKS
+from evenload.plan.strategies.registry import strategy_named
 from evenload.types.plan import StepPlan
 
 
@@ -16,7 +16,7 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
         merging: of `decide_dp_merge`.
     """
     shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
-    return f"strategy {name}: {STRATEGY_WORKS[name]}{shared}{'; ' if merging else ''}{merging}"
+    return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:

@@ -3,13 +3,18 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenload.cli.output_file import require_writable_directory
 from evenload.errors import ConfigError
-from evenload.types.train_extra import needs_train_extra
+from evenload.types.train_extra import needs_train_extra, require_train_extra
+
+if TYPE_CHECKING:
+    from evenload.cli.stop_request import StopLine
+    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.types.layout import ParallelLayout
 
 
 def train_command(
@@ -39,30 +44,51 @@ def train_command(
 
     Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
     """
-    with needs_train_extra("evenload train"):
-        from evenload.cli.launch import run_local
-        from evenload.cli.resume_command import resume_command
-        from evenload.cli.train_worker import run_worker
-        from evenload.runtime.checkpoint import checkpoint_to_resume, checkpoints_of
-        from evenload.runtime.config import load_train_config
-        from evenload.runtime.device import require_device
-        from evenload.runtime.start_checks import require_runnable
+    from evenload.cli.child_process import call_in_child, start_fork_server
+    from evenload.cli.launch import run_local
+    from evenload.cli.resume_command import resume_command
+    from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
+    from evenload.runtime.config.train_config import load_train_config
 
+    require_train_extra("evenload train")
     settings = load_train_config(config, overrides or [])
     cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
-        sys.exit(128 + number if (number := run_worker(settings, cache, "the same torchrun command")) else 0)
-    # Everything a user can get wrong is checked here, once, before processes start.
+        with needs_train_extra("evenload train"):
+            number = _run_rank(settings, cache, "the same torchrun command")
+        sys.exit(128 + number if number else 0)
+    # Everything a user can get wrong is checked here, once, before ranks start.
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
-    layout = require_runnable(settings)
+    start_fork_server("evenload.cli.train_worker", "evenload.cli.start_checks")
+    with needs_train_extra("evenload train"):
+        import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+        layout = call_in_child(_checked_layout, settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {layout.world_size} processes; "
             "change --nproc, or parallel.dp / parallel.pp"
         )
-    require_device(settings.train.device, layout.world_size)
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
-    run_local(run_worker, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)
+    run_local(_run_rank, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)
+
+
+# Named here, so that the launcher itself need not import what its children have imported.
+
+
+def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
+    from evenload.cli.start_checks import require_runnable
+    from evenload.runtime.device import require_device
+
+    layout = require_runnable(settings)
+    require_device(settings.train.device, layout.world_size)
+    return layout
+
+
+def _run_rank(settings: "TrainConfig", cache: str, command: str, line: "StopLine | None" = None) -> int | None:
+    from evenload.cli.train_worker import run_worker
+
+    return run_worker(settings, cache, command, line)

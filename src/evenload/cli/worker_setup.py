@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from evenload.calibrate.calibrate import calibrate
+from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
-from evenload.plan.usable_cores import usable_cores
-from evenload.profile.calibrate import calibrate
-from evenload.profile.cost_cache import cached_path, read_cached, write_cached
-from evenload.runtime.config import TrainConfig
+from evenload.plan.search.usable_cores import usable_cores
+from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import device_memory_bytes, rank_device, require_device
-from evenload.runtime.mesh import Mesh, create_mesh
 from evenload.runtime.trainer import Trainer
-from evenload.runtime.warm_up import warm_up
 from evenload.types.layout import ParallelLayout
 
 # Kept for the interpreter, libraries and the operating system when the memory limit is not configured.

@@ -3,7 +3,7 @@
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products,
                not attention (Korthikanti et al. 2022, "selective recomputation", the other way round: we keep the
-               dear part and repeat the cheap one)
+               expensive part and repeat the cheap one)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they

@@ -67,7 +67,7 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
             ),
         )
     ]
-    # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some hop leaves the node as soon as the
+    # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some transfer leaves the node as soon as the
     # whole pipeline does; data-parallel ranks are neighbours.
     p2p = cluster.link(layout.world_size)
     reduce = cluster.link(layout.dp * layout.cp * layout.tp)

@@ -49,7 +49,6 @@ class MeasuredOn(Frozen):
 
     @property
     def world_size(self) -> int:
-        """Devices that were measured."""
         return self.dp * self.cp * self.pp * self.tp
 
 
@@ -82,10 +81,10 @@ class CostCoefficients(Frozen):
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
         head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
-            BACKWARD, because that is where the runtime computes them (DESIGN §4).
+            BACKWARD, because that is where the runtime computes them.
         optimizer_s_per_parameter: one parameter of the rank's own shard.
-        p2p_bandwidth_bytes_per_s, p2p_latency_s: one hop between neighbouring pipeline stages; None = not known.
-        reduce_bandwidth_bytes_per_s, reduce_latency_s: one hop of the ring over data-parallel ranks; None = not known.
+        p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages; None = not known.
+        reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks; None = unknown.
         intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
             consecutive devices a group spans; None = such groups cannot be costed.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.

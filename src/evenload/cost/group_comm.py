@@ -1,4 +1,4 @@
-"""Seconds of transfers inside tensor- and context-parallel groups, per layer (DESIGN §4).
+"""Seconds of transfers inside tensor- and context-parallel groups, per layer.
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
@@ -10,10 +10,10 @@ Context parallelism: K and V of a pack are all-gathered before attention, again 
 reduce-scattered. Transfers hide behind `context_hidden_share` (default 0.8) of the pack's attention; the rest is
 exposed.
 
-A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 hops of 1/n each, and in
-backward their gradients in n, the last of which brings them home. Of documents that are never cut that is the same,
-but for the hop home. Of others the gathered form sends every token once, while a slice's hops in the ring carry its
-document's whole prefix.
+A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
+in backward their gradients in n, the last of which brings them home. Of documents that are never cut that is the same,
+but for the transfer home. Of others the gathered form sends every token once, while a slice's transfers in the ring
+carry its document's whole prefix.
 """
 
 import numpy as np
@@ -50,7 +50,7 @@ def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: 
         ConfigError: the coefficients know no link.
     """
     if model.adapter_parameters_per_layer:
-        return 0.0, 0.0  # frozen matrices have no products to put off
+        return 0.0, 0.0  # frozen matrices have no products to defer
     return _tensor_rings_s(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
 
@@ -96,7 +96,7 @@ def context_seconds(
 
 
 def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
-    """The last hop of a ring's gradients, to the rank that has the rows: (bytes of one token and layer, hops)."""
+    """The last transfer of a ring's gradients, to the rank with the rows: (bytes of one token and layer, transfers)."""
     if coefficients.context_exchange != "ring" or direction == "forward":
         return 0, 0
     return kv_gradient_bytes_per_token(model, tp), 1

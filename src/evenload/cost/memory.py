@@ -54,22 +54,12 @@ from evenload.cost.activation import (
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PackBytes
 
 HEAD_ROWS = 2048
 """Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
 OFFLOAD_BUFFERED_LAYERS = 2
 """Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineBytes:
-    """The byte columns of `PipelineTasks`, same shapes and meaning."""
-
-    static_bytes: NDArray[np.int64]
-    forward_kept_bytes: NDArray[np.int64]
-    forward_temp_bytes: NDArray[np.int64]
-    backward_freed_bytes: NDArray[np.int64]
-    backward_temp_bytes: NDArray[np.int64]
 
 
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
@@ -141,7 +131,7 @@ def pipeline_bytes(
     backward: SliceColumns,
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
-) -> PipelineBytes:
+) -> PackBytes:
     """All byte columns of one replica.
 
     Args:
@@ -185,8 +175,8 @@ def count_tokens(
     """What `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
     forward_ranks, backward_ranks = sharing_ranks(forward, layout), sharing_ranks(backward, layout)
-    whole_forward_tokens = _slice_tokens(forward, forward_pack)
-    whole_backward_tokens = _slice_tokens(backward, backward_pack)
+    whole_forward_tokens = forward.slice_tokens()
+    whole_backward_tokens = backward.slice_tokens()
     forward_tokens = -(-whole_forward_tokens // forward_ranks)
     backward_tokens = -(-whole_backward_tokens // backward_ranks)
     document_tokens = _document_tokens(forward, forward_pack, num_tokens)
@@ -221,11 +211,11 @@ def count_tokens(
     )
 
 
-def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PipelineBytes:
+def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
     """Byte columns of counted packs; linear in the rates, so that kinds of bytes can be told apart."""
     logits_rows = np.minimum(tokens.computed.sum(axis=1), HEAD_ROWS)
     gathered = tokens.gathered_forward * rates.gathered_forward, tokens.gathered_backward * rates.gathered_backward
-    return PipelineBytes(
+    return PackBytes(
         static_bytes=rates.static_bytes,
         forward_kept_bytes=tokens.kept_chunks @ rates.chunk + np.outer(tokens.kept_kv, rates.kv),
         forward_temp_bytes=tokens.kept_chunks @ rates.forward_temp + gathered[0][:, None],
@@ -265,7 +255,7 @@ class ByteRates:
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     """Of a model under a layout."""
     tp, element = layout.tp, model.bytes_per_element
-    layers = np.array([last - first for first, last in layout.stage_layers], np.int64)
+    layers = np.array(layout.stage_counts, np.int64)
     is_last = np.arange(len(layers)) == len(layers) - 1
     hidden = -(-model.hidden_size // tp)
     # By policy and stage; the final hidden states of the last stage stay on the device under every policy.
@@ -352,12 +342,6 @@ def _policy_sums(
 def _pack_sums(pack: NDArray[np.int64], values: NDArray[np.int64], num_packs: int) -> NDArray[np.int64]:
     """Exact below 2**53, far above any token count."""
     return np.bincount(pack, weights=values, minlength=num_packs).astype(np.int64)
-
-
-def _slice_tokens(columns: SliceColumns, pack: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of every slice as computed, padding included."""
-    pad_to = columns.pad_to[pack]
-    return np.where(pad_to > 0, pad_to, columns.stop - columns.start)
 
 
 def _document_tokens(

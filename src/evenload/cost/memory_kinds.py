@@ -1,4 +1,4 @@
-"""`bytes_by_kind`: the byte columns of `PipelineTasks` by kind of memory (DESIGN §4); they add up to them exactly.
+"""`bytes_by_kind`: the columns of `PackBytes` by kind of memory; they add up to them exactly.
 
 `cost.memory.bytes_at_rates` is linear in its rates, so a kind's bytes are what it gives with all other rates at zero.
 Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
 from evenload.cost.memory import (
     ByteRates,
-    PipelineBytes,
     byte_rates,
     bytes_at_rates,
     count_tokens,
@@ -32,7 +31,7 @@ from evenload.cost.owned_bytes import rank_view
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-from evenload.types.pipeline import PipelineTasks
+from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
 _WEIGHT_INPUTS = MEMORY_KINDS.index("weight_gradient_inputs")
@@ -40,20 +39,14 @@ _WEIGHT_INPUTS = MEMORY_KINDS.index("weight_gradient_inputs")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KindBytes:
-    """The byte columns of `PipelineTasks` and `SplitBackward` with an axis of kinds; the last three only with a split.
+    """The columns of `PackBytes`, and the bytes of `SplitBackward`, with an axis of kinds at the end.
 
     Args:
-        static_bytes: int64[R, K].
-        forward_kept_bytes, forward_temp_bytes: int64[m_f, P, K].
-        backward_freed_bytes, backward_temp_bytes: int64[m_b, P, K].
-        input_freed_bytes, input_temp_bytes, weight_freed_bytes: int64[m_b, P, K].
+        held: static_bytes int64[R, K], the others int64[packs, P, K].
+        input_freed_bytes, input_temp_bytes, weight_freed_bytes: int64[m_b, P, K]; None where backwards run whole.
     """
 
-    static_bytes: NDArray[np.int64]
-    forward_kept_bytes: NDArray[np.int64]
-    forward_temp_bytes: NDArray[np.int64]
-    backward_freed_bytes: NDArray[np.int64]
-    backward_temp_bytes: NDArray[np.int64]
+    held: PackBytes
     input_freed_bytes: NDArray[np.int64] | None = None
     input_temp_bytes: NDArray[np.int64] | None = None
     weight_freed_bytes: NDArray[np.int64] | None = None
@@ -86,8 +79,8 @@ def bytes_by_kind(
         ]
     rates = rates_by_kind(byte_rates(model, layout))
     columns = {}
-    for field in ("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"):
-        columns[field] = np.zeros((len(views), *getattr(tasks, field).shape, len(MEMORY_KINDS)), np.int64)
+    for name in PackBytes.pack_columns():
+        columns[name] = np.zeros((len(views), *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
     for rank, view in enumerate(views):
         counts = count_tokens(layout, *view, num_tokens, policy)
         for kind, of_kind in rates.items():
@@ -150,27 +143,19 @@ def _with_split(
     tasks: PipelineTasks, static_bytes: NDArray[np.int64], columns: dict[str, NDArray[np.int64]]
 ) -> KindBytes:
     """Columns of I and W: the whole backward's, and what I leaves for W as a kind of its own."""
+    held = PackBytes(static_bytes=static_bytes, **columns)
     if tasks.split is None:
-        return KindBytes(static_bytes=static_bytes, **columns)
+        return KindBytes(held=held)
 
     def left(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.zeros((*num_bytes.shape, len(MEMORY_KINDS)), np.int64)
         out[:, :, _WEIGHT_INPUTS] = num_bytes
         return out
 
-    held = tasks.split.weight_freed_bytes
+    for_weights = tasks.split.weight_freed_bytes
     return KindBytes(
-        static_bytes=static_bytes,
-        **columns,
-        input_freed_bytes=columns["backward_freed_bytes"] - left(held),
-        input_temp_bytes=columns["backward_temp_bytes"]
-        + left(tasks.split.input_temp_bytes - tasks.backward_temp_bytes),
-        weight_freed_bytes=left(held),
-    )
-
-
-def total_bytes(kinds: KindBytes) -> PipelineBytes:
-    """All kinds added up: the columns that planners use."""
-    return PipelineBytes(
-        **{field.name: getattr(kinds, field.name).sum(axis=-1) for field in dataclasses.fields(PipelineBytes)}
+        held=held,
+        input_freed_bytes=held.backward_freed_bytes - left(for_weights),
+        input_temp_bytes=held.backward_temp_bytes + left(tasks.split.input_temp_bytes - tasks.held.backward_temp_bytes),
+        weight_freed_bytes=left(for_weights),
     )

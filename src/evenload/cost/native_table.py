@@ -4,27 +4,43 @@ Formulas stay in `cost.pack_cost`, `cost.memory`, `cost.group_comm` and `cost.sp
 evaluated per stage. Made once for a planner; pricing a pack then multiplies and adds in the core.
 """
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import CONTEXT_RINGS, context_token_bytes, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
-from evenload.cost.pack_cost import PackCosts
 from evenload.cost.split_backward import weight_elements_per_token, weight_share
 from evenload.types.cluster import LinkSpec
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import Direction
+from evenload.types.model import ModelSpec
 
 
-def native_table(costs: PackCosts) -> _native.CostTable:
-    """The numbers of `costs`."""
-    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
+def native_table(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    layout: ParallelLayout,
+    stage_seconds: dict[Direction, NDArray[np.float64]],
+    linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> _native.CostTable:
+    """The numbers of one `PackCosts`.
+
+    Args:
+        stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
+        linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
+    """
     table = _native.CostTable()
     table.num_stages, table.num_ranks = layout.num_stages, layout.pp
     table.layout_cp, table.layout_tp = layout.cp, layout.tp
     table.tile, table.causal = coefficients.attention_tile, model.causal
     table.devices_per_node = coefficients.devices_per_node
-    table.windows = list(costs.windows)
+    table.windows = sorted(set(model.windows))
     table.forward, table.backward = (
         _native.PassTable(
-            costs.stage_seconds[direction].ravel().tolist(),
+            stage_seconds[direction].ravel().tolist(),
             float(context_token_bytes(model, layout.tp, direction)),
             float(CONTEXT_RINGS[direction]),
             *map(float, ring_home(model, coefficients, layout.tp, direction)),
@@ -35,9 +51,9 @@ def native_table(costs: PackCosts) -> _native.CostTable:
     table.context_ring = coefficients.context_exchange == "ring"
     table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(coefficients.inter_node)
     table.host = _link(coefficients.host_link)
-    layers = costs.layers()
+    layers = np.array(layout.stage_counts, np.int64)
     table.layers = layers.astype(float).tolist()
-    table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in costs.linear_again_s)
+    table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in linear_again_s)
     offloaded = activation_bytes_per_token(model, "replay", layout.tp)
     table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
     table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp

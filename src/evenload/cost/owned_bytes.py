@@ -1,22 +1,19 @@
 """Bytes of packs of which some slices lie whole on one rank of a context-parallel group (DACP).
 
-Ranks then hold different documents, and `PipelineTasks` has one column for all: we take, pack by pack, what the
+Ranks then hold different documents, and `PackBytes` has one column for all: we take, pack by pack, what the
 fullest rank holds. Exact for packs that are freed before the next one starts (pp = 1), else an upper bound.
 """
 
 import dataclasses
-import itertools
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import PipelineBytes, pipeline_bytes
+from evenload.cost.memory import pipeline_bytes
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-
-OWNED = "dacp:"
-"""How `MicroPack.sharding` of such a pack begins; owners of its slices follow, with commas, -1 = all ranks."""
+from evenload.types.pipeline import PackBytes
 
 
 def owned_pipeline_bytes(
@@ -27,7 +24,7 @@ def owned_pipeline_bytes(
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None,
     owners: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> PipelineBytes:
+) -> PackBytes:
     """As `pipeline_bytes`, the most of any rank.
 
     Args:
@@ -43,52 +40,19 @@ def owned_pipeline_bytes(
         None if policy is None else np.tile(policy, cp),
     )
     fullest = {
-        field.name: getattr(held, field.name).reshape(cp, -1, layout.num_stages).max(axis=0)
-        for field in dataclasses.fields(PipelineBytes)
-        if field.name != "static_bytes"
+        name: getattr(held, name).reshape(cp, -1, layout.num_stages).max(axis=0) for name in PackBytes.pack_columns()
     }
-    return PipelineBytes(static_bytes=held.static_bytes, **fullest)
+    return PackBytes(static_bytes=held.static_bytes, **fullest)
 
 
 def _all_ranks(columns: SliceColumns, owner: NDArray[np.int64], cp: int, num_documents: int) -> SliceColumns:
     """The views of all ranks, one after the other, each with packs and documents of its own: priced in one call."""
     rank, piece = np.nonzero((owner == np.arange(cp)[:, None]) | (owner < 0))
-    pack = rank * columns.num_packs + columns.pack_of_slice()[piece]
-    counts = np.bincount(pack, minlength=cp * columns.num_packs)
-    return SliceColumns(
-        doc=(columns.doc[piece] + rank * num_documents).astype(np.int32),
-        start=columns.start[piece],
-        stop=columns.stop[piece],
-        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        pad_to=np.tile(columns.pad_to, cp),
-        cp=None if columns.cp is None else columns.cp[piece],
-    )
+    packs = rank * columns.num_packs + columns.pack_of_slice()[piece]
+    view = columns.taken(piece, packs, cp * columns.num_packs)
+    return dataclasses.replace(view, doc=(view.doc + rank * num_documents).astype(np.int32))
 
 
 def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> SliceColumns:
-    """The packs as one rank sees them: its own slices and the shared ones."""
-    mine = (owner == rank) | (owner < 0)
-    counts = np.bincount(columns.pack_of_slice()[mine], minlength=columns.num_packs)
-    return SliceColumns(
-        doc=columns.doc[mine],
-        start=columns.start[mine],
-        stop=columns.stop[mine],
-        pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        pad_to=columns.pad_to,
-        cp=None if columns.cp is None else columns.cp[mine],
-    )
-
-
-def owned_sharding(columns: SliceColumns, owner: NDArray[np.int64]) -> tuple[str, ...]:
-    """`MicroPack.sharding` of every pack."""
-    names, edges = [str(rank) for rank in owner.tolist()], columns.pack_offset.tolist()
-    return tuple(OWNED + ",".join(names[low:high]) for low, high in itertools.pairwise(edges))
-
-
-def owners_from(shardings: list[str]) -> NDArray[np.int64] | None:
-    """Inverse of `owned_sharding`; None where no pack has owners."""
-    if not any(sharding.startswith(OWNED) for sharding in shardings):
-        return None
-    return np.array(
-        [int(owner) for sharding in shardings for owner in sharding.removeprefix(OWNED).split(",") if owner], np.int64
-    )
+    """The packs, never padded, as one rank sees them: its own slices and the shared ones."""
+    return columns.assigned((owner == rank) | (owner < 0), columns.pack_of_slice(), columns.num_packs)

@@ -25,10 +25,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.comm import reduction_ring_seconds, transfer_seconds
+from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
 from evenload.cost.memory import sharing_ranks, trained_parameters_per_rank
+from evenload.cost.native_table import native_table
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -61,11 +62,8 @@ class PackCosts:
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
-        """The same numbers for the core (`cost.native_price`)."""
-        # Imported here because the table also evaluates formulas of modules that price packs.
-        from evenload.cost.native_table import native_table
-
-        return native_table(self)
+        """The same numbers for the core (`cost.pipeline_tasks`)."""
+        return native_table(self.model, self.coefficients, self.layout, self.stage_seconds, self.linear_again_s)
 
     def pack_seconds(
         self, columns: SliceColumns, direction: Direction, policy: NDArray[np.int8] | None = None
@@ -99,7 +97,7 @@ class PackCosts:
 
     def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
-        ranks, rows = sharing_ranks(columns, self.layout), _rows(columns)
+        ranks, rows = sharing_ranks(columns, self.layout), columns.slice_tokens()
         # In a ring a slice's keys and values travel with those of its prefix.
         travelling = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
         gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), travelling, 0))
@@ -150,17 +148,6 @@ class PackCosts:
             recomputed_share: of the tokens, those whose documents are recomputed; a curve knows no documents.
         """
         return self._work("backward", stage, recomputed_share)
-
-    def p2p_seconds(self, columns: SliceColumns) -> NDArray[np.float64]:
-        """One hop of every pack's hidden states (or their gradient) to the next stage; float64[num_packs]."""
-        if self.layout.num_stages == 1:
-            return np.zeros(columns.num_packs)
-        link = self.coefficients.stage_link()
-        return transfer_seconds(
-            self._rank_tokens(columns) * (self.model.hidden_size * self.model.bytes_per_element / self.layout.tp),
-            link.bandwidth_bytes_per_s,
-            link.latency_s,
-        )
 
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank.
@@ -245,7 +232,7 @@ class PackCosts:
 
     def layers(self) -> NDArray[np.int64]:
         """Layers of every virtual stage."""
-        return np.array([last - first for first, last in self.layout.stage_layers], np.int64)
+        return np.array(self.layout.stage_counts, np.int64)
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
         """Of packs with these features; float64[num_packs, P]."""
@@ -262,16 +249,11 @@ class PackCosts:
     def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
         pack = columns.pack_of_slice()
-        tokens = _rows(columns) / sharing_ranks(columns, self.layout)
+        tokens = columns.slice_tokens() / sharing_ranks(columns, self.layout)
         sums = np.bincount(
             pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
         )
         return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
-
-    def _rank_tokens(self, columns: SliceColumns) -> NDArray[np.int64]:
-        """Tokens of every pack on one of the ranks that share it; int64[num_packs]."""
-        ranks = sharing_ranks(columns, self.layout)
-        return columns.pack_sums(-(-_rows(columns) // ranks)).astype(np.int64)
 
     def _is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Slices that are cut over their ranks; the others stay whole on one of them."""
@@ -284,7 +266,7 @@ class PackCosts:
         """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window."""
         self.require_sliceable(columns)
         pack = columns.pack_of_slice()
-        stop = columns.start + _rows(columns)
+        stop = columns.start + columns.slice_tokens()
         shared = columns.cp is not None or self.layout.cp > 1
         slices = self._slice_features(columns.start, stop, sharing_ranks(columns, self.layout) if shared else None)
         packs = columns.num_packs
@@ -353,7 +335,7 @@ class PackCosts:
 
 
 def _weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`features @ matrix`, summed in the order of the features: the native core repeats it bit for bit."""
+    """`features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core does."""
     total = features[:, :1] * matrix[0]
     for feature in range(1, len(matrix)):
         total += features[:, feature, None] * matrix[feature]
@@ -368,17 +350,3 @@ def _pairs(window_index: int) -> int:
 def _prefix(window_index: int) -> int:
     """Feature column of a window's prefix tokens."""
     return 4 + 2 * window_index
-
-
-def _rows(columns: SliceColumns) -> NDArray[np.int64]:
-    """Tokens of every slice as computed, padding included; int64[num_slices]."""
-    if not columns.pad_to.any():
-        return columns.stop - columns.start
-    pad_to = columns.pad_to[columns.pack_of_slice()]
-    return np.where(pad_to > 0, pad_to, columns.stop - columns.start)
-
-
-def padded_pack_tokens(columns: SliceColumns) -> NDArray[np.int64]:
-    """Tokens of every pack as computed, padding included; int64[num_packs]."""
-    padded = columns.pad_to * np.diff(columns.pack_offset)
-    return np.where(columns.pad_to > 0, padded, columns.pack_tokens())

@@ -130,9 +130,9 @@ class _Owned(_Shared):
         super().__init__(columns)
         local, pack = owner >= 0, columns.pack_of_slice()
         self.cp, self.policy = cp, policy
-        self.shared = columns.dealt(~local, pack, columns.num_packs)
-        self.local = columns.dealt(local, pack * cp + np.where(local, owner, 0), columns.num_packs * cp)
-        self.nothing = columns.dealt(np.zeros_like(local), pack, columns.num_packs)
+        self.shared = columns.assigned(~local, pack, columns.num_packs)
+        self.local = columns.assigned(local, pack * cp + np.where(local, owner, 0), columns.num_packs * cp)
+        self.nothing = columns.assigned(np.zeros_like(local), pack, columns.num_packs)
 
     def without_padding(self) -> "_Owned":
         return self  # such packs are never padded

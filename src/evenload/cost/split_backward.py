@@ -7,7 +7,7 @@ vocab·(e + 4) bytes a token. Under tensor parallelism W gathers again the rows 
 (`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole backward.
 
 From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
-`runtime/weight_products.py` keeps as they are, so that W computes nothing but products:
+`runtime/replay/weight_products.py` keeps as they are, so that W computes nothing but products:
 
     inputs      e·(2·hidden + q + ffn)             of q k v (one for the three), o_proj, gate and up, down
     gradients   e·(2·hidden + q + 2·kv + 2·ffn)    of q k v, o_proj, gate and up, down
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import local_kv_heads
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import weight_gather_seconds
 from evenload.cost.memory import sharing_ranks
-from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -33,40 +33,17 @@ WEIGHT_SHARE = 0.5
 """Of the backward of a linear layer: dW and dX are products of the same size."""
 
 
-def split_backward(
-    costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns, policy: NDArray[np.int8] | None = None
-) -> SplitBackward:
-    """How the backward packs of `tasks` divide. O(slices + packs·stages).
-
-    Args:
-        tasks: priced packs, whole backwards.
-        backward: the same packs.
-        policy: int8[num_documents] with which they were priced; None = all replay.
-    """
-    layout, per_layer = costs.layout, costs.coefficients.backward
-    share = weight_share(costs.model)
-    weight_s = share * np.outer(
-        _pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
-        _layers(layout).astype(np.float64),
-    )
-    # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
-    weight_s = np.minimum(weight_s, share * tasks.backward_s)
-    if policy is not None:
-        # I needs all that comes back from the host; while it waits, a part of W's work is done.
-        weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
-    input_s = tasks.backward_s - weight_s
-    return divide_backward(costs.model, layout, tasks, backward, input_s, weight_s + gather_seconds(costs, backward))
-
-
-def gather_seconds(costs: PackCosts, backward: SliceColumns) -> NDArray[np.float64]:
+def gather_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
+) -> NDArray[np.float64]:
     """What I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again in W;
     float64[m_b, P]."""
-    token_s, pack_s = weight_gather_seconds(costs.model, costs.coefficients, costs.layout.tp)
-    return np.outer(_pack_tokens(backward, costs.layout) * token_s + pack_s, _layers(costs.layout).astype(np.float64))
+    token_s, pack_s = weight_gather_seconds(model, coefficients, layout.tp)
+    return np.outer(pack_tokens(backward, layout) * token_s + pack_s, np.array(layout.stage_counts, np.float64))
 
 
 def weight_share(model: ModelSpec) -> float:
-    """Of the backward of a linear layer, what W may put off; nothing where the matrices are frozen (LoRA)."""
+    """Of the backward of a linear layer, what W may defer; nothing where the matrices are frozen (LoRA)."""
     return 0.0 if model.adapter_parameters_per_layer else WEIGHT_SHARE
 
 
@@ -83,14 +60,14 @@ def divide_backward(
     Args:
         input_s, weight_s: float64[m_b, P].
     """
-    pack_tokens, layers = _pack_tokens(backward, layout).astype(np.int64), _layers(layout)
+    tokens, layers = pack_tokens(backward, layout).astype(np.int64), np.array(layout.stage_counts, np.int64)
     element = model.bytes_per_element
-    held = np.outer(pack_tokens, layers * (element * weight_elements_per_token(model, layout.tp)))
+    held = np.outer(tokens, layers * (element * weight_elements_per_token(model, layout.tp)))
     return SplitBackward(
         input_s=input_s,
         weight_s=weight_s,
-        input_freed_bytes=tasks.backward_freed_bytes - held,
-        input_temp_bytes=tasks.backward_temp_bytes + held,
+        input_freed_bytes=tasks.held.backward_freed_bytes - held,
+        input_temp_bytes=tasks.held.backward_temp_bytes + held,
         weight_freed_bytes=held,
     )
 
@@ -111,15 +88,6 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
 
 
-def _layers(layout: ParallelLayout) -> NDArray[np.int64]:
-    return np.array([last - first for first, last in layout.stage_layers], np.int64)
-
-
-def _pack_tokens(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.float64]:
+def pack_tokens(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.float64]:
     """Tokens of every pack on one device, padding included."""
-    pack = columns.pack_of_slice()
-    pad_to = columns.pad_to[pack]
-    tokens = np.where(pad_to > 0, pad_to, columns.stop - columns.start)
-    shared = -(-tokens // sharing_ranks(columns, layout))
-    sums = np.bincount(pack, weights=shared, minlength=columns.num_packs)
-    return sums.astype(np.float64, copy=False)  # integers where there are no packs
+    return columns.pack_sums(-(-columns.slice_tokens() // sharing_ranks(columns, layout)))

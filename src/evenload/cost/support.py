@@ -1,6 +1,6 @@
 """Which parallel layouts a model allows; one place, so that every command says the same.
 
-What the runtime can train is narrower and refused there (`runtime.mesh`).
+What the runtime can train is narrower and refused there (`runtime.comm.mesh`).
 """
 
 from evenload.errors import ConfigError

@@ -51,12 +51,6 @@ def switch_seconds(model: ModelSpec, coefficients: CostCoefficients, old: Parall
     return max(seconds)
 
 
-def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout) -> int:
-    """Bytes that all devices together receive."""
-    needed = _holds(new)
-    return round(sum(float((part * needed).sum()) for part in _missing_bytes(model, devices_per_node, old, new)))
-
-
 class ReceiveSeconds:
     """Seconds for which a stage's devices receive, by its range of layers: the part of a switch that a search over
     mappings needs stage by stage. Without the senders' side and latency, so never above `switch_seconds`.
@@ -103,7 +97,6 @@ class _Link:
         return moved_bytes / self._coefficients.group_link(self._span).bandwidth_bytes_per_s
 
     def latency_seconds(self, messages: int) -> float:
-        """One after the other."""
         return messages * self._coefficients.group_link(self._span).latency_s if messages else 0.0
 
 

@@ -1,6 +1,6 @@
 """`DataConfig`: which documents are read, how they become tokens, and what makes a global batch."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -16,12 +16,12 @@ OnCorrupt = Literal["error", "skip"]
 MixtureEnd = Literal["once", "repeat"]
 
 _CHOICES = {
-    "format": ("auto", "text", "jsonl", "parquet", "arrow", "memmap"),
-    "record": ("text", "messages", "prompt_completion", "tokens"),
-    "loss_on": ("auto", "all", "completion"),
-    "overlong": ("error", "split", "truncate", "drop"),
-    "on_corrupt": ("error", "skip"),
-    "mixture_end": ("once", "repeat"),
+    "format": get_args(Format),
+    "record": get_args(RecordKind),
+    "loss_on": get_args(LossOn),
+    "overlong": get_args(Overlong),
+    "on_corrupt": get_args(OnCorrupt),
+    "mixture_end": get_args(MixtureEnd),
 }
 _MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of lanes
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")

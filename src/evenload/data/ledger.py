@@ -8,11 +8,14 @@ whose plan was not noted yet). The loader counts what it holds for itself, so `c
 independent counts. A record that could not be read counts as a document of 0 tokens.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.base import Frozen
-from evenload.types.plan import DEFERRED, StepPlan
+from evenload.types.document import Document
+from evenload.types.plan import DEFERRED, LeftOut, StepPlan
 
 
 class Tally(Frozen, array_like=True):
@@ -21,9 +24,16 @@ class Tally(Frozen, array_like=True):
     documents: int = 0
     tokens: int = 0
 
-    def plus(self, documents: int, tokens: int) -> "Tally":
-        """The sum; negative numbers subtract."""
-        return Tally(documents=self.documents + documents, tokens=self.tokens + tokens)
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(documents=self.documents + other.documents, tokens=self.tokens + other.tokens)
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(documents=self.documents - other.documents, tokens=self.tokens - other.tokens)
+
+
+def tally_of(documents: Collection[Document | LeftOut]) -> Tally:
+    """How many these are, and their tokens."""
+    return Tally(documents=len(documents), tokens=sum(document.num_tokens for document in documents))
 
 
 class LedgerState(Frozen):
@@ -47,17 +57,16 @@ def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -
     """
     return msgspec.structs.replace(
         state,
-        trained=state.trained.plus(-skipped.documents, -skipped.tokens),
+        trained=state.trained - skipped,
         masked=state.masked - masked,
-        dropped=state.dropped | {reason: state.dropped.get(reason, Tally()).plus(skipped.documents, skipped.tokens)},
+        dropped=state.dropped | {reason: state.dropped.get(reason, Tally()) + skipped},
     )
 
 
 def account_lines(state: LedgerState) -> list[str]:
     """The lines of a state that balances: what is read and nowhere else waits in the loader."""
-    kept = (state.trained, state.deferred, state.in_flight, *state.dropped.values())
-    documents, tokens = sum(part.documents for part in kept), sum(part.tokens for part in kept)
-    return Ledger(state).summary(state.read.plus(-documents, -tokens))
+    ledger = Ledger(state)
+    return ledger.summary(state.read - ledger.accounted())
 
 
 class Ledger:
@@ -77,7 +86,6 @@ class Ledger:
         self.dropped: dict[str, Tally] = dict(state.dropped)
 
     def state(self) -> LedgerState:
-        """The counters as data."""
         return LedgerState(
             read=self.read,
             trained=self.trained,
@@ -87,18 +95,18 @@ class Ledger:
             dropped=dict(sorted(self.dropped.items())),
         )
 
-    def note_read(self, num_tokens: int, documents: int = 1) -> None:
-        """A document came out of the source; 0 documents for the tail of one that is cut off."""
-        self.read = self.read.plus(documents, num_tokens)
+    def note_read(self, read: Tally) -> None:
+        """Documents came out of the source."""
+        self.read += read
 
-    def note_dropped(self, reason: str, documents: int, num_tokens: int) -> None:
+    def note_dropped(self, reason: str, dropped: Tally) -> None:
         """Documents or tokens will never be trained, and why; 0 documents where only tokens are cut off."""
-        self.dropped[reason] = self.dropped.get(reason, Tally()).plus(documents, num_tokens)
+        self.dropped[reason] = self.dropped.get(reason, Tally()) + dropped
 
     def note_handed_out(self, new: Tally, carried: Tally) -> None:
         """A global batch left the loader: new documents, and deferred ones that come again."""
-        self.in_flight = self.in_flight.plus(new.documents + carried.documents, new.tokens + carried.tokens)
-        self.deferred = self.deferred.plus(-carried.documents, -carried.tokens)
+        self.in_flight += new + carried
+        self.deferred -= carried
 
     def note_step(self, plan: StepPlan) -> None:
         """A handed-out batch was trained as planned: its documents, and those the plan left out.
@@ -106,23 +114,27 @@ class Ledger:
         Raises:
             InvalidPlanError: the plan has more documents or tokens than are in flight.
         """
-        trained = Tally(documents=len(plan.documents), tokens=sum(doc.num_tokens for doc in plan.documents))
-        left = Tally(documents=len(plan.left_out), tokens=sum(doc.num_tokens for doc in plan.left_out))
-        rest = self.in_flight.plus(-trained.documents - left.documents, -trained.tokens - left.tokens)
+        trained = tally_of(plan.documents)
+        planned = trained + tally_of(plan.left_out)
+        rest = self.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
-                f"plan of step {plan.step} accounts for {trained.documents + left.documents} documents of "
-                f"{trained.tokens + left.tokens} tokens, but only {self.in_flight.documents} of "
+                f"plan of step {plan.step} accounts for {planned.documents} documents of "
+                f"{planned.tokens} tokens, but only {self.in_flight.documents} of "
                 f"{self.in_flight.tokens} are in flight; note every step once, with the plan of its batch"
             )
         self.in_flight = rest
-        self.trained = self.trained.plus(trained.documents, trained.tokens)
+        self.trained += trained
         self.masked += trained.tokens - sum(doc.num_label_tokens for doc in plan.documents)
         for doc in plan.left_out:
             if doc.reason == DEFERRED:
-                self.deferred = self.deferred.plus(1, doc.num_tokens)
+                self.deferred += tally_of([doc])
             else:
-                self.note_dropped(doc.reason, 1, doc.num_tokens)
+                self.note_dropped(doc.reason, tally_of([doc]))
+
+    def accounted(self) -> Tally:
+        """All that is trained, deferred, dropped or in flight."""
+        return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
 
     def check(self, held: Tally) -> None:
         """Compare what was read with what became of it.
@@ -133,13 +145,12 @@ class Ledger:
         Raises:
             DataError: they differ: tokens were lost or counted twice.
         """
-        kept = (self.trained, self.deferred, self.in_flight, held, *self.dropped.values())
-        documents, tokens = sum(part.documents for part in kept), sum(part.tokens for part in kept)
-        if (documents, tokens) != (self.read.documents, self.read.tokens):
+        found = self.accounted() + held
+        if found != self.read:
             raise DataError(
                 f"the ledger does not balance: read {self.read.documents} documents of {self.read.tokens} tokens, "
-                f"accounted for {documents} of {tokens} ({msgspec.json.encode(self.state()).decode()}, held "
-                f"{held.documents} of {held.tokens}); please report this as a bug"
+                f"accounted for {found.documents} of {found.tokens} ({msgspec.json.encode(self.state()).decode()}, "
+                f"held {held.documents} of {held.tokens}); please report this as a bug"
             )
 
     def summary(self, held: Tally | None = None) -> list[str]:
@@ -148,10 +159,9 @@ class Ledger:
         Args:
             held: what the loader still holds, shown as waiting with what is in flight.
         """
-        waiting = self.in_flight.plus(held.documents, held.tokens) if held else self.in_flight
         rows = [("read", self.read), ("trained", self.trained)]
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
-        rows += [("deferred", self.deferred), ("waiting", waiting)]
+        rows += [("deferred", self.deferred), ("waiting", self.in_flight + (held or Tally()))]
         width = max(len(name) for name, _ in rows)
         lines = [
             f"{name:<{width}}  {tally.documents:>12,} documents  {tally.tokens:>16,} tokens" for name, tally in rows

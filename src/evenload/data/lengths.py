@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.data.number_files import holds_numbers, read_numbers
 from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import open_part
-from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.types.length_unit import LengthUnit
 

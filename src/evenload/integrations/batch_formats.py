@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from evenload.data.collate import PackBatch
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import ConfigError
+from evenload.feed.collate import PackBatch
 from evenload.integrations.torchtitan_shape import torchtitan_is_folded
 
 BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]

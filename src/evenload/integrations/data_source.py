@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.data.config import DataConfig
+from evenload.data.formats.hf_dataset import is_iterable_dataset
 from evenload.errors import ConfigError
 
 DATASET_NAME = "dataset"
@@ -67,7 +68,8 @@ def data_config(
         for one, other in (("batch_documents", "batch_tokens"), ("batch_tokens", "batch_documents")):
             if settings.get(one) is not None:
                 base[other] = None
-    elif is_dataset(data):
+    elif any(base.__module__.startswith("datasets.") for base in type(data).__mro__):
+        is_iterable_dataset(data)  # refuses what is neither kind, such as a dictionary of splits
         base, datasets = {"sources": (DATASET_NAME,)} | _record_kind(data, settings), {DATASET_NAME: data}
     elif isinstance(data, str | Path):
         base = {"sources": (str(data),)}
@@ -83,20 +85,6 @@ def data_config(
     if evaluation:
         base |= _evaluation(data, base, settings, default_batch_tokens)
     return DataConfig(**(base | settings)), datasets
-
-
-def is_dataset(data: Any) -> bool:
-    """A `Dataset` or `IterableDataset` of the `datasets` package.
-
-    Raises:
-        ConfigError: a dictionary of splits.
-    """
-    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):
-        raise ConfigError(f'data has the splits {list(data)}; give one of them, such as data["train"]')
-    return any(
-        base.__module__.split(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
-        for base in type(data).__mro__
-    )
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenload.data.peers import Alone, Peers
+from evenload.data.batch.peers import Alone, Peers
 from evenload.errors import ConfigError
-from evenload.runtime.torch_peers import TorchPeers
+from evenload.runtime.comm.torch_peers import TorchPeers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class LoaderPlace:
 
 
 def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: float) -> LoaderPlace:
-    """The place of this process. Collective where ranks read together.
+    """The place of this process; arguments as in `LoaderOptions`. Collective where ranks read together.
 
     Raises:
         ConfigError: half of a place, or two of them.

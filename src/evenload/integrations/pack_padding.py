@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenload.data.collate import PADDING_TOKEN, PackBatch
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.feed.collate import PADDING_TOKEN, PackBatch
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:

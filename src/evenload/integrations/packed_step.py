@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenload.data.collate import PackBatch, collate_packs
-from evenload.data.state import LoaderState
-from evenload.data.step_maker import PlannedStep
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import BatchFormat, format_pack
+from evenload.feed.collate import PackBatch, collate_packs
+from evenload.feed.step_maker import PlannedStep
+from evenload.integrations.batch_formats import format_pack
+from evenload.integrations.loader_options import LoaderOptions
+from evenload.integrations.loader_peers import LoaderPlace
 from evenload.integrations.pack_padding import pad_pack, zero_weight_pack
-from evenload.plan.delay import DelayState
 from evenload.types.plan import StepPlan
 
 
@@ -23,33 +23,34 @@ class PackedStep:
     """One step of this rank. Iterating gives the micro-batches.
 
     Args:
-        plan: of all ranks.
+        planned: plan of all ranks, account and states after this step.
         packs: forward packs of this rank, zero-weight ones last.
         backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
         batches: `packs` in the loader's format.
-        num_label_tokens: of the global batch, all ranks together: what the sum of the losses is divided by.
         num_zero_weight: packs without work.
-        ledger_lines: the account after this step.
-        loader_state, planner_state: to go on after this step.
     """
 
-    epoch: int
-    plan: StepPlan
+    planned: PlannedStep
     packs: tuple[PackBatch, ...]
     backward_packs: tuple[PackBatch, ...]
     batches: tuple[Any, ...]
-    num_label_tokens: int
     num_zero_weight: int
-    ledger_lines: tuple[str, ...]
-    plan_time_s: float
-    loader_state: LoaderState
-    planner_state: DelayState
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    @property
+    def plan(self) -> StepPlan:
+        """Of all ranks."""
+        return self.planned.plan
+
+    @property
+    def num_label_tokens(self) -> int:
+        """Of the global batch, all ranks together: what the sum of the losses is divided by."""
+        return self.plan.num_label_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -66,68 +67,39 @@ class PackedStep:
         return replace(self, packs=self.packs[given:], batches=self.batches[given:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """How many micro-batches a step has.
-
-    Args:
-        rank, world_size: of the ranks that share the global batch.
-        micro_batches: of every rank; None = as many as the plan has.
-        equal: with None: as many as the rank with the most.
-        max_tokens: of a pack.
-        multiple: of which the tokens of every pack are one, by padding at its end.
-    """
-
-    rank: int
-    world_size: int
-    micro_batches: int | None
-    equal: bool
-    max_tokens: int
-    multiple: int = 1
-
-    def computed_tokens(self, num_tokens: int) -> int:
-        """Tokens of a pack of so many, with the padding at its end."""
-        return -(-num_tokens // self.multiple) * self.multiple
-
-
-def pack_step(step: PlannedStep, shape: StepShape, format: BatchFormat) -> PackedStep:
+def pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
     """This rank's micro-batches of a step.
 
     Raises:
         ConfigError: a rank needs more packs than `micro_batches`; on every rank.
     """
     counts = [len(packs.forward) for packs in step.plan.pack_plans]
-    wanted = shape.micro_batches
+    wanted = options.micro_batches
     if wanted is not None and max(counts) > wanted:
-        raise ConfigError(_too_many(step.plan, counts, shape))
+        raise ConfigError(_too_many(step.plan, counts, options, place.world_size))
     if wanted is None:
-        wanted = max(counts) if shape.equal else counts[shape.rank]
-    forward, backward = collate_packs(step.plan.pack_plans[shape.rank], step.tokens)
-    missing = max(0, wanted - len(forward))
-    packs = (*(pad_pack(pack, shape.multiple) for pack in forward), *(zero_weight_pack(shape.multiple),) * missing)
+        wanted = max(counts) if options.equal_micro_batches else counts[place.rank]
+    forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
+    missing, multiple = max(0, wanted - len(forward)), options.pack_multiple
+    packs = (*(pad_pack(pack, multiple) for pack in forward), *(zero_weight_pack(multiple),) * missing)
+    num_label_tokens = step.plan.num_label_tokens
     return PackedStep(
-        epoch=step.epoch,
-        plan=step.plan,
+        planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, format, step.plan.num_label_tokens) for pack in packs),
-        num_label_tokens=step.plan.num_label_tokens,
+        batches=tuple(format_pack(pack, options.format, num_label_tokens) for pack in packs),
         num_zero_weight=missing,
-        ledger_lines=step.ledger_lines,
-        plan_time_s=step.plan_time_s,
-        loader_state=step.loader_state,
-        planner_state=step.planner_state,
     )
 
 
-def _too_many(plan: StepPlan, counts: list[int], shape: StepShape) -> str:
+def _too_many(plan: StepPlan, counts: list[int], options: LoaderOptions, world_size: int) -> str:
     tokens = sum(document.num_tokens for document in plan.documents)
     rank = max(range(len(counts)), key=counts.__getitem__)
-    room = (shape.micro_batches or 0) * shape.world_size * shape.max_tokens
+    micro_batches, max_tokens = options.micro_batches or 0, options.max_tokens
     return (
-        f"step {plan.step}: rank {rank} needs {counts[rank]} packs of at most max_tokens = {shape.max_tokens}, "
-        f"micro_batches is {shape.micro_batches}. The batch has {tokens} tokens in {len(plan.documents)} documents; "
-        f"{shape.world_size} ranks x {shape.micro_batches} x {shape.max_tokens} = {room} hold at most that many, and "
-        f"less where whole documents leave gaps (strategy {plan.strategy}). Lower batch_tokens or batch_documents, or "
-        "raise max_tokens or micro_batches"
+        f"step {plan.step}: rank {rank} needs {counts[rank]} packs of at most max_tokens = {max_tokens}, micro_batches "
+        f"is {micro_batches}. The batch has {tokens} tokens in {len(plan.documents)} documents; {world_size} ranks x "
+        f"{micro_batches} x {max_tokens} = {micro_batches * world_size * max_tokens} hold at most that many, and less "
+        f"where whole documents leave gaps (strategy {plan.strategy}). Lower batch_tokens or batch_documents, or raise "
+        "max_tokens or micro_batches"
     )

@@ -2,71 +2,53 @@
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.config import DataConfig
-from evenload.integrations.batch_formats import METADATA, BatchFormat
+from evenload.integrations.batch_formats import METADATA
+from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.loader_peers import LoaderPlace
-from evenload.integrations.packed_step import PackedStep, StepShape
-from evenload.plan.options import PlanOptions
-from evenload.plan.strategies import STRATEGY_WORKS, WHOLE_STRATEGIES
+from evenload.integrations.packed_step import PackedStep
+from evenload.plan.strategies.registry import strategy_named
 
 
 def start_lines(
-    config: DataConfig,
-    tokenizer: str,
-    options: PlanOptions,
-    place: LoaderPlace,
-    costs: PackCosts,
-    shape: StepShape,
-    strategy: str,
-    format: BatchFormat,
-    *,
-    delays: bool,
-    evaluation: bool,
-    assumed: bool,
+    config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
 ) -> list[str]:
     """One line a subject, `balance_line` first.
 
     Args:
         tokenizer: what is said about it.
-        format: as `resolve_format` returns it.
-        assumed: nobody has named the model that is trained.
-        delays: documents may come in a later step than their batch's.
     """
-    if config.batch_documents is not None:
-        batch = f"{config.batch_documents} documents"
-    else:
-        batch = f"up to {config.batch_tokens} tokens"
-    if shape.micro_batches is not None:
-        packs = f"exactly {shape.micro_batches} packs a rank"
-    else:
-        packs = "as many packs as needed" + (", equally many on all ranks" if shape.equal else "")
+    planning, strategy = options.planning(), strategy_named(options.strategy)
+    batch = f"{config.batch_documents} documents" if config.batch_documents else f"up to {config.batch_tokens} tokens"
+    most = f"at most {options.max_tokens} tokens"
+    packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
+    if options.micro_batches is not None:
+        packs = f"exactly {options.micro_batches} packs a rank"
+    if options.pack_multiple > 1:
+        packs += f", each padded to a multiple of {options.pack_multiple} tokens"
     reading = "alone" if place.reads_alone else f"together with {place.world_size - 1} others"
     workers = f"{config.workers} processes" if config.workers else "a thread"
     order = f"shuffled within {config.shuffle_window} documents, seed {config.seed}"
     not_done = [
-        "no document attends to another, and none is cut"
-        if strategy in WHOLE_STRATEGIES
-        else "no document attends to another",
+        "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
         "no attention mask is made",
         "no special tokens but the end of a document",
         "tensors stay on the CPU",
     ]
-    if delays and config.epochs is None:
+    if strategy.delays(planning) and not options.evaluation and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
-    cuts = "" if strategy in WHOLE_STRATEGIES else "; the loop must follow step.plan"
-    if shape.multiple > 1:
-        packs += f", each padded to a multiple of {shape.multiple} tokens"
+    cuts = "" if options.keeps_whole else "; the loop must follow step.plan"
     lines = [
-        balance_line(costs, assumed=assumed),
-        f"strategy      {strategy}: {STRATEGY_WORKS[strategy]}{cuts}",
-        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of at most {shape.max_tokens} tokens",
+        balance_line(costs, assumed=options.model is None),
+        f"strategy      {options.strategy}: {strategy.description}{cuts}",
+        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of {most}",
         f"tokenizer     {tokenizer}",
-        f"boundaries    format {format}: {METADATA[format]}",
+        f"boundaries    format {options.format}: {METADATA[options.format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
-        + (f", packed over {options.window} batches" if options.window > 1 else ""),
+        + (f", packed over {planning.window} batches" if planning.window > 1 else ""),
         f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",
         f"not done      {'; '.join(not_done)}",
     ]
-    if evaluation:
+    if options.evaluation:
         lines.append("evaluation    every document once an iteration, none dropped, the last batch short")
     return lines
 
@@ -80,17 +62,17 @@ def balance_line(costs: PackCosts, *, assumed: bool) -> str:
     return f"{line}; times from {costs.coefficients.source} ({costs.coefficients.device})"
 
 
-def first_step_line(step: PackedStep, shape: StepShape) -> str:
+def first_step_line(step: PackedStep, options: LoaderOptions) -> str:
     """How well the first step's packs are filled and balanced."""
     plan = step.plan
     packs = [pack for packs in plan.pack_plans for pack in packs.forward]
     tokens = sum(pack.num_tokens for pack in packs)
-    computed = sum(shape.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
+    computed = sum(options.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
     times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
     mean_s = sum(times) / len(times)
     uneven = max(times) / mean_s if mean_s else 1.0
     return (
         f"first step    {len(plan.documents)} documents, {tokens} tokens in {len(packs)} packs "
-        f"({tokens / (len(packs) * shape.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
+        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
         f"padding, slowest rank {uneven:.3f} of the mean by prediction"
     )

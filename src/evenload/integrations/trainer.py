@@ -5,7 +5,7 @@
 
 What it replaces, and why:
 
-- `get_train_dataloader`: the loader itself, which has dealt the data already; Accelerate would deal it again.
+- `get_train_dataloader`: the loader itself, which has distributed the data already; Accelerate would do so again.
 - `get_batch_samples`: the loss is divided by the label tokens of the *global* batch, which the loader knows, so it does
   not depend on ranks or micro-batches; nothing is counted or gathered.
 - Resuming: the loader goes on where it was (`LOADER_STATE` in the checkpoint). The Trainer would read and throw away
@@ -217,9 +217,9 @@ def _refuse_settings(
     if args is None:
         raise ConfigError("PackedTrainer needs args=TrainingArguments(...), with max_steps and the accumulation steps")
     for loader, name in ((train_loader, "train_loader"), (eval_loader, "eval_loader")):
-        if loader is not None and loader.format != "hf":
-            raise ConfigError(f'{name} has format "{loader.format}", the Trainer needs "hf"')
-    if train_loader.is_evaluation or (eval_loader is not None and not eval_loader.is_evaluation):
+        if loader is not None and loader.options.format != "hf":
+            raise ConfigError(f'{name} has format "{loader.options.format}", the Trainer needs "hf"')
+    if train_loader.options.evaluation or (eval_loader is not None and not eval_loader.options.evaluation):
         raise ConfigError("train_loader must not, and eval_loader must be made with evaluation=True")
     for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics"):
         if settings.get(name) is not None:
@@ -228,9 +228,10 @@ def _refuse_settings(
                 "gives the mean loss; leave it out"
             )
     steps = args.gradient_accumulation_steps
-    if train_loader.micro_batches != steps:
+    micro_batches = train_loader.options.micro_batches
+    if micro_batches != steps:
         raise ConfigError(
-            f"gradient_accumulation_steps is {steps}, the loader makes {train_loader.micro_batches or 'any number of'} "
+            f"gradient_accumulation_steps is {steps}, the loader makes {micro_batches or 'any number of'} "
             f"micro-batches a step; make it with micro_batches={steps}"
         )
     if args.max_steps <= 0:

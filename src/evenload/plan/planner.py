@@ -5,41 +5,39 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
+import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import cast
 
-import msgspec
 import numpy as np
 
 from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.pack_cost import PackCosts, padded_pack_tokens
+from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
-from evenload.plan.candidate import imbalance, with_times_that_run
-from evenload.plan.delay import (
-    Arrivals,
-    DelayedChoice,
+from evenload.plan.deferral.delay import (
     DelayState,
     arrivals_of,
     mean_token_delay_steps,
     state_after,
     trained_documents,
 )
-from evenload.plan.levels import plan_by_levels
-from evenload.plan.options import PlanOptions
-from evenload.plan.policies import policy_levels
-from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies import DELAYING_STRATEGIES, LEVEL_STRATEGIES, MEMORY_CHECKS, strategy_named
-from evenload.plan.time_split import split_step_time
+from evenload.plan.problem.candidate import Candidate, imbalance, with_times_that_run
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.sharing.cp_sharding import pack_shardings
+from evenload.plan.sharing.sharding_cost import sharding_cost
+from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import ActivationPolicy, PackPlan
+from evenload.types.micropack import ActivationPolicy, PackPlan, PackSharding
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
 from evenload.types.scaled_units import format_bytes
-from evenload.types.time_split import TimeSplit
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +81,6 @@ class Proposal:
     def note(self) -> str:
         """What a reader must know about how the plan was found; "" = nothing."""
         return next((choice.note for choice in self.choices if choice.note), "")
-
-    def time_split(self) -> TimeSplit:
-        """Where the step's time goes, by cause; computed when asked for."""
-        return msgspec.structs.replace(split_step_time(self.costs, self.choices), switch_s=self.switch_s)
 
     def critical_path(self) -> tuple[int, CriticalPath]:
         """Of the slowest replica: (dp rank, path)."""
@@ -163,36 +157,20 @@ class StepPlanner:
 
         Args:
             state: what the step before handed out (`Proposal.state`; `DelayState()` at first): then `documents` are
-                the new ones and all that wait, and a delaying strategy may put some off, as `LeftOut` with reason
+                the new ones and all that wait, and a delaying strategy may defer some, as `LeftOut` with reason
                 "deferred". None = the step stands alone and trains all documents.
-            is_last: the data has ended: nothing may be put off.
+            is_last: the data has ended: nothing may be deferred.
 
         Raises:
             ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents.
         """
-        planner = strategy_named(strategy)
-        delaying = DELAYING_STRATEGIES.get(strategy)
-        arrivals: Arrivals | None = None
-        if state is not None:
-            doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
-            arrivals = arrivals_of(step, doc_ids, state, is_last)
-        num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
-        can_offload = self.costs.coefficients.host_link is not None
-        levels = policy_levels(num_tokens, self.options.policy, can_offload=can_offload)
+        found = strategy_named(strategy)
         first = self._problem(step, documents)
-        problems = [first if policy is None else replace(first, policy=policy) for policy in levels]
-        if strategy in LEVEL_STRATEGIES:
-            problem, choices = LEVEL_STRATEGIES[strategy](problems)
-            answer = DelayedChoice(choices)
-        else:
-            problem, answer = plan_by_levels(
-                problems,
-                (lambda problem: DelayedChoice(planner(problem)))
-                if arrivals is None or delaying is None
-                else (lambda problem: delaying(problem, arrivals)),
-                lambda answer: answer.choices,
-                MEMORY_CHECKS.get(strategy),
-            )
+        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, is_last)
+        can_offload = self.costs.coefficients.host_link is not None
+        policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
+        problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
+        problem, answer = found.plan_step(problems, arrivals, tuple(STRATEGIES.values()) if found.tries_others else ())
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
@@ -202,7 +180,7 @@ class StepPlanner:
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         return self._proposal(plan, choices, after)
 
-    def _problem(self, step: int, documents: tuple[Document, ...], policy: np.ndarray | None = None) -> StepProblem:
+    def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         if len(np.unique(doc_ids)) != len(doc_ids):
@@ -220,7 +198,7 @@ class StepPlanner:
         cap = None
         if self.memory_cap_bytes is not None:
             cap = np.full(self.layout.pp, self.memory_cap_bytes, dtype=np.int64)
-        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, policy)
+        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options)
 
     def _step_plan(
         self,
@@ -247,7 +225,7 @@ class StepPlanner:
                         doc_ids,
                         _slowest_stage(found.tasks.forward_s),
                         layout_cp=layout_cp,
-                        sharding=found.sharding or self.options.cp_sharding,
+                        shardings=self._shardings(found),
                         slices=slices,
                     ),
                     backward=found.backward.packs(
@@ -255,7 +233,6 @@ class StepPlanner:
                         doc_ids,
                         _slowest_stage(found.tasks.backward_s),
                         layout_cp=layout_cp,
-                        sharding=found.sharding or self.options.cp_sharding,
                         slices=slices if is_same else None,
                     ),
                     policies=_policies(doc_ids, found.policy),
@@ -302,14 +279,20 @@ class StepPlanner:
             )
         )
 
+    def _shardings(self, found: Candidate) -> tuple[PackSharding, ...]:
+        """Which ranks compute which tokens of every forward pack."""
+        if found.owner is not None:
+            owner = found.owner.tolist()
+            return tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(found.forward.pack_offset.tolist()))
+        rule, price = self.options.cp_sharding, functools.partial(sharding_cost, self.costs)
+        return pack_shardings(rule, found.forward, found.backward, self.layout.cp, price)
+
     def _proposal(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None) -> Proposal:
         found = [choice.candidate for choice in choices]
         used = [one for one in found if one.forward.num_packs]
         busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in found)
         makespan_s = np.array([one.makespan_s for one in found])
-        tokens = np.concatenate(
-            [padded_pack_tokens(columns) for one in found for columns in (one.forward, one.backward)]
-        )
+        tokens = np.concatenate([columns.pack_tokens() for one in found for columns in (one.forward, one.backward)])
         limit = self.options.max_pack_tokens
         return Proposal(
             plan=plan,

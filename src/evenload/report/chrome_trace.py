@@ -3,7 +3,7 @@
 One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each
 pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a
 timeline knows them: events on the critical path have the category "critical" and say so in their arguments, bytes by
-kind are counters of their own, and recompute, copies, hops and reduction are drawn (`report.side_events`).
+kind are counters of their own, and recompute, copies, p2p transfers and reduction are drawn (`report.side_events`).
 Lanes of all timelines have equal names and order, so predicted and measured open side by side.
 
 The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are

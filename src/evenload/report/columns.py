@@ -1,6 +1,6 @@
 """Columns of the strategy comparison, shared by the terminal's table and the page's.
 
-Keys are those of `evenload plan --json` (DESIGN §11), plus what only a trained run knows. A column is
+Keys are those of `evenload plan --json`, plus what only a trained run knows. A column is
 shown when any row has a value for it; keys without a column are carried by the files, not by the table.
 """
 
@@ -12,7 +12,7 @@ from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import MISSING, format_bytes
 from evenload.types.time_split import time_split_from
 
-TEXT_COLUMNS = frozenset({"time_split", "layout"})
+TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
 """Keys of columns that hold words and stand on the left of their cell."""
 _SHOWN_LOSSES = 2
 _LEAST_SHOWN_LOSS = 0.001
@@ -28,13 +28,13 @@ class Column(NamedTuple):
 
 
 def format_losses(time_split: object) -> str:
-    """The two dearest causes of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
+    """The two largest losses of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
     split = time_split_from(time_split)
     total_s = split.total_s()
-    dearest = split.losses()[:_SHOWN_LOSSES]
+    largest = split.losses()[:_SHOWN_LOSSES]
     shown = [
         f"{label} {format_percent(seconds / total_s)}"
-        for label, seconds in dearest
+        for label, seconds in largest
         if seconds > _LEAST_SHOWN_LOSS * total_s
     ]
     return ", ".join(shown) or MISSING
@@ -64,7 +64,10 @@ COLUMNS = (
     Column("deferred_tokens", "tokens\ndeferred", format_count, "tokens moved to a later step"),
     Column("dropped_tokens", "tokens\ndropped", format_count, "tokens never trained"),
     Column("plan_time_s", "plan\ntime", format_seconds, "seconds to plan a step"),
-    Column("time_split", "lost to", format_losses, "the two dearest causes beside useful work, share of the step"),
+    Column("time_split", "lost to", format_losses, "the two largest losses beside useful work, share of the step"),
+    Column("cuts", "cuts", str, "whole documents, or slices: the same forward and backward (symmetric), or not"),
+    Column("schedule", "schedule", str, "in which order pipeline ranks run packs (plan.options.schedule)"),
+    Column("sharding", "shared\nby", str, "how context-parallel ranks share packs (plan.options.cp_sharding)"),
     Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
 )
 _SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens"})
@@ -81,7 +84,8 @@ def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "toke
         column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))
         for column in COLUMNS
         if any(
-            row.get(column.key) is not None and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)
+            row.get(column.key) not in (None, "")
+            and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)
             for row in rows
         )
     )
@@ -90,7 +94,7 @@ def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "toke
 def format_cell(column: Column, row: Mapping[str, object]) -> str:
     """A row's value in a column; a dash when it has none."""
     value = row.get(column.key)
-    return MISSING if value is None else column.format(value)
+    return MISSING if value in (None, "") else column.format(value)
 
 
 def is_feasible(row: Mapping[str, object]) -> bool:

@@ -23,7 +23,7 @@ from evenload.report.length_figures import (
 )
 from evenload.report.metrics_file import MetricRow, latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
-from evenload.report.page import figure_html, page_html
+from evenload.report.page import definitions_html, figure_html, page_html
 from evenload.report.run_figures import largest, metric_column, typical, typical_meaning
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
@@ -70,7 +70,7 @@ def render_report(report: RunReport) -> str:
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     trained = [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
-    blocks = [f"<h1>{escape(report.title)}</h1>", _definitions("facts", report.facts)]
+    blocks = [f"<h1>{escape(report.title)}</h1>", _facts(report)]
     if len(trained) > 1:
         links = (f'<a href="#{identifier}">{escape(section.name)}</a>' for identifier, section in trained)
         blocks.append(f"<nav>{''.join(links)}</nav>")
@@ -99,8 +99,11 @@ def render_report(report: RunReport) -> str:
     return page_html(report.title, [block for block in blocks if block], scripts, report.unit)
 
 
+def _facts(report: RunReport) -> str:
+    return definitions_html("facts", ((name, escape(value)) for name, value in report.facts))
+
+
 def _refused(report: RunReport) -> set[str]:
-    """Names of strategies that exceed memory."""
     return {str(row["name"]) for row in report.comparison if not is_feasible(row)}
 
 
@@ -152,7 +155,7 @@ def _training(identifier: str, section: RunSection) -> list[str]:
     runs = {section.name: section.metrics}
     blocks = [
         f'<h2 id="{identifier}">{escape(section.name)}</h2>',
-        _definitions("tiles", _headline_numbers(section)),
+        definitions_html("tiles", _headline_numbers(section)),
         figure_html(
             f"{identifier}-time",
             "Step time, predicted and measured",
@@ -251,14 +254,3 @@ def _comparison(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUni
 
 def _text_class(key: str) -> str:
     return ' class="text"' if key in TEXT_COLUMNS else ""
-
-
-def _definitions(kind: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """A definition list; values of "tiles" are our own HTML, all others are escaped."""
-    if not pairs:
-        return ""
-    entries = (
-        f"<div><dt>{escape(name)}</dt><dd>{value if kind == 'tiles' else escape(value)}</dd></div>"
-        for name, value in pairs
-    )
-    return f'<dl class="{kind}">{"".join(entries)}</dl>'

@@ -26,14 +26,26 @@ READ_WINDOWS = (
     "split. Evenload trains documents whole up to <code>--context</code>."
 )
 _HEIGHT_PX = 340
-_NAMES = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
+COUNTED = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
+"""What is counted over lengths: fields of `LengthProfile`, and their names."""
+WINDOW_CUTS = (
+    ("longer_documents", "documents", "documents longer"),
+    ("tokens_beyond", "tokens", "tokens beyond"),
+    ("attention_pairs_across", "attention_pairs", "attention across pieces"),
+)
+"""What a window cuts: field of `WindowCut`, of the total that it is a share of, and name."""
+_CUT_MEANINGS = (
+    "of documents are longer",
+    "of tokens lie beyond: truncating loses them",
+    "of attention is across pieces: splitting loses it",
+)
 
 
 def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> go.Figure:
     """Share of documents, tokens and attention work by length class, three bars a class."""
     figure = go.Figure()
     labels = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
-    for key, name in _NAMES.items():
+    for key, name in COUNTED.items():
         counts = [getattr(c, key) for c in profile.classes]
         figure.add_trace(
             go.Bar(
@@ -58,7 +70,7 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
     """Share of documents, tokens and attention work in documents up to a length."""
     figure = go.Figure()
     lengths = [point.length for point in profile.cumulative]
-    for key, name in _NAMES.items():
+    for key, name in COUNTED.items():
         figure.add_trace(
             go.Scatter(
                 x=lengths,
@@ -86,16 +98,7 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> g
     """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     figure = go.Figure()
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
-    for key, total, name, template in (
-        ("longer_documents", "documents", "documents longer", "of documents are longer"),
-        ("tokens_beyond", "tokens", "tokens beyond", "of tokens lie beyond: truncating loses them"),
-        (
-            "attention_pairs_across",
-            "attention_pairs",
-            "attention across pieces",
-            "of attention is across pieces: splitting loses it",
-        ),
-    ):
+    for (key, total, name), template in zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True):
         counts = [getattr(cut, key) for cut in profile.windows]
         figure.add_trace(
             go.Bar(

@@ -12,7 +12,7 @@ from evenload.report.length_figures import (
     length_classes_figure,
     window_cuts_figure,
 )
-from evenload.report.page import figure_html, page_html
+from evenload.report.page import definitions_html, figure_html, page_html
 from evenload.report.units import format_count, format_share
 from evenload.types.length_profile import LengthProfile
 from evenload.types.length_unit import LengthUnit, in_unit
@@ -40,24 +40,16 @@ def write_lengths_page(
 
 def _tiles(profile: LengthProfile) -> str:
     half, work = profile.half_of_tokens, profile.half_of_attention
+    share, work_share = (format_share(one.documents / profile.documents) for one in (half, work))
     tiles = (
         ("documents", f"{profile.documents:,}", ""),
         ("tokens", format_count(profile.tokens), f"{profile.tokens:,}"),
         ("median length", f"{profile.median:,}", f"mean {profile.mean:,.0f}"),
         ("90 % are at most", f"{profile.p90:,}", f"99 %: {profile.p99:,}"),
         ("longest", f"{profile.longest:,}", f"shortest {profile.shortest:,}"),
-        (
-            "half of the tokens",
-            format_share(half.documents / profile.documents),
-            f"of documents, from {half.shortest:,} on",
-        ),
-        (
-            "half of the attention",
-            format_share(work.documents / profile.documents),
-            f"of documents, from {work.shortest:,} on",
-        ),
+        ("half of the tokens", share, f"of documents, from {half.shortest:,} on"),
+        ("half of the attention", work_share, f"of documents, from {work.shortest:,} on"),
     )
-    entries = (
-        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{detail}</small></dd></div>" for name, value, detail in tiles
+    return definitions_html(
+        "tiles", ((name, f"{escape(value)}<small>{detail}</small>") for name, value, detail in tiles)
     )
-    return f'<dl class="tiles">{"".join(entries)}</dl>'

@@ -6,6 +6,7 @@ Drawn by matplotlib, which is an extra: it needs no browser, so this also works 
 import os
 
 from evenload.errors import ConfigError
+from evenload.report.length_figures import COUNTED, WINDOW_CUTS
 from evenload.report.palette import LENGTH_COLORS
 from evenload.report.units import format_power_of_two
 from evenload.types.length_profile import LengthProfile
@@ -13,7 +14,6 @@ from evenload.types.length_unit import LengthUnit, in_unit
 
 _INCHES = (9.0, 9.6)
 _DOTS_PER_INCH = 130
-_KEYS = (("documents", "documents"), ("tokens", "tokens"), ("attention_pairs", "attention work"))
 
 
 def write_lengths_png(
@@ -50,11 +50,11 @@ def write_lengths_png(
                 LENGTH_COLORS[key],
                 [100 * getattr(c, key) / getattr(profile, key) for c in profile.classes],
             )
-            for key, name in _KEYS
+            for key, name in COUNTED.items()
         ],
     )
     classes.set_xlabel(in_unit("length from (tokens)", unit))
-    for key, name in _KEYS:
+    for key, name in COUNTED.items():
         cumulative.step(
             [point.length for point in profile.cumulative],
             [100 * getattr(point, key) for point in profile.cumulative],
@@ -77,11 +77,7 @@ def write_lengths_png(
                     LENGTH_COLORS[key],
                     [100 * getattr(cut, field) / getattr(profile, key) for cut in profile.windows],
                 )
-                for key, field, name in (
-                    ("documents", "longer_documents", "documents longer"),
-                    ("tokens", "tokens_beyond", "tokens beyond"),
-                    ("attention_pairs", "attention_pairs_across", "attention across pieces"),
-                )
+                for field, key, name in WINDOW_CUTS
             ],
         )
         cuts.set_xlabel(in_unit("context window (tokens)", unit))

@@ -31,7 +31,6 @@ class LengthsTable:
     unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Totals, histogram, windows."""
         yield from (Text(in_unit(line.plain, self.unit), style=line.style) for line in _totals(self.profile))
         yield Text()
         yield _histogram(self.profile, options.max_width, console, options, self.unit)

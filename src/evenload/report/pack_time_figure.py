@@ -19,7 +19,7 @@ from plotly.subplots import make_subplots
 from evenload.report.palette import KIND_STYLES, PREDICTED
 from evenload.report.units import format_ratio
 from evenload.types.micropack import Direction
-from evenload.types.pack_times import PackTimes, pack_times
+from evenload.types.pack_times import PackSeconds, pack_times
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
@@ -99,7 +99,7 @@ def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Directi
     return np.concatenate([np.zeros(0), *(part / part.mean() for part in parts if part.sum() > 0)])
 
 
-def _sets(times: PackTimes, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
+def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
     """A number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
     if plan is None:
         return times.dp_rank

@@ -74,18 +74,29 @@ def figure_html(identifier: str, heading: str, how_to_read: str, figure: go.Figu
     figure = go.Figure(figure).update_layout(template="none", autosize=True)
     figure.update_xaxes(title_font_size=12.5).update_yaxes(title_font_size=12.5)
     _place_legend(figure)
-    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
-    data = str(figure.to_json()).replace("<", "\\u003c")
     return "\n".join(
         [
             f'<figure id="{identifier}">',
             f"<h3>{escape(heading)}</h3>",
             f'<div class="plot" data-figure="{identifier}-data" style="height:{height}px"></div>',
-            f'<script type="application/json" id="{identifier}-data">{data}</script>',
+            data_block(f"{identifier}-data", str(figure.to_json())),
             f"<figcaption>{how_to_read}</figcaption>",
             "</figure>",
         ]
     )
+
+
+def data_block(identifier: str, json_text: str) -> str:
+    """JSON for a script of the page."""
+    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
+    escaped = json_text.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{identifier}">{escaped}</script>'
+
+
+def definitions_html(kind: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A definition list of (name, value in HTML); "" where there is none."""
+    entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in pairs)
+    return f'<dl class="{kind}">{entries}</dl>' if entries else ""
 
 
 def _place_legend(figure: go.Figure) -> None:

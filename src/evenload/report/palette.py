@@ -27,7 +27,6 @@ KIND_STYLES = {
     "I": KindStyle("#d06a12", "#f2ae69", "#e18c3d", "#ffffff", "#3b1d02", "backward: input gradient"),
     "W": KindStyle("#7d5233", "#b58d6d", "#996f50", "#ffffff", "#24150a", "backward: weight gradient"),
 }
-IDLE = "rgba(128,134,145,0.16)"
 PREDICTED = "#8a919e"
 MEASURED = "#2f7fd0"
 LIMIT = "#d1364c"
@@ -86,5 +85,4 @@ violet and orange, the end of the step brown."""
 
 
 def series_style(index: int) -> tuple[str, str]:
-    """Colour and dash of the run with that index."""
     return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]

@@ -75,7 +75,7 @@ class RunReport:
         title: heading and browser title.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
         sections: in the order shown.
-        comparison: one row a strategy; keys as `evenload plan --json` (DESIGN §11), and
+        comparison: one row a strategy; keys as `evenload plan --json`, and
             `measured_step_time_s`, `measured_tokens_per_s`, `final_loss` for trained runs.
         best: name of the comparison row to mark; "" marks none.
         ledger: lines of the token ledger, shown as they are.

@@ -1,7 +1,7 @@
-"""Trace events of what happens beside the packs (`SideTasks`): recompute, copies, hops, reduction, optimizer.
+"""Trace events of what happens beside the packs (`SideTasks`): recompute, copies, p2p transfers, reduction, optimizer.
 
 Recompute lies inside its backward, reduction and optimizer after the packs, all on the rank's own thread. Copies have
-a thread for every rank ("rank 0 copies"), hops one for every link ("rank 0 to 1"). Hops that are under way at the
+a thread for every rank ("rank 0 copies"), transfers one for every link ("rank 0 to 1"). Transfers under way at the
 same time, as edge delays allow, get further threads of the same link, because events on a thread must not overlap.
 Starts and ends are rounded to nanoseconds each, as those of the packs. O(n log n).
 """
@@ -27,21 +27,21 @@ def side_events(
         threads: thread of every pipeline rank.
         first_tid: the first thread number that is free; new threads count up from it.
     """
-    lanes: dict[str, list[int]] = {}
+    streams: dict[str, list[int]] = {}
     for row in np.flatnonzero(side.dp_rank == dp_rank).tolist():
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
         if kind in _ON_THE_RANK:
             name = ""
         else:
             name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
-        lanes.setdefault(name, []).append(row)
+        streams.setdefault(name, []).append(row)
     tid = first_tid
-    for row in lanes.pop("", []):
+    for row in streams.pop("", []):
         yield _event(side, row, pid, threads[int(side.rank[row])])
-    for order, name in enumerate(sorted(lanes)):
-        for at, rows in enumerate(_apart(side, np.array(lanes[name]))):
-            lane = name if at == 0 else f"{name} ({at + 1})"
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+    for order, name in enumerate(sorted(streams)):
+        for at, rows in enumerate(_apart(side, np.array(streams[name]))):
+            stream = name if at == 0 else f"{name} ({at + 1})"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": stream}}
             sort = {"sort_index": len(threads) + order}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": sort}
             for row in rows:
@@ -50,19 +50,19 @@ def side_events(
 
 
 def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
-    """Rows by start, dealt into as few lanes as keep events of a lane from overlapping."""
-    lanes: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (end in ns, lane)
+    """Rows by start, assigned to as few threads as keep events of a thread from overlapping."""
+    streams: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (end in ns, stream)
     for row in rows[np.argsort(side.start_s[rows], kind="stable")].tolist():
         start, end = _nanoseconds(float(side.start_s[row])), _nanoseconds(float(side.end_s[row]))
         if free and free[0][0] <= start:
-            lane = heapq.heappop(free)[1]
+            stream = heapq.heappop(free)[1]
         else:
-            lane = len(lanes)
-            lanes.append([])
-        lanes[lane].append(row)
-        heapq.heappush(free, (end, lane))
-    return lanes
+            stream = len(streams)
+            streams.append([])
+        streams[stream].append(row)
+        heapq.heappush(free, (end, stream))
+    return streams
 
 
 def _event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:

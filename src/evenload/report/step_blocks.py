@@ -24,12 +24,11 @@ _MOST_UNITS = 2**31 - 1
 _SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
 _SIDE_KINDS_AT_END = ("reduction", "optimizer")
 
-Block = tuple[str, dict[str, Any]]
+DataBlock = tuple[str, dict[str, Any]]
 """(text of the data block, what the page must know to read it)."""
 
 
-def timeline_block(timeline: Timeline) -> Block:
-    """Encode a timeline."""
+def timeline_block(timeline: Timeline) -> DataBlock:
     unit_s = _unit_s(timeline)
     lane_of_task = _lane_key(timeline.dp_rank, timeline.rank)
     lane_of_sample = _lane_key(timeline.memory_dp_rank, timeline.memory_rank)
@@ -128,8 +127,7 @@ def _sampled_at_tasks(
     return bool((lanes[order] == sample_lane).all() and (expected[order] == sampled).all())
 
 
-def plan_block(plan: StepPlan) -> Block:
-    """Encode what the packs of a plan hold."""
+def plan_block(plan: StepPlan) -> DataBlock:
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
     packs = [
         (r.dp_rank, d, pack) for r in plan.pack_plans for d, part in enumerate((r.forward, r.backward)) for pack in part

@@ -12,9 +12,10 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from evenload.report.page import data_block
 from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
-from evenload.report.step_blocks import Block, plan_block, timeline_block
+from evenload.report.step_blocks import DataBlock, plan_block, timeline_block
 from evenload.report.units import format_seconds
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS
 
@@ -28,6 +29,8 @@ STEP_VIEW_SCRIPTS = (
     "step_controls.js",
     "step_view.js",
 )
+_STYLE_KEYS = ("even", "odd", "thin", "textEven", "textOdd", "name")
+"""Fields of `KindStyle`, as the page's scripts call them."""
 _BASELINE = "best_fit"
 """Shown above the best strategy at first, where there is one."""
 _READ = (
@@ -58,18 +61,7 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
     compare = names.index(_BASELINE) if is_alone and _BASELINE in names and names[first] != _BASELINE else -1
     blocks: list[str] = []
     index = {
-        "kinds": [
-            {
-                "letter": letter,
-                "name": KIND_STYLES[letter].name,
-                "even": KIND_STYLES[letter].even,
-                "odd": KIND_STYLES[letter].odd,
-                "thin": KIND_STYLES[letter].thin,
-                "textEven": KIND_STYLES[letter].text_even,
-                "textOdd": KIND_STYLES[letter].text_odd,
-            }
-            for letter in KINDS
-        ],
+        "kinds": [dict(zip(("letter", *_STYLE_KEYS), (letter, *KIND_STYLES[letter]), strict=True)) for letter in KINDS],
         "sides": [
             {"name": SIDE_STYLES[kind][1], "color": SIDE_STYLES[kind][0], "inside": kind == "recompute"}
             if kind in SIDE_STYLES
@@ -82,14 +74,12 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
         "first": first,
         "compare": compare,
     }
-    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
-    data = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
     return "\n".join(
         [
             '<figure id="step-view">',
             "<h3>Step by step</h3>",
             '<div class="view"></div>',
-            f'<script type="application/json" id="step-view-data">{data}</script>',
+            data_block("step-view-data", json.dumps(index, separators=(",", ":"))),
             *blocks,
             f"<figcaption>{_READ}</figcaption>",
             "</figure>",
@@ -122,7 +112,7 @@ def _label(section: RunSection, *, is_best: bool, is_refused: bool) -> str:
     return f"{label} ({', '.join(remarks)})" if remarks else label
 
 
-def _add(blocks: list[str], block: Block) -> dict[str, Any]:
+def _add(blocks: list[str], block: DataBlock) -> dict[str, Any]:
     text, meta = block
     identifier = f"block-{len(blocks)}"
     blocks.append(f'<script type="application/gzip" id="{identifier}">{text}</script>')

@@ -18,6 +18,9 @@ from evenload.types.scaled_units import format_bytes
 # Left out first when the terminal is narrow; all other columns stay as long as possible.
 _LEFT_OUT_FIRST = (
     "layout",
+    "sharding",
+    "cuts",
+    "schedule",
     "num_packs_backward",
     "num_packs_forward",
     "plan_time_s",
@@ -36,18 +39,23 @@ _LEFT_OUT_FIRST = (
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A rich renderable: strategies side by side, as many columns as the width takes.
+    """A rich renderable: strategies side by side, the best marked, as many columns as the width takes.
 
-    A cut number is a wrong number, so columns that do not fit are left out whole and named below the table.
+    A cut number is a wrong number, so columns that do not fit are left out whole and named below the table; then those
+    that cannot run, with the reason.
+
+    Args:
+        rows: objects of `strategies` in `evenload plan --json`.
+        title: plain text.
+        unit: of lengths.
     """
 
     rows: Sequence[Mapping[str, object]]
-    best: str
-    title: str
+    best: str = ""
+    title: str = ""
     unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, then what was left out, then why strategies cannot run."""
         feasible = [row for row in self.rows if is_feasible(row)]
         columns = list(shown_columns(feasible, self.unit))
         left_out = []
@@ -76,20 +84,6 @@ class ComparisonTable:
             cells = [Text(format_cell(column, row)) for column in columns]
             table.add_row(name, *cells, style="bold green" if is_best else None)
         return table
-
-
-def comparison_table(
-    rows: Sequence[Mapping[str, object]], best: str = "", title: str = "", unit: LengthUnit = "tokens"
-) -> ComparisonTable:
-    """Strategies side by side; the best marked, those that cannot run under the table with the reason.
-
-    Args:
-        rows: objects of `strategies` in `evenload plan --json` (DESIGN §11).
-        best: name of the row to mark.
-        title: over the table; plain text.
-        unit: of lengths.
-    """
-    return ComparisonTable(rows=tuple(rows), best=best, title=title, unit=unit)
 
 
 def step_line(row: MetricRow) -> str:

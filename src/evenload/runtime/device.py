@@ -6,13 +6,13 @@ computing stream instead and is read after the step; `HostClock` is the same int
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenload.errors import ConfigError
-from evenload.runtime.config import DeviceKind
+from evenload.types.cluster import DeviceKind
 
 
 def require_device(kind: DeviceKind, processes_here: int) -> None:
@@ -49,7 +49,6 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """All memory of a GPU."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
@@ -76,7 +75,6 @@ def seconds_now(device: torch.device) -> float:
 
 
 def forget_peak_bytes(device: torch.device) -> None:
-    """Peak memory counts from here."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -86,67 +84,47 @@ def measured_peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-class StepClock(Protocol):
-    """Times inside a step, read at its end."""
-
-    def start(self) -> None:
-        """Before a step's first mark."""
-        ...
-
-    def mark(self) -> object:
-        """Now, as the device sees it."""
-        ...
-
-    def seconds(self, marks: Sequence[object]) -> list[float]:
-        """Marks of this step as seconds of the host's clock. Waits for the last one."""
-        ...
-
-
 class HostClock:
-    """Marks are the host's times.
+    """Times inside a step, read at its end; marks are the host's times.
 
     Args:
         now: seconds, monotonic.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.mark = now
+        self.mark: Callable[[], Any] = now
 
     def start(self) -> None:
-        """See `StepClock`."""
+        """Before a step's first mark."""
 
-    def seconds(self, marks: Sequence[object]) -> list[float]:
-        """See `StepClock`."""
-        return [float(mark) for mark in marks]  # type: ignore[arg-type]
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Marks of this step as seconds of the host's clock. Waits for the last one."""
+        return list(marks)
 
 
-class EventClock:
+class EventClock(HostClock):
     """Marks are events on a GPU's computing stream. Not run on hardware yet."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(self._event)
         self._device = device
-        self._first: torch.cuda.Event | None = None
-        self._first_s = 0.0
 
     def start(self) -> None:
-        """See `StepClock`. Waits for the device, which is idle between steps, so that both clocks start together."""
+        """Waits for the device, which is idle between steps, so that both clocks start together."""
         self._first_s = seconds_now(self._device)
-        self._first = self.mark()
+        self._first = self._event()
 
-    def mark(self) -> torch.cuda.Event:
-        """See `StepClock`."""
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        wait_for(self._device)
+        return [self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in marks]
+
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, marks: Sequence[object]) -> list[float]:
-        """See `StepClock`."""
-        assert self._first is not None
-        wait_for(self._device)
-        return [self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in marks]  # type: ignore[arg-type]
 
-
-def step_clock(device: torch.device, now: Callable[[], float] = time.perf_counter) -> StepClock:
+def step_clock(device: torch.device, now: Callable[[], float] = time.perf_counter) -> HostClock:
     """That of a device.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Executor`: follows one rank's actions of a plan. It never plans, reorders or negotiates.
+"""`Executor`: follows one rank's actions of a prepared step. It never plans, simulates, reorders or negotiates.
 
     F   receive hidden states, run the forward pack, send hidden states on
     B   receive the gradient, run the backward pack, send the gradient on
@@ -20,22 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.errors import InvalidPlanError
-from evenload.plan.cp_sharding import ShardingCost
-from evenload.runtime.channels import Channels, open_channels
-from evenload.runtime.cp_groups import ContextGroup
-from evenload.runtime.device import StepClock, step_clock
-from evenload.runtime.held_bytes import STORE_KINDS, HeldBytes, StoreKind
-from evenload.runtime.host_copies import host_copies
-from evenload.runtime.mesh import Mesh
-from evenload.runtime.rank_packs import Exchange, RankPacks
-from evenload.runtime.send_releases import Channel
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.store import ActivationStore, Range
-from evenload.runtime.transfers import Carried
-from evenload.types.plan import StepPlan
+from evenload.runtime.comm.channels import Channels, open_channels
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.transfers import Carried
+from evenload.runtime.device import HostClock, step_clock
+from evenload.runtime.rank_packs import RankStep
+from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
+from evenload.runtime.replay.host_copies import host_copies
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from evenload.types.schedule import Action
 from evenload.types.timeline import KINDS
+from evenload.types.token_range import Range
+from evenload.types.transfers import Channel
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +110,6 @@ class Executor:
     Args:
         stages: the rank's virtual stages by index.
         clock: seconds, monotonic.
-        exchange: how keys and values of documents that several ranks share travel.
-        sharding_cost: what decides the sharding of packs that leave it to predicted seconds; the same on every rank.
     """
 
     def __init__(
@@ -122,42 +117,16 @@ class Executor:
         stages: Mapping[int, PipelineStage],
         mesh: Mesh,
         clock: Callable[[], float] = time.perf_counter,
-        *,
-        exchange: Exchange = "all_gather",
-        sharding_cost: ShardingCost | None = None,
     ) -> None:
         self._stages = stages
         self._mesh = mesh
         self._clock = step_clock(mesh.device, clock)
         self._receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copies = host_copies(mesh.device)
-        self._groups = {block: ContextGroup(group, mesh.watch) for block, group in mesh.context.items()}
-        self._exchange: Exchange = exchange
-        self._sharding_cost = sharding_cost
 
-    def prepare(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> RankPacks:
-        """This rank's packs of a step, ready to run. Another thread may call it while a step runs.
-
-        Args:
-            tokens: of every document of this rank's replica.
-
-        Raises:
-            InvalidPlanError: a plan of another layout, or one that this model cannot run.
-        """
-        if plan.layout != self._mesh.layout:
-            raise InvalidPlanError(
-                f"step {plan.step} is planned for {plan.layout.describe()}, this run is {self._mesh.layout.describe()}"
-            )
-        mesh = self._mesh
-        mine = RankPacks(plan, mesh.dp_rank, self._groups, self._exchange, self._sharding_cost, mesh.device)
-        return mine.collate(tokens)
-
-    def run(self, plan: StepPlan, mine: RankPacks) -> RankRun:
-        """Run this rank's actions of `plan`; gradients are added to `main_grad`.
-
-        Args:
-            mine: of `prepare`; good for one run.
-        """
+    def run(self, step: RankStep) -> RankRun:
+        """Run this rank's actions of a step; gradients are added to `main_grad`."""
+        plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
@@ -177,7 +146,7 @@ class Executor:
             )
             for stage in self._stages
         }
-        channels = self._open_channels(plan, mine, actions)
+        channels = self._open_channels(step, actions)
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -188,7 +157,7 @@ class Executor:
             stage, store = self._stages[action.stage], stores[action.stage]
             if action.kind == "W":
                 start = self._clock.mark()
-                store.add_put_off_weights(action.pack)
+                store.add_deferred_weights(action.pack)
             elif action.kind == "F":
                 batch = mine.load(packs.forward[action.pack])
                 hidden = channels.receive_hidden(action.stage, action.pack)
@@ -199,7 +168,7 @@ class Executor:
                 stage.announce_backward(batch.ranges, store)
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
-                products = store.put_off_weights(action.pack) if action.kind == "I" else None
+                products = store.defer_weights(action.pack) if action.kind == "I" else None
                 grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products)
                 loss += share
                 if stage.head_row_sums is not None:
@@ -222,10 +191,10 @@ class Executor:
         )
 
     def _context_bytes(self) -> int:
-        return sum(group.moved_bytes for group in self._groups.values())
+        return sum(group.moved_bytes for group in self._mesh.context.values())
 
-    def _open_channels(self, plan: StepPlan, mine: RankPacks, actions: Sequence[Action]) -> Channels:
-        packs = plan.pack_plans[self._mesh.dp_rank]
+    def _open_channels(self, step: RankStep, actions: Sequence[Action]) -> Channels:
+        packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
         rows: dict[Channel, list[tuple[int, int]]] = {
             (kind, stage): [] for stage in self._stages for kind in ("F", "B")
         }
@@ -243,7 +212,7 @@ class Executor:
             watch=self._mesh.watch,
             stream=self._receives,
         )
-        return open_channels(plan, self._mesh, rows, carried)
+        return open_channels(step.order, self._mesh, rows, carried)
 
 
 class _Row(NamedTuple):
@@ -253,7 +222,7 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(rows: list[_Row], clock: StepClock) -> RankTrace:
+def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(

@@ -1,35 +1,46 @@
 """`RankPacks`: a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
-DP-Merge), they are the token ranges that `plan.rank_rows` gives this rank, and attention goes through the group.
+DP-Merge), they are the token ranges that `stepplan.rank_rows` gives this rank, and attention goes through the group.
 Price: about 10 ns a token and direction for ids, targets and positions, which may be made in another thread before the
 step (`collate`); one pass over the replica's slices a step where some pack is shared.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenload.data.collate import collate_pack, collate_ranges
-from evenload.data.token_table import TokenTable, table_of
+from evenload.data.encoding.token_table import TokenTable, table_of
 from evenload.errors import InvalidPlanError
-from evenload.plan.cp_sharding import ShardingCost
-from evenload.plan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
-from evenload.plan.validate_groups import Block
-from evenload.runtime.context_attention import GatherAttention, PackAttention
-from evenload.runtime.context_ring import RingAttention
-from evenload.runtime.cp_groups import ContextGroup
+from evenload.feed.collate import collate_pack, collate_ranges
+from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.device import to_device
-from evenload.runtime.stage import PackTokens
-from evenload.runtime.store import Range, num_rows
+from evenload.runtime.replay.context_attention import GatherAttention, PackAttention
+from evenload.runtime.replay.context_ring import RingAttention
+from evenload.runtime.replay.stage import PackTokens
+from evenload.runtime.replay.store import num_rows
+from evenload.stepplan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
 from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
+from evenload.types.replica_block import ReplicaBlock
+from evenload.types.token_range import Range
+from evenload.types.transfers import TransferOrder
 
 Exchange = Literal["all_gather", "ring"]
 """How keys and values of shared documents reach the ranks that need them."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """One rank's part of a step, prepared (`runtime.prepare`); good for one run."""
+
+    plan: StepPlan
+    packs: "RankPacks"
+    order: TransferOrder
 
 
 class RankPacks:
@@ -37,7 +48,6 @@ class RankPacks:
 
     Args:
         groups: of this rank, by block of replicas.
-        cost: for shardings that predicted seconds decide.
 
     Raises:
         InvalidPlanError: a pack shared by a group that there is not, or a sharding that cannot be run.
@@ -47,9 +57,8 @@ class RankPacks:
         self,
         plan: StepPlan,
         dp_rank: int,
-        groups: Mapping[Block, ContextGroup],
+        groups: Mapping[ReplicaBlock, ContextGroup],
         exchange: Exchange,
-        cost: ShardingCost | None,
         device: torch.device,
     ) -> None:
         self._packs = plan.pack_plans[dp_rank]
@@ -60,15 +69,15 @@ class RankPacks:
         self._rows: ReplicaRows | None = None
         self._ready: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
-            self._rows = replica_rows(plan, dp_rank, cost)
+            self._rows = replica_rows(plan, dp_rank)
             missing = next(
                 (pack for pack in everything if (found := self._rows.of_pack(pack)) and found.block not in groups), None
             )
             if missing is not None:
                 block = self._rows.of_pack(missing).block  # type: ignore[union-attr]
                 raise InvalidPlanError(
-                    f"step {plan.step}: {missing.direction} pack {missing.index} is shared by {block[1]} replicas from "
-                    f"{block[0]}; dp={plan.layout.dp} has groups of {sorted({size for _, size in groups})} replicas"
+                    f"step {plan.step}: {missing.direction} pack {missing.index} is shared by {block.size} replicas "
+                    f"from {block.first}; dp={plan.layout.dp} has groups of {sorted({b.size for b in groups})} replicas"
                 )
 
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
@@ -157,4 +166,4 @@ class RankPacks:
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
     """The token ranges a pack computes, padding included."""
-    return tuple((s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)
+    return tuple(Range(s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)

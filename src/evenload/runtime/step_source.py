@@ -1,36 +1,36 @@
 """`StepSource`: steps planned, read and collated for this rank, made while earlier ones train.
 
-`StepMaker` brings plan and tokens; here they become the rank's packs. `data.prefetch_steps` steps are made ahead by a
+`StepMaker` brings plan and tokens; here they become the rank's step. `data.prefetch_steps` steps are made ahead by a
 thread on a process group of its own, so its traffic never meets that of training. States travel with their step: a
 checkpoint holds what was trained, not what was made ahead.
 """
 
 from dataclasses import dataclass
 
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.read_ahead import ReadAhead
-from evenload.data.step_maker import PlannedStep, StepMaker
-from evenload.plan.delay import DelayState
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.feed.read_ahead import ReadAhead
+from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies import require_trainable
-from evenload.runtime.executor import Executor
-from evenload.runtime.mesh import Mesh
-from evenload.runtime.rank_packs import RankPacks
+from evenload.plan.strategies.registry import require_trainable
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.rank_packs import Exchange, RankStep
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """One step, ready to run: what was planned, and this rank's packs."""
+    """One step: what was planned, and this rank's part, ready to run."""
 
     planned: PlannedStep
-    packs: RankPacks
+    step: RankStep
 
 
 class StepSource:
     """The steps of a run, in order.
 
     Args:
-        executor: makes this rank's packs.
+        exchange: how keys and values of shared documents travel.
         num_steps: most steps to make; None = until the data ends.
         strategy: planner's name.
         planner_state: after the step before the first.
@@ -45,7 +45,7 @@ class StepSource:
         planner: StepPlanner,
         strategy: str,
         mesh: Mesh,
-        executor: Executor,
+        exchange: Exchange,
         *,
         num_steps: int | None,
         max_pack_tokens: int,
@@ -73,7 +73,7 @@ class StepSource:
             if planned is None:
                 loader.close()
                 return None
-            return PreparedStep(planned, executor.prepare(planned.plan, planned.tokens))
+            return PreparedStep(planned, prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
 

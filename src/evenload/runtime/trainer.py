@@ -4,58 +4,41 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from evenload.attention.range_attention import select_backend
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.state import decode_state, encode_state
-from evenload.errors import CheckpointError
-from evenload.plan.delay import DelayState
-from evenload.plan.merge_default import decide_dp_merge
-from evenload.plan.planner import StepPlanner
-from evenload.plan.sharding_cost import sharding_cost
-from evenload.runtime.checkpoint import (
-    Progress,
-    RunPosition,
-    checkpoint_path,
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import decode_state, encode_state
+from evenload.plan.deferral.delay import DelayState
+from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
+from evenload.runtime.checkpoint.directory import (
     checkpoint_to_resume,
     checkpoints_of,
-    latest_checkpoint,
-    load_checkpoint,
 )
-from evenload.runtime.checkpoint_writer import CheckpointWriter, SavedCheckpoint
-from evenload.runtime.config import TrainConfig
-from evenload.runtime.context_ring import require_ring
-from evenload.runtime.data_parallel import global_norm_and_loss, reduce_gradients
+from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
+from evenload.runtime.checkpoint.saves import Saves
+from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.torch_peers import TorchPeers
+from evenload.runtime.config.run_planner import run_planner
+from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
 from evenload.runtime.executor import Executor
-from evenload.runtime.export_files import copy_tokenizer
-from evenload.runtime.hf_export import export_adapter, export_hf
-from evenload.runtime.hf_model import load_config
-from evenload.runtime.lora_config import adapter_parameters_per_layer
-from evenload.runtime.mesh import Mesh
-from evenload.runtime.non_finite import NonFiniteSteps, is_finite
-from evenload.runtime.optimizer import ShardedAdamW
-from evenload.runtime.parameter_units import flatten_units, frozen_bytes
-from evenload.runtime.rank_model import build_rank_models
-from evenload.runtime.recipes import attention_soft_cap, router_aux_loss_coef
-from evenload.runtime.run_layout import BYTES_PER_ELEMENT
-from evenload.runtime.run_tokenizer import require_tokenizer, tokenizer_fact
-from evenload.runtime.stage import PipelineStage
-from evenload.runtime.step_metrics import no_label_warning, step_row
+from evenload.runtime.metrics.measured_timeline import gather_timeline
+from evenload.runtime.metrics.step_row import no_label_warning, step_row
+from evenload.runtime.model.export_files import copy_tokenizer
+from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
+from evenload.runtime.optim.non_finite import NonFiniteSteps, is_finite
+from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.rank_stages import build_rank_stages
 from evenload.runtime.step_source import PreparedStep, StepSource
-from evenload.runtime.torch_peers import TorchPeers
-from evenload.runtime.trace import gather_timeline
-from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
@@ -82,18 +65,6 @@ class StepReport:
     warning: str = ""
 
 
-def model_spec(config: TrainConfig) -> ModelSpec:
-    """The configured model as the cost model sees it."""
-    hf = load_config(config.model.path)
-    path = Path(config.model.path)
-    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
-    if config.model.lora is None:
-        return spec
-    adapters = adapter_parameters_per_layer(spec, config.model.lora)
-    return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapters)
-
-
 class Trainer:
     """State of one rank: its virtual stages, optimizer shard and loader.
 
@@ -104,8 +75,9 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
-        self.hf_config = load_config(config.model.path)
-        self.model = model_spec(config)
+        held = build_rank_stages(config, mesh)
+        self.hf_config, self.model, self.stages = held.hf_config, held.model, held.stages
+        self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
         tokenizer = require_tokenizer(
             config.data,
             model_path=config.model.path,
@@ -113,32 +85,7 @@ class Trainer:
             vocab_size=self.model.vocab_size,
         )
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
-        weights = None if config.model.random_init else config.model.path
-        models = build_rank_models(
-            self.hf_config,
-            layout=mesh.layout,
-            pp_rank=mesh.pp_rank,
-            tp_rank=mesh.tp_rank,
-            dtype=getattr(torch, config.model.dtype),
-            device=mesh.device,
-            weights=weights,
-            seed=config.train.seed,
-            lora=config.model.lora,
-            router_aux_loss_coef=router_aux_loss_coef(self.hf_config, config.model.router_aux_loss_coef),
-        )
-        self._frozen_bytes = frozen_bytes(tuple(models.values()))
-        self._buffers = flatten_units(tuple(models.values()), mesh.data_size)
-        backend = select_backend(
-            config.train.attention,
-            mesh.device.type,
-            attention_soft_cap(self.hf_config),
-            dtype=getattr(torch, config.model.dtype),
-            head_dim=self.model.head_dim,
-        )
-        self.stages = {stage: PipelineStage(model, backend, mesh.tensor) for stage, model in models.items()}
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
-        if config.parallel.cp_exchange == "ring":
-            require_ring(backend, max(self.model.windows))
         self._loader = GlobalBatchLoader(
             config.data, tokenizer, peers=TorchPeers(mesh.planning), vocab_size=self.model.vocab_size
         )
@@ -146,17 +93,17 @@ class Trainer:
         self._loader_state = self._loader.state()
         self._planner_state = DelayState()
         self.coefficients: CostCoefficients | None = None
-        self._writer = CheckpointWriter(
+        self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
+        self._checkpoints = checkpoints_of(config.train.output_dir)
+        writer = CheckpointWriter(
             self._checkpoints, self._buffers, self._optimizer, mesh, keep=config.train.keep_checkpoints
         )
-        self._saved_steps = -1
-        self._saved_at_s = time.monotonic()
+        self._saves = Saves(config.train, writer, self._position)
+        self._is_time_to_save = False
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.stop_signal = 0
         """The signal because of which all ranks agreed to end after the last step; 0 = none."""
-        self._save_is_due = False
-        self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint of the output directory, if there is one. Collective.
@@ -170,7 +117,8 @@ class Trainer:
         if found is not None:
             position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
             self._loader.load_state(decode_state(position.loader))
-            self.steps_done = self._saved_steps = position.progress.steps_done
+            self.steps_done = position.progress.steps_done
+            self._saves.note_resumed(self.steps_done)
             self._loader_state = self._loader.state()
             self._planner_state = position.progress.planner
             self.coefficients = position.coefficients
@@ -201,31 +149,20 @@ class Trainer:
             RankLostError: another rank died or is stuck.
         """
         self.coefficients = coefficients
-        options, _ = decide_dp_merge(
-            msgspec.structs.replace(self.config.plan.options, max_pack_tokens=self.config.max_pack_tokens),
-            self.config.plan.strategy,
-            self.mesh.layout,
-            coefficients,
-        )
-        planner = StepPlanner(self.model, coefficients, self.mesh.layout, memory_cap_bytes, options)
-        self._executor = Executor(
-            self.stages,
-            self.mesh,
-            exchange=self.config.parallel.cp_exchange,
-            sharding_cost=sharding_cost(planner.costs, dp_merge=options.dp_merge),
-        )
+        planner = run_planner(self.config, self.model, self.mesh.layout, coefficients, memory_cap_bytes)
+        self._executor = Executor(self.stages, self.mesh)
         last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
         source = StepSource(
             self._loader,
             planner,
             self.config.plan.strategy,
             self.mesh,
-            self._executor,
+            self.config.parallel.cp_exchange,
             num_steps=None if last_step is None else max(0, last_step - self.steps_done),
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
         )
-        self._saved_at_s = time.monotonic()
+        self._saves.begin()
         while not self.stop_signal:
             wait_from_s = time.perf_counter()
             self.mesh.watch.note("the wait for its next documents and plan")
@@ -237,7 +174,7 @@ class Trainer:
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
-            saved, failed_save = self._save_on_the_way()
+            saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save)
             if report is not None:
                 report = replace(report, saved=saved, failed_save=failed_save)
             yield report
@@ -249,35 +186,9 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written, whatever `train.on_failed_checkpoint` says.
         """
-        self._end_save()
-        if self._saved_steps != self.steps_done:
-            self._start_save(time.perf_counter())
-            self._writer.wait()
-        return checkpoint_path(self._checkpoints, self.steps_done)
+        return self._saves.save(self.steps_done)
 
-    def _save_on_the_way(self) -> tuple[SavedCheckpoint | None, str]:
-        """After a step: start a checkpoint where one is due; (what was completed, what failed) since the last step.
-
-        Ranks may learn at different steps that a save has ended, but start the next one at the same step.
-        """
-        settings, from_s = self.config.train, time.perf_counter()
-        every = settings.checkpoint_every_steps
-        if not (self._save_is_due or (every and self.steps_done % every == 0)):
-            return self._end_save(only_if_done=True)
-        outcome = self._end_save()
-        self._start_save(from_s)
-        return outcome if settings.background_checkpoints else self._end_save()
-
-    def _end_save(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
-        try:
-            return (self._writer.finished() if only_if_done else self._writer.wait()), ""
-        except CheckpointError as error:
-            self._saved_steps = -1
-            if self.config.train.on_failed_checkpoint == "stop":
-                raise
-            return None, str(error)
-
-    def _start_save(self, from_s: float) -> None:
+    def _position(self) -> RunPosition:
         progress = Progress(
             steps_done=self.steps_done,
             layout=self.mesh.layout.describe(),
@@ -285,11 +196,7 @@ class Trainer:
             skipped_steps=self._non_finite.num_skipped,
             planner=self._planner_state,
         )
-        position = RunPosition(
-            progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients
-        )
-        self._writer.start(position, from_s)
-        self._saved_steps, self._saved_at_s = self.steps_done, time.monotonic()
+        return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 
     def source_size(self) -> tuple[int, int]:
         """Files of the data set, and their bytes as far as they are known."""
@@ -307,21 +214,6 @@ class Trainer:
             copy_tokenizer(output / "model", self.config.data, model.path)
         return output / "model"
 
-    @property
-    def _checkpoints(self) -> Path:
-        return checkpoints_of(self.config.train.output_dir)
-
-    def _is_time_to_save(self) -> bool:
-        """Rank 0 looks at its clock; the others do as it says."""
-        interval_s = self.config.train.checkpoint_interval_s
-        return bool(interval_s) and self.mesh.rank == 0 and time.monotonic() - self._saved_at_s >= interval_s
-
-    def _before_giving_up(self) -> Path | None:
-        """The newest checkpoint, once the one under way is complete."""
-        with contextlib.suppress(CheckpointError):  # what is told is why the run ends
-            self._end_save()
-        return latest_checkpoint(self._checkpoints)
-
     def _step(
         self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float, stop_signal: int
     ) -> StepReport | None:
@@ -335,7 +227,7 @@ class Trainer:
         zero_s = seconds_now(mesh.device)
         forget_peak_bytes(mesh.device)
         self._optimizer.zero_gradients()
-        run = self._executor.run(plan, prepared.packs)
+        run = self._executor.run(prepared.step)
         with watch.waiting("the sum of gradients", replicas):
             shards = reduce_gradients(self._buffers, mesh)
         with watch.waiting("the gradient norm"):
@@ -346,7 +238,7 @@ class Trainer:
             with watch.waiting("the updated weights", replicas):
                 self._optimizer.step(shards, grad_norm, learning_rate)
         else:
-            warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._before_giving_up)
+            warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._saves.newest)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
@@ -354,15 +246,17 @@ class Trainer:
         static = self._optimizer.static_bytes() + self._frozen_bytes
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
+        # Rank 0 looks at its clock; the others do as it says.
+        is_time_to_save = float(mesh.rank == 0 and self._saves.is_time())
         # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
-        told = (step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), float(self._is_time_to_save()))
+        told = (step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), is_time_to_save)
         peaks = torch.tensor(told, dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
             measured = gather_timeline(
                 run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
             )
-        self.stop_signal, self._save_is_due = int(peaks[3]), bool(peaks[4])
+        self.stop_signal, self._is_time_to_save = int(peaks[3]), bool(peaks[4])
         if measured is None:
             return None
         row = step_row(

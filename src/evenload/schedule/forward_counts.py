@@ -1,6 +1,6 @@
 """`f[j]`: after how many forward packs the last stage runs backward pack j, the heart of a static schedule.
 
-Any non-decreasing f with `D[j] <= f[j] <= m_f` gives a schedule without deadlock (DESIGN §7). O(m_b).
+Any non-decreasing f with `D[j] <= f[j] <= m_f` gives a schedule without deadlock (docs/architecture.md). O(m_b).
 """
 
 import numpy as np

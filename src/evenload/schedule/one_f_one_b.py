@@ -1,4 +1,4 @@
-"""1F1B: the static word with `w[s] = P - 1 - s` and the least f.
+"""1F1B: the static order with `w[s] = P - 1 - s` and the least f.
 
 With whole documents and equal forward and backward packs (`D[j] = j + 1`) it is the plain 1F1B of
 PipeDream-Flush (Narayanan et al. 2021): after `P - 1 - s` warm-up forwards every stage alternates
@@ -13,11 +13,19 @@ On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds a
 import numpy as np
 
 from evenload.schedule.forward_counts import catch_up_counts
-from evenload.schedule.static_word import static_word
+from evenload.schedule.schedule_rule import ScheduleRule
+from evenload.schedule.static_order import static_order
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
     """The 1F1B schedule of any packs; O(actions log actions)."""
     warmup = np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
-    return static_word(tasks, catch_up_counts(tasks.forwards_needed), warmup)
+    return static_order(tasks, catch_up_counts(tasks.forwards_needed), warmup)
+
+
+ONE_F_ONE_B = ScheduleRule(
+    name="1f1b",
+    description="one forward, one backward, after as many forwards as there are later stages",
+    order=lambda tasks, cap_bytes: one_f_one_b(tasks),
+)

@@ -1,50 +1,49 @@
-"""The picture in a deadlock message: every rank's next actions, the stuck ones marked with what they await.
+"""The text of a deadlock: how many actions ran, and every rank's next ones, the stuck ones with what they await.
 
+deadlock: 2 of 8 actions ran
 rank 0: 0F0 0B0 <-- waits for 1B0  0F1 0B1
-rank 1: 1F1 <-- waits for 0F1  1B1 1F0 1B0
+rank 1: 1F0 1F1 <-- waits for 0F1  1B0 1B1
 """
 
-from collections.abc import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-from evenload.types.pipeline import ActionColumns
+from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6
 
 
-def stuck_grid(actions: ActionColumns, done: Sequence[int], awaited: Sequence[str]) -> str:
-    """One line a rank.
+def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
+    """One line for the whole and one a rank.
 
     Args:
-        done: per rank, how many of its actions ran.
-        awaited: per rank, what its next action waits for; "" when it has none left.
+        done: int64[R], how many of its actions each rank ran.
     """
-    lines = []
-    for rank, (count, what) in enumerate(zip(done, awaited, strict=True)):
+    next_actions = actions.rank_offset[:-1] + done
+    forwards_done = np.zeros(tasks.num_stages, np.int64)
+    for lo, hi in zip(actions.rank_offset[:-1], next_actions, strict=True):
+        np.add.at(forwards_done, actions.stage[lo:hi][actions.kind[lo:hi] == 0], 1)
+    lines = [f"deadlock: {int(done.sum())} of {len(actions.kind)} actions ran"]
+    for rank, at in enumerate(next_actions.tolist()):
         lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
-        at = lo + count
         first, last = max(lo, at - _SHOWN_BEFORE), min(hi, at + 1 + _SHOWN_AFTER)
         names = [f"{actions.stage[i]}{KINDS[actions.kind[i]]}{actions.pack[i]}" for i in range(first, last)]
         if at < hi:
-            names[at - first] += f" <-- waits for {what} "
+            names[at - first] += f" <-- waits for {_awaited(tasks, actions, at, forwards_done)} "
         head = f"({first - lo} before) " if first > lo else ""
         tail = f" ({hi - last} more)" if last < hi else ""
         lines.append(f"rank {rank}: {head}{' '.join(names)}{tail}" + ("" if at < hi else " done"))
     return "\n".join(lines)
 
 
-def awaited_input(
-    kind: int, stage: int, pack: int, *, num_stages: int, forwards_done: int, forwards_needed: int
-) -> str:
-    """What an action of a stage waits for, as an action name; I stands for B of the stage after.
-
-    Args:
-        forwards_done: forwards that ran on the same stage; forwards_needed: D of the backward pack.
-    """
-    if KINDS[kind] == "F":
+def _awaited(tasks: PipelineTasks, actions: ActionColumns, at: int, forwards_done: NDArray[np.int64]) -> str:
+    """What the action at this place waits for, as an action name; I stands for B of the stage after."""
+    kind, stage, pack = KINDS[actions.kind[at]], int(actions.stage[at]), int(actions.pack[at])
+    if kind == "F":
         return f"{stage - 1}F{pack}"
-    if KINDS[kind] == "W":
+    if kind == "W":
         return f"{stage}I{pack}"
-    if forwards_done < forwards_needed:
-        return f"{stage}F{forwards_needed - 1}"
-    return f"{min(stage + 1, num_stages - 1)}B{pack}"
+    if forwards_done[stage] < tasks.forwards_needed[pack]:
+        return f"{stage}F{tasks.forwards_needed[pack] - 1}"
+    return f"{min(stage + 1, tasks.num_stages - 1)}B{pack}"

@@ -1,6 +1,6 @@
 """ZB-H1: 1F1B with split backwards, whose weight gradients fill the drain (Qi et al. 2023, "Zero Bubble", §3).
 
-Every backward runs as I, which the stage before waits for, and later W. Stage s puts W off by s packs: after I of pack
+Every backward runs as I, which the stage before waits for, and later W. Stage s defers W by s packs: after I of pack
 j comes W of pack j - s, and what is left at the end.
 
     stage 0:  0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
@@ -9,7 +9,7 @@ j comes W of pack j - s, and what is left at the end.
 
 A stage that starts late has little to wait for and many W left over; a stage that starts early waits for gradients and
 has W to run while it does. No stage holds more than P packs, which is what 1F1B's first stage holds. On equal packs
-without hops, with tF, tI and tW seconds, the makespan is
+without p2p transfers, with tF, tI and tW seconds, the makespan is
 
     m (tF + tI + tW) + (P - 1) (tF + max(0, tI - tW))
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from evenload.errors import ConfigError
 from evenload.schedule.one_f_one_b import one_f_one_b
+from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
@@ -59,3 +60,13 @@ def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
         pack=np.concatenate(packs).astype(np.int32),
         rank_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
     )
+
+
+ZB_H1 = ScheduleRule(
+    name="zb_h1",
+    description="1F1B with split backwards: weight gradients fill the drain, in the memory of 1F1B's first stage",
+    order=lambda tasks, cap_bytes: zero_bubble_h1(tasks),
+    splits_backward=True,
+    one_stage_per_rank=True,
+    tried_by_auto=True,
+)

@@ -6,9 +6,9 @@ Every rank's share of the makespan is busy time or one of six kinds of idle time
     cool-down      after its last action: the other ranks drain
     communication, dependency, stage imbalance, pack imbalance    the gaps between its actions
 
-A gap is explained by the chain of actions and hops that made the rank wait (`simulate/critical_path.py`): followed
-back from the action after the gap, it covers the gap without a hole. Its hops are communication. Why a rank waits for
-the actions in it is asked by changing them: the same orders are simulated again with equal actions.
+A gap is explained by the chain of actions and p2p transfers that made the rank wait (`simulate/critical_path.py`):
+followed back from the action after the gap, it covers the gap without a hole. Its transfers are communication. Why a
+rank waits for the actions in it is asked by changing them: the same orders are simulated again with equal actions.
 
     dependency        what the rank would wait as well if all actions of a kind took their mean: the order's own price
     stage imbalance   what it would wait beyond that if packs were equal and stages were not (head, embedding, layers)
@@ -49,7 +49,6 @@ class Bubble:
 
     @property
     def idle_s(self) -> float:
-        """All but busy time."""
         waiting_s = self.dependency_s + self.stage_imbalance_s + self.pack_imbalance_s
         return self.warmup_s + self.cooldown_s + self.communication_s + waiting_s
 
@@ -94,7 +93,7 @@ def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simul
 def _gaps(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Every rank's gaps by what fills the chains before them: (hops, actions) seconds; float64[R] each."""
+    """Every rank's gaps by what fills the chains before them: (transfers, actions) seconds; float64[R] each."""
     start, end = simulation.start_s, simulation.end_s
     source = binding_predecessors(tasks, actions, simulation).source
     inner = np.ones(len(start), dtype=bool)
@@ -106,7 +105,7 @@ def _gaps(
     rank = np.searchsorted(actions.rank_offset, at, side="right") - 1
     hops_s, actions_s = np.zeros((2, actions.num_ranks))
     while len(at):
-        # From the start of `at` back to the end of what it waited for: a hop, or nothing on the same rank.
+        # From the start of `at` back to the end of what it waited for: a transfer, or nothing on the same rank.
         producer = source[at]
         arrived = np.maximum(low, end[producer])
         began = np.maximum(low, np.minimum(arrived, start[producer]))

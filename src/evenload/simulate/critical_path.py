@@ -1,11 +1,11 @@
-"""The critical path: the chain of actions and hops, from the start of the step to its end, that sets the makespan.
+"""The critical path: the chain of actions and p2p transfers, from start to end of the step, that sets the makespan.
 
 Every action starts the moment its last input is there: when the action before it on its rank has ended, or when the
-hop from the neighbour stage arrives. That input is its *binding* predecessor (of two that are there at the same
+transfer from the neighbour stage arrives. That input is its *binding* predecessor (of two that are there at the same
 time the one on its own rank). Following binding predecessors back from the last end gives the path. It has no gap:
 its seconds, added up from the start, are the makespan to the last bit. Shortening anything else changes nothing.
 
-The list of actions is the longest path of the graph of `simulate/reference.py`, read off a finished simulation
+The list of actions is the longest path of the graph of dependencies, read off a finished simulation
 (start and end times) instead of the graph: O(V + E), numpy, no graph is built.
 """
 
@@ -24,9 +24,9 @@ class Binding:
     """What each action waited for last.
 
     Args:
-        source: int64[n], the action (index into the action columns) whose end, or whose hop, an action starts with;
+        source: int64[n], the action (index into the action columns) whose end or transfer an action starts with;
             -1 = it starts with the step.
-        hop_s: float64[n], seconds of the hop between the two; 0 on the same rank.
+        hop_s: float64[n], seconds of the transfer between the two; 0 on the same rank.
     """
 
     source: NDArray[np.int64]
@@ -39,9 +39,9 @@ class CriticalPath:
 
     Args:
         actions: int64[k], indices into the action columns, first to last; empty without actions.
-        hop_s: float64[k], seconds of the hop that ends when the action starts.
+        hop_s: float64[k], seconds of the transfer that ends when the action starts.
         compute_s: float64[R, 4], seconds on the path by pipeline rank and kind (order of `KINDS`).
-        makespan_s: hops and actions added up.
+        makespan_s: transfers and actions added up.
     """
 
     actions: NDArray[np.int64]
@@ -51,7 +51,7 @@ class CriticalPath:
 
     @property
     def communication_s(self) -> float:
-        """All hops on the path."""
+        """All transfers on the path."""
         return float(self.hop_s.sum())
 
     def describe(self) -> str:
@@ -126,7 +126,7 @@ def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]
 
 
 def hop_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
-    """Seconds of the hop that brings each action's input, were there a producer; float64[n]."""
+    """Seconds of the transfer that brings each action's input, were there a producer; float64[n]."""
     hop_s = np.zeros(len(actions.kind))
     forward, backward = actions.kind == 0, (actions.kind == 1) | (actions.kind == 2)
     hop_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]

@@ -4,15 +4,16 @@ A backward runs whole (B) or as I, for which the neighbours wait, and later W (`
 
 An action starts when the previous action of its rank has ended and its inputs are there:
 
-    start = max(end of the previous action on the rank, end of the neighbour stage's action + hop)
+    start = max(end of the previous action on the rank, end of the neighbour stage's action + p2p)
 
 A backward also needs `forwards_needed` forwards on its own stage; those stand before it in the rank's
-order, so they cost no time, only their absence is a deadlock. A hop is an edge delay (asynchronous copies);
-hops of one link do not queue behind each other. Memory of a rank is sequential: a forward adds what it
+order, so they cost no time, only their absence is a deadlock. A p2p transfer is an edge delay (asynchronous copies);
+transfers of one link do not queue behind each other. Memory of a rank is sequential: a forward adds what it
 keeps when it starts, a backward gives back when it ends, temporary bytes are held while an action runs.
 Both follow SlimPack's simulator, whose per-slice edges D replaces by one count.
 
-`backend="python"` is the explicit graph of `simulate/reference.py`, equal to the last bit.
+The core runs it, some 20 ns an action; `tests/reference/simulation.py` is the same as an explicit graph of nodes and
+edges, equal to the last bit.
 """
 
 from dataclasses import dataclass
@@ -22,10 +23,8 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError, ScheduleDeadlockError
-from evenload.schedule.stuck_grid import awaited_input, stuck_grid
-from evenload.schedule.task_arrays import check_values, split_arrays, task_arrays
-from evenload.simulate.reference import reference_simulation
-from evenload.types.backend import Backend
+from evenload.schedule.stuck_grid import stuck_grid
+from evenload.schedule.task_arrays import split_arrays, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
@@ -45,7 +44,7 @@ class Simulation:
     peak_bytes: NDArray[np.int64]
 
 
-def simulate(tasks: PipelineTasks, actions: ActionColumns, *, backend: Backend = "native") -> Simulation:
+def simulate(tasks: PipelineTasks, actions: ActionColumns) -> Simulation:
     """Run the schedule in simulated time.
 
     A schedule may lack actions at the end (a prefix is simulated); `check_schedule` checks completeness.
@@ -56,18 +55,11 @@ def simulate(tasks: PipelineTasks, actions: ActionColumns, *, backend: Backend =
     """
     arrays, split = task_arrays(tasks), split_arrays(tasks)
     _check_actions(tasks, actions)
-    if backend == "native":
-        start_s, end_s, peak_bytes, done = _native.simulate(
-            arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset, split
-        )
-    else:
-        check_values(tasks)
-        result = reference_simulation(tasks, actions)
-        start_s, end_s, peak_bytes, done = result.start_s, result.end_s, result.peak_bytes, result.done
+    start_s, end_s, peak_bytes, done = _native.simulate(
+        arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset, split
+    )
     if int(done.sum()) < len(actions.kind):
-        raise ScheduleDeadlockError(
-            f"deadlock: {int(done.sum())} of {len(actions.kind)} actions ran\n" + _stuck(tasks, actions, done)
-        )
+        raise ScheduleDeadlockError(stuck_grid(tasks, actions, done))
     return Simulation(start_s, end_s, float(end_s.max(initial=0.0)), peak_bytes)
 
 
@@ -82,27 +74,3 @@ def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
             )
     if actions.num_ranks != tasks.num_ranks:
         raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
-
-
-def _stuck(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
-    heads = actions.rank_offset[:-1] + done
-    forwards_done = np.zeros(tasks.num_stages, dtype=np.int64)
-    for lo, hi in zip(actions.rank_offset[:-1], heads, strict=True):
-        np.add.at(forwards_done, actions.stage[lo:hi][actions.kind[lo:hi] == 0], 1)
-    awaited = []
-    for head, stop in zip(heads.tolist(), actions.rank_offset[1:].tolist(), strict=True):
-        if head == stop:
-            awaited.append("")
-            continue
-        kind, stage, pack = int(actions.kind[head]), int(actions.stage[head]), int(actions.pack[head])
-        awaited.append(
-            awaited_input(
-                kind,
-                stage,
-                pack,
-                num_stages=tasks.num_stages,
-                forwards_done=int(forwards_done[stage]),
-                forwards_needed=int(tasks.forwards_needed[pack]) if kind in (1, 2) else 0,
-            )
-        )
-    return stuck_grid(actions, done.tolist(), awaited)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from evenload.simulate.memory_ledger import action_bytes
 from evenload.simulate.simulate import Simulation
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import Timeline
@@ -21,25 +22,11 @@ def to_timeline(
         step_time_s: of the whole step (slowest replica, reduction, optimizer).
     """
     rank = np.repeat(np.arange(actions.num_ranks, dtype=np.int32), np.diff(actions.rank_offset))
-    forward, backward = np.flatnonzero(actions.kind == 0), np.flatnonzero(actions.kind == 1)
-    kept, freed, temporary = (np.zeros(len(actions.kind), dtype=np.int64) for _ in range(3))
-    at_forward = (actions.pack[forward], actions.stage[forward])
-    at_backward = (actions.pack[backward], actions.stage[backward])
-    kept[forward], temporary[forward] = tasks.forward_kept_bytes[at_forward], tasks.forward_temp_bytes[at_forward]
-    freed[backward] = tasks.backward_freed_bytes[at_backward]
-    temporary[backward] = tasks.backward_temp_bytes[at_backward]
-    if tasks.split is not None:
-        inputs, weights = np.flatnonzero(actions.kind == 2), np.flatnonzero(actions.kind == 3)
-        at_input = (actions.pack[inputs], actions.stage[inputs])
-        freed[inputs], temporary[inputs] = (
-            tasks.split.input_freed_bytes[at_input],
-            tasks.split.input_temp_bytes[at_input],
-        )
-        freed[weights] = tasks.split.weight_freed_bytes[actions.pack[weights], actions.stage[weights]]
+    kept, freed, temporary = action_bytes(tasks.held, tasks.split, actions)
     times, samples, sample_ranks = [], [], []
     for r in range(actions.num_ranks):
         own = slice(int(actions.rank_offset[r]), int(actions.rank_offset[r + 1]))
-        after = tasks.static_bytes[r] + np.cumsum(kept[own] - freed[own])
+        after = tasks.held.static_bytes[r] + np.cumsum(kept[own] - freed[own])
         running = after + freed[own] + temporary[own]
         times.append(np.stack([simulation.start_s[own], simulation.end_s[own]], axis=1).ravel())
         samples.append(np.stack([running, after], axis=1).ravel())
@@ -57,7 +44,7 @@ def to_timeline(
         memory_rank=np.concatenate(sample_ranks),
         memory_time_s=np.concatenate([np.concatenate([[0.0], column]) for column in times]),
         memory_bytes=np.concatenate(
-            [np.concatenate([tasks.static_bytes[r : r + 1], column]) for r, column in enumerate(samples)]
+            [np.concatenate([tasks.held.static_bytes[r : r + 1], column]) for r, column in enumerate(samples)]
         ),
     )
 

@@ -1,7 +1,12 @@
 """`ClusterSpec`: devices, memory and links, as far as the cost model needs them."""
 
+from typing import Literal
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+
+DeviceKind = Literal["cpu", "cuda"]
+"""On which a rank of `evenload train` computes."""
 
 
 class LinkSpec(Frozen):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenload.types.document import Slice
-from evenload.types.micropack import Direction, MicroPack
+from evenload.types.micropack import Direction, MicroPack, PackSharding
 
 PackSlices = tuple[tuple[Slice, ...], ...]
 """Per pack its slices."""
@@ -36,6 +36,38 @@ class SliceColumns:
     pad_to: NDArray[np.int64]
     cp: NDArray[np.int64] | None = None
 
+    @classmethod
+    def from_ranges(cls, packs: Sequence[Sequence[tuple[int, int, int]]]) -> "SliceColumns":
+        """Packs without padding, of (document, start, stop)."""
+        flat = np.array([piece for pack in packs for piece in pack], np.int64).reshape(-1, 3)
+        return cls(
+            doc=flat[:, 0].astype(np.int32),
+            start=flat[:, 1].copy(),
+            stop=flat[:, 2].copy(),
+            pack_offset=_offsets([len(pack) for pack in packs]),
+            pad_to=np.zeros(len(packs), np.int64),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence["SliceColumns"], first_doc: Sequence[int], layout_cp: int) -> "SliceColumns":
+        """Packs of all parts one after the other.
+
+        Args:
+            first_doc: what a part's document 0 counts as.
+            layout_cp: ranks that share a slice of a part without `cp`.
+        """
+        cp = None
+        if any(part.cp is not None for part in parts):
+            cp = [np.full(part.num_slices, layout_cp, np.int64) if part.cp is None else part.cp for part in parts]
+        return cls(
+            doc=np.concatenate([part.doc + np.int32(doc) for part, doc in zip(parts, first_doc, strict=True)]),
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            pack_offset=_offsets(np.concatenate([np.diff(part.pack_offset) for part in parts])),
+            pad_to=np.concatenate([part.pad_to for part in parts]),
+            cp=None if cp is None else np.concatenate(cp),
+        )
+
     @property
     def num_packs(self) -> int:
         """Packs."""
@@ -50,37 +82,59 @@ class SliceColumns:
         """int64[num_slices]: the pack each slice lies in."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offset))
 
-    def is_shared(self, layout_cp: int) -> NDArray[np.bool_]:
-        """bool[num_packs]: several ranks share some slice of the pack."""
-        cp = np.full(self.num_slices, layout_cp) if self.cp is None else self.cp
-        return self.pack_sums(cp > 1) > 0
-
     def pack_sums(self, values: NDArray) -> NDArray[np.float64]:
         """Sum a per-slice column over each pack; float64[num_packs]."""
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
-    def dealt(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """Some slices, without padding, dealt into packs anew; in their order inside a pack.
+    def assigned(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
+        """Some slices, without padding, assigned to packs anew; in their order inside a pack.
 
         Args:
             chosen: bool[num_slices].
             pack: int64[num_slices], the new pack of every slice.
         """
         order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-        counts = np.bincount(pack[chosen], minlength=num_packs)
+        return self.taken(order, pack[order], num_packs)
+
+    def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
+        """The slices with these indices, some perhaps several times, without padding.
+
+        Args:
+            pack: int64 as `index`, the new pack of each; not falling.
+        """
         return SliceColumns(
-            doc=self.doc[order],
-            start=self.start[order],
-            stop=self.stop[order],
-            pack_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            doc=self.doc[index],
+            start=self.start[index],
+            stop=self.stop[index],
+            pack_offset=_offsets(np.bincount(pack, minlength=num_packs)),
             pad_to=np.zeros(num_packs, np.int64),
-            cp=None if self.cp is None else self.cp[order],
+            cp=None if self.cp is None else self.cp[index],
         )
 
+    def pack_range(self, first: int, last: int) -> "SliceColumns":
+        """The packs `[first, last)`."""
+        lo, hi = self.pack_offset[[first, last]].tolist()
+        return SliceColumns(
+            doc=self.doc[lo:hi],
+            start=self.start[lo:hi],
+            stop=self.stop[lo:hi],
+            pack_offset=self.pack_offset[first : last + 1] - lo,
+            pad_to=self.pad_to[first:last],
+            cp=None if self.cp is None else self.cp[lo:hi],
+        )
+
+    def slice_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each slice as computed, padding included; int64[num_slices]."""
+        tokens = self.stop - self.start
+        if not self.pad_to.any():
+            return tokens
+        pad_to = self.pad_to[self.pack_of_slice()]
+        return np.where(pad_to > 0, pad_to, tokens)
+
     def pack_tokens(self) -> NDArray[np.int64]:
-        """Real tokens of each pack; int64[num_packs]."""
-        return self.pack_sums(self.stop - self.start).astype(np.int64)
+        """Tokens of each pack as computed, padding included; int64[num_packs]."""
+        return self.pack_sums(self.slice_tokens()).astype(np.int64)
 
     def pack_slices(self, doc_ids: NDArray[np.int64], *, layout_cp: int = 1) -> PackSlices:
         """The slices of every pack as objects; both directions may share them where they have the same packs.
@@ -104,7 +158,7 @@ class SliceColumns:
         cost_s: NDArray[np.float64],
         *,
         layout_cp: int = 1,
-        sharding: str | Sequence[str] = "",
+        shardings: Sequence[PackSharding] = (),
         slices: PackSlices | None = None,
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
@@ -113,23 +167,19 @@ class SliceColumns:
             doc_ids: int64[num_documents], the id of each document index.
             cost_s: float64[num_packs].
             layout_cp: ranks that share a pack where `cp` is None.
-            sharding: how several ranks share a pack; one for all shared packs, or one for every pack.
+            shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
             slices: what `pack_slices` gave, where it is there already.
         """
         if slices is None:
             slices = self.pack_slices(doc_ids, layout_cp=layout_cp)
         pad_to, cost = self.pad_to.tolist(), cost_s.tolist()
-        if isinstance(sharding, str):
-            shardings = [sharding if shared else "" for shared in self.is_shared(layout_cp).tolist()]
-        else:
-            shardings = list(sharding)
         return tuple(
             MicroPack(
                 index=i,
                 direction=direction,
                 slices=slices[i],
                 pad_to=pad_to[i],
-                sharding=shardings[i],
+                sharding=shardings[i] if shardings else "",
                 cost_s=cost[i],
             )
             for i in range(self.num_packs)
@@ -147,12 +197,16 @@ def whole_document_columns(
         padded: every document of a pack is padded to the pack's longest.
     """
     doc = np.array([d for group in groups for d in group], dtype=np.int32)
-    sizes = np.array([len(group) for group in groups], dtype=np.int64)
     pad_to = [int(num_tokens[group].max()) if padded and len(group) > 1 else 0 for group in groups]
     return SliceColumns(
         doc=doc,
         start=np.zeros(len(doc), dtype=np.int64),
         stop=num_tokens[doc].astype(np.int64),
-        pack_offset=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        pack_offset=_offsets([len(group) for group in groups]),
         pad_to=np.array(pad_to, dtype=np.int64),
     )
+
+
+def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
+    """`pack_offset` of packs with so many slices."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -15,6 +15,9 @@ from evenload.types.document import Slice
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]
 PackState = Literal["slim", "mix", "pack"]
+PackSharding = Literal["", "per_sequence", "per_document"] | tuple[int, ...]
+"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_ranges`, or for every slice the rank
+that computes it whole, -1 = all of them; "" = no group shares the pack."""
 
 
 class MicroPack(Frozen):
@@ -24,8 +27,8 @@ class MicroPack(Frozen):
         index: position among the packs of its direction, from 0.
         slices: at most one slice of any document.
         pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
-        sharding: how a context-parallel group splits the pack (`plan.cp_sharding`); "" = not sharded. "dacp:0,-1,2"
-            also says which rank computes each slice whole, -1 = all ranks share it.
+        sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs: a token
+            runs backward on the rank on which it ran forward.
         cost_s: predicted seconds on the slowest stage.
     """
 
@@ -33,7 +36,7 @@ class MicroPack(Frozen):
     direction: Direction
     slices: tuple[Slice, ...]
     pad_to: int = 0
-    sharding: str = ""
+    sharding: PackSharding = ""
     cost_s: float = 0.0
 
     @property
@@ -73,6 +76,6 @@ class PackPlan(Frozen):
     policies: dict[int, ActivationPolicy] = msgspec.field(default_factory=dict)
 
     def forwards_needed(self) -> list[int]:
-        """`D[j]`: forward packs that must be done before backward pack j (DESIGN §7). Length m_b."""
+        """`D[j]`: forward packs that must be done before backward pack j. Length m_b."""
         last = {piece.doc_id: pack.index for pack in self.forward for piece in pack.slices}
         return [1 + max(last[piece.doc_id] for piece in pack.slices) for pack in self.backward]

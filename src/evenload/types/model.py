@@ -1,12 +1,13 @@
 """`ModelSpec`: the numbers about a decoder that decide work, memory and communication."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
-from evenload.types.hf_decoders import DecoderKind, readable_decoder
 from evenload.types.scaled_units import scaled
+
+_POSITIVE = (
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size",
+    "bytes_per_element",
+)  # fmt: skip
 
 
 class ModelSpec(Frozen):
@@ -53,16 +54,7 @@ class ModelSpec(Frozen):
     bytes_per_element: int = 2
 
     def __post_init__(self) -> None:
-        for field in (
-            "num_layers",
-            "hidden_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "ffn_hidden_size",
-            "vocab_size",
-            "bytes_per_element",
-        ):
+        for field in _POSITIVE:
             if getattr(self, field) < 1:
                 raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -132,62 +124,3 @@ class ModelSpec(Frozen):
     def _outer_parameters(self) -> int:
         """Embedding, head and final norm."""
         return (1 if self.tied_embeddings else 2) * self.embedding_parameters + self.hidden_size
-
-
-def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
-    """Read a Hugging Face `config.json`.
-
-    Args:
-        config: the parsed JSON object.
-        name: shown to users.
-        bytes_per_element: of the compute precision.
-
-    Raises:
-        ConfigError: a needed key is missing, or a kind of model, or a field, that would be costed wrong.
-    """
-    config, kind = readable_decoder(config, name)
-    hidden = _needed(config, "hidden_size", name)
-    heads = _needed(config, "num_attention_heads", name)
-    layers = _needed(config, "num_hidden_layers", name)
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    inner = (config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size")
-    if inner is None and config["model_type"] == "gpt2":
-        inner = 4 * hidden
-    return ModelSpec(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        ffn_hidden_size=_needed({"intermediate_size": inner}, "intermediate_size", name),
-        vocab_size=_needed(config, "vocab_size", name),
-        # A key that has its default value is often missing in a config.json.
-        tied_embeddings=bool(config.get("tie_word_embeddings", kind.tied)),
-        gated_ffn=kind.gated,
-        num_experts=experts,
-        experts_per_token=config.get("num_experts_per_tok") or 0,
-        sliding_windows=_sliding_windows(config, kind, layers),
-        post_norm=kind.post_norm,
-        causal=kind.causal,
-        bytes_per_element=bytes_per_element,
-    )
-
-
-def _needed(config: Mapping[str, Any], key: str, name: str) -> int:
-    if not isinstance(config.get(key), int):
-        raise ConfigError(f"model {name}: config.json has no integer '{key}'; is it a decoder's config?")
-    return config[key]
-
-
-def _sliding_windows(config: Mapping[str, Any], kind: DecoderKind, layers: int) -> tuple[int, ...]:
-    """Window per layer as transformers applies it (`layer_types` first, else by the kind's pattern)."""
-    window = config.get("sliding_window")
-    if not window or not config.get("use_sliding_window", not kind.optional_window):
-        return ()
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    period = config.get(kind.pattern_name) or kind.full_every
-    first = (config.get("max_window_layers") or 0) if kind.first_layers_full else 0
-    return tuple(0 if index < first or (period and (index + 1) % period == 0) else window for index in range(layers))

@@ -18,7 +18,7 @@ from evenload.types.timeline import KINDS, Timeline
 FORWARD_KIND = KINDS.index("F")
 
 
-class PackTimes(NamedTuple):
+class PackSeconds(NamedTuple):
     """Packs of one direction, by ascending (dp rank, pack).
 
     Args:
@@ -45,7 +45,7 @@ def is_forward(timeline: Timeline) -> NDArray[np.bool_]:
     return timeline.kind == FORWARD_KIND
 
 
-def pack_times(timeline: Timeline, direction: Direction) -> PackTimes:
+def pack_times(timeline: Timeline, direction: Direction) -> PackSeconds:
     """Seconds of the packs of one direction over all replicas."""
     chosen = is_forward(timeline) == (direction == "forward")
     seconds = (timeline.end_s - timeline.start_s)[chosen]
@@ -55,7 +55,7 @@ def pack_times(timeline: Timeline, direction: Direction) -> PackTimes:
     packs, of_pack = np.unique(stages[:2], axis=1, return_inverse=True)
     slowest = np.zeros(packs.shape[1])
     np.maximum.at(slowest, of_pack.ravel(), stage_seconds)
-    return PackTimes(dp_rank=packs[0], pack=packs[1], seconds=slowest)
+    return PackSeconds(dp_rank=packs[0], pack=packs[1], seconds=slowest)
 
 
 def replica_ends(timeline: Timeline) -> dict[int, float]:

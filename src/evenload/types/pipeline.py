@@ -4,7 +4,9 @@ Both are flat numpy columns because planners build and simulate hundreds of cand
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +36,71 @@ class SplitBackward:
     input_temp_bytes: NDArray[np.int64]
     weight_freed_bytes: NDArray[np.int64]
 
+    def rows(self, packs: slice) -> "SplitBackward":
+        """Some packs."""
+        return SplitBackward(**{field.name: getattr(self, field.name)[packs] for field in fields(self)})
+
+    @classmethod
+    def concat(cls, parts: Sequence["SplitBackward"]) -> "SplitBackward":
+        """Packs of all parts one after the other."""
+        return cls(**_stacked(parts, [field.name for field in fields(cls)]))
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PipelineTasks:
-    """One replica's packs as durations, dependencies and bytes. P = virtual stages, R = pipeline ranks.
-
-    Data dependencies: F(k, s) needs F(k, s-1) plus one hop; B(j, s) needs B(j, s+1) plus one hop;
-    B(j, s) needs the forwards `0 .. forwards_needed[j]-1` on its own stage.
+class PackBytes:
+    """Bytes that one replica's packs hold. P = virtual stages, R = pipeline ranks.
 
     Args:
-        forward_s: float64[m_f, P] seconds; backward_s: float64[m_b, P].
-        p2p_forward_s: float64[m_f] seconds of one hop to the next stage; p2p_backward_s: float64[m_b].
-        forwards_needed: int32[m_b], non-negative, `D[j]` of DESIGN §7; not necessarily sorted.
-        stage_to_rank: int32[P], the pipeline rank of every virtual stage.
         static_bytes: int64[R], weights, gradients and optimizer state.
         forward_kept_bytes: int64[m_f, P], held from the start of that forward on.
         forward_temp_bytes: int64[m_f, P], held only while it runs.
         backward_freed_bytes: int64[m_b, P], given back when that backward ends.
         backward_temp_bytes: int64[m_b, P], held only while it runs.
+    """
+
+    static_bytes: NDArray[np.int64]
+    forward_kept_bytes: NDArray[np.int64]
+    forward_temp_bytes: NDArray[np.int64]
+    backward_freed_bytes: NDArray[np.int64]
+    backward_temp_bytes: NDArray[np.int64]
+
+    @classmethod
+    def pack_columns(cls) -> tuple[str, ...]:
+        """Names of the columns that have a row a pack."""
+        return tuple(field.name for field in fields(cls) if field.name != "static_bytes")
+
+    @classmethod
+    def nothing(cls, num_forward: int, num_backward: int, num_stages: int, num_ranks: int) -> "PackBytes":
+        """Of packs and ranks that hold nothing, where only times matter."""
+        rows = {"forward": num_forward, "backward": num_backward}
+        return cls(
+            static_bytes=np.zeros(num_ranks, np.int64),
+            **{name: np.zeros((rows[name.split("_")[0]], num_stages), np.int64) for name in cls.pack_columns()},
+        )
+
+    def rows(self, packs: slice) -> "PackBytes":
+        """Some packs, the same forward and backward."""
+        return replace(self, **{name: getattr(self, name)[packs] for name in self.pack_columns()})
+
+    @classmethod
+    def concat(cls, parts: Sequence["PackBytes"]) -> "PackBytes":
+        """Packs of all parts one after the other, on the same ranks."""
+        return replace(parts[0], **_stacked(parts, cls.pack_columns()))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PipelineTasks:
+    """One replica's packs as durations, dependencies and bytes. P = virtual stages, R = pipeline ranks.
+
+    Data dependencies: F(k, s) needs F(k, s-1) plus one transfer; B(j, s) needs B(j, s+1) plus one transfer;
+    B(j, s) needs the forwards `0 .. forwards_needed[j]-1` on its own stage.
+
+    Args:
+        forward_s: float64[m_f, P] seconds; backward_s: float64[m_b, P].
+        p2p_forward_s: float64[m_f] seconds of one transfer to the next stage; p2p_backward_s: float64[m_b].
+        forwards_needed: int32[m_b], non-negative, `D[j]` of `docs/architecture.md`; not necessarily sorted.
+        stage_to_rank: int32[P], the pipeline rank of every virtual stage.
+        held: what the packs hold.
         split: how backwards divide into I and W; None = they run whole.
     """
 
@@ -61,11 +110,7 @@ class PipelineTasks:
     p2p_backward_s: NDArray[np.float64]
     forwards_needed: NDArray[np.int32]
     stage_to_rank: NDArray[np.int32]
-    static_bytes: NDArray[np.int64]
-    forward_kept_bytes: NDArray[np.int64]
-    forward_temp_bytes: NDArray[np.int64]
-    backward_freed_bytes: NDArray[np.int64]
-    backward_temp_bytes: NDArray[np.int64]
+    held: PackBytes
     split: SplitBackward | None = None
 
     @property
@@ -86,7 +131,80 @@ class PipelineTasks:
     @property
     def num_ranks(self) -> int:
         """Pipeline ranks, R."""
-        return len(self.static_bytes)
+        return len(self.held.static_bytes)
+
+    @classmethod
+    def without_bytes(
+        cls,
+        *,
+        forward_s: NDArray[np.float64],
+        backward_s: NDArray[np.float64],
+        p2p_forward_s: NDArray[np.float64],
+        p2p_backward_s: NDArray[np.float64],
+        forwards_needed: Sequence[int],
+        stage_to_rank: Sequence[int],
+        parts_s: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None,
+    ) -> "PipelineTasks":
+        """Packs that hold nothing, where only times matter.
+
+        Args:
+            parts_s: seconds of I and W; None = backwards run whole.
+        """
+        num_forward, num_stages = forward_s.shape
+        num_backward, num_ranks = len(backward_s), max(stage_to_rank, default=-1) + 1
+        held = PackBytes.nothing(num_forward, num_backward, num_stages, num_ranks)
+        split = None
+        if parts_s is not None:
+            split = SplitBackward(
+                input_s=parts_s[0],
+                weight_s=parts_s[1],
+                input_freed_bytes=held.backward_freed_bytes,
+                input_temp_bytes=held.backward_temp_bytes,
+                weight_freed_bytes=held.backward_freed_bytes,
+            )
+        return cls(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            p2p_forward_s=p2p_forward_s,
+            p2p_backward_s=p2p_backward_s,
+            forwards_needed=np.array(forwards_needed, np.int32),
+            stage_to_rank=np.array(stage_to_rank, np.int32),
+            held=held,
+            split=split,
+        )
+
+    def rows(self, first: int, last: int) -> "PipelineTasks":
+        """The packs `[first, last)` of whole documents, whose backward needs the forward of the same pack."""
+        packs = slice(first, last)
+        return replace(
+            self,
+            forwards_needed=self.forwards_needed[packs] - np.int32(first),
+            held=self.held.rows(packs),
+            split=self.split and self.split.rows(packs),
+            **{name: getattr(self, name)[packs] for name in _SECONDS},
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence["PipelineTasks"]) -> "PipelineTasks":
+        """Packs of all parts one after the other; all are priced with I and W, or none."""
+        before = np.cumsum([0, *(part.num_forward for part in parts)])
+        needed = [part.forwards_needed + count for part, count in zip(parts, before, strict=False)]
+        splits = [part.split for part in parts if part.split is not None]
+        assert len(splits) in (0, len(parts)), "some parts are priced with I and W, some without"
+        return replace(
+            parts[0],
+            forwards_needed=np.concatenate(needed).astype(np.int32),
+            held=PackBytes.concat([part.held for part in parts]),
+            split=SplitBackward.concat(splits) if splits else None,
+            **_stacked(parts, _SECONDS),
+        )
+
+
+_SECONDS = ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s")
+
+
+def _stacked(parts: Sequence[Any], names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
 
 
 @dataclass(frozen=True, eq=False)

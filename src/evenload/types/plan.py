@@ -20,7 +20,7 @@ class PackTimes(Frozen):
 
     Args:
         forward_s, backward_s: per pack, per virtual stage.
-        p2p_forward_s, p2p_backward_s: per pack, one hop between neighbouring stages.
+        p2p_forward_s, p2p_backward_s: per pack, one p2p transfer between neighbouring stages.
         input_s, weight_s: per backward pack, per virtual stage, where the schedule splits backwards into I and W
             (their sum is `backward_s` to rounding); else empty.
     """

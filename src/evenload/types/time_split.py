@@ -25,7 +25,7 @@ CAUSE_LABELS = {
     "imbalance_s": "pack imbalance",
     "stage_imbalance_s": "stage imbalance",
     "dependency_s": "dependency",
-    "p2p_s": "hops between stages",
+    "p2p_s": "transfers between stages",
     "dp_imbalance_s": "dp imbalance",
     "reduction_s": "gradient reduction",
     "optimizer_s": "optimizer",
@@ -51,7 +51,7 @@ class TimeSplit(Frozen):
         imbalance_s: waiting in between because packs differ.
         stage_imbalance_s: waiting in between because stages differ (head, embedding, layers), were packs equal.
         dependency_s: waiting in between because of the order alone: equal actions would make the rank wait as well.
-        p2p_s: waiting in between while only a hop between stages was under way.
+        p2p_s: waiting in between while only a transfer between stages was under way.
         dp_imbalance_s: replicas that wait for the slowest.
         reduction_s: gradients summed and weights spread over replicas.
         optimizer_s: the update.

@@ -31,7 +31,7 @@ MEMORY_KINDS = (
     "layer_buffers",
     "head_logits",
 )
-"""What device memory holds (DESIGN §4), the order of the columns of `Timeline.memory_kind_bytes`: what stays for the
+"""What device memory holds, the order of the columns of `Timeline.memory_kind_bytes`: what stays for the
 step, what lies between forward and backward (activations by policy; inputs and gradients that I leaves for W), and
 buffers of the running action."""
 
@@ -42,14 +42,14 @@ class SideTasks:
 
     recompute    the front of a backward task: forward work repeated; inside of the task
     offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
-    send_forward, send_backward    hops from the rank to `peer`
+    send_forward, send_backward    p2p transfers from the rank to `peer`
     reduction, optimizer    after the slowest replica
 
     Args:
         dp_rank, rank: int32[n]; `rank` is the pipeline rank.
         kind: uint8[n], index into `SIDE_KINDS`.
         stage, pack: int32[n], of the task it belongs to, -1 for the end of the step.
-        peer: int32[n], the receiving pipeline rank of a hop, else -1.
+        peer: int32[n], the receiving pipeline rank of a p2p transfer, else -1.
         start_s, end_s: float64[n].
     """
 

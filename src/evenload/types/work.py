@@ -1,4 +1,4 @@
-"""`WorkCurve`: seconds of a token range as a function of where it lies in its document (DESIGN §4).
+"""`WorkCurve`: seconds of a token range as a function of where it lies in its document.
 
 Work of tokens `[a, b)` is `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s`, where `pairs` counts
 the (query, key) pairs of causal attention: `(b (b + 1) - a (a + 1)) / 2` for full attention and
@@ -68,8 +68,3 @@ def _prefix_pairs_of(num_tokens: NDArray[np.int64], window: int) -> NDArray[np.i
     if window == 0:
         return full
     return np.where(num_tokens <= window, full, window * (window + 1) // 2 + (num_tokens - window) * window)
-
-
-def sum_in_order(values: NDArray[np.float64]) -> float:
-    """One addition after the other, as the core adds (numpy's own sum adds in pairs)."""
-    return float(np.cumsum(values)[-1]) if len(values) else 0.0

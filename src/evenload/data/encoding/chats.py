@@ -17,7 +17,6 @@ Price: 2 renderings for each of the assistant's messages, so it grows with the s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate
@@ -29,7 +28,6 @@ from evenload.data.encoding.text_encoder import RenderedText
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 
 
-@dataclass(frozen=True)
 class Chats:
     """`Renderer` of kind "messages".
 
@@ -37,37 +35,23 @@ class Chats:
         has_spans: loss on the assistant's messages only; else on every token after the first.
     """
 
-    column: str
-    template: ChatTemplate
-    has_spans: bool
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """As of `Renderer`."""
-        return (self.column,)
-
-    @property
-    def name(self) -> str:
-        """As of `Renderer`."""
-        loss = "completion" if self.has_spans else "all"
-        return f"messages of '{self.column}', loss on {loss}, template {self.template.name}"
-
-    @property
-    def counts_touching(self) -> bool:
-        """As of `Renderer`."""
-        return self.template.marks_generation
+    def __init__(self, column: str, template: ChatTemplate, has_spans: bool) -> None:
+        self.columns: tuple[str, ...] = (column,)
+        loss = "completion" if has_spans else "all"
+        self.name = f"messages of '{column}', loss on {loss}, template {template.name}"
+        self.has_spans, self.counts_touching = has_spans, template.marks_generation
+        self._template = template
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        """As of `Renderer`."""
-        messages = read_messages(values[0], self.column)
+        template, messages = self._template, read_messages(values[0], self.columns[0])
         if not messages:
             return RenderedText("", () if self.has_spans else None)
         if not self.has_spans:
-            return RenderedText(self.template.render(messages))
-        if self.template.marks_generation:
-            return RenderedText(*self.template.render_with_spans(messages))
-        whole = self.template.render(messages)
-        return RenderedText(whole, tuple(_assistant_spans(self.template, messages, whole)))
+            return RenderedText(template.render(messages))
+        if template.marks_generation:
+            return RenderedText(*template.render_with_spans(messages))
+        whole = template.render(messages)
+        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole)))
 
 
 def render_prompt(template: ChatTemplate, messages: Sequence[Message], whole: str) -> str:

@@ -35,17 +35,15 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder(Protocol):
-    """Turns records of one kind into documents. Can be pickled."""
+    """Turns records of one kind into documents. Can be pickled.
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that a reader must fetch, in the order of `encode`'s values."""
-        ...
+    Args:
+        columns: those that a reader must fetch, in the order of `encode`'s values.
+        name: identifies all that decides the tokens; equal names give equal documents.
+    """
 
-    @property
-    def name(self) -> str:
-        """Identifies all that decides the tokens; equal names give equal documents."""
-        ...
+    columns: tuple[str, ...]
+    name: str
 
     def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
         """The document of a record.

@@ -9,7 +9,7 @@ from evenload.data.encoding.prompt_completion import PromptCompletion
 from evenload.data.encoding.template_file import open_chat_template
 from evenload.data.encoding.text_encoder import TextEncoder
 from evenload.data.encoding.token_ids import TokenIds
-from evenload.data.tokenize import (
+from evenload.data.encoding.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
     describe_tokenizer,

@@ -1,33 +1,22 @@
 """Record kind "text": text that is taken as it stands."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.text_encoder import RenderedText
 
 
-@dataclass(frozen=True)
 class PlainText:
     """`Renderer` of kind "text": every token after the first is predicted, and the end-of-document token."""
 
-    column: str
-    has_spans: bool = False
-    counts_touching: bool = False
+    has_spans = counts_touching = False
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """As of `Renderer`."""
-        return (self.column,)
-
-    @property
-    def name(self) -> str:
-        """As of `Renderer`."""
-        return f"text of '{self.column}'"
+    def __init__(self, column: str) -> None:
+        self.columns: tuple[str, ...] = (column,)
+        self.name = f"text of '{column}'"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        """As of `Renderer`."""
-        return RenderedText(check_text(values[0], self.column), end="always")
+        return RenderedText(check_text(values[0], self.columns[0]), end="always")
 
 
 def check_text(value: Any, column: str) -> str:

@@ -6,7 +6,6 @@ token follows, unless the completion ends with it already, as TRL has it. Lists 
 template, which writes its own end; the completion is everything after the prompt's generation prompt.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate
@@ -17,7 +16,6 @@ from evenload.data.encoding.plain_text import check_text
 from evenload.data.encoding.text_encoder import RenderedText
 
 
-@dataclass(frozen=True)
 class PromptCompletion:
     """`Renderer` of kind "prompt_completion".
 
@@ -26,48 +24,39 @@ class PromptCompletion:
         has_spans: loss on the completion only; else on every token after the first.
     """
 
-    prompt_column: str
-    completion_column: str
-    template: ChatTemplate | str
-    has_spans: bool
-    counts_touching: bool = False
+    counts_touching = False
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """As of `Renderer`."""
-        return (self.prompt_column, self.completion_column)
-
-    @property
-    def name(self) -> str:
-        """As of `Renderer`."""
-        loss = "completion" if self.has_spans else "all"
-        template = self.template.name if isinstance(self.template, ChatTemplate) else None
-        return (
-            f"prompt '{self.prompt_column}', completion '{self.completion_column}', loss on {loss}, template {template}"
-        )
+    def __init__(
+        self, prompt_column: str, completion_column: str, template: ChatTemplate | str, has_spans: bool
+    ) -> None:
+        self.columns: tuple[str, ...] = (prompt_column, completion_column)
+        loss = "completion" if has_spans else "all"
+        known = template.name if isinstance(template, ChatTemplate) else None
+        self.name = f"prompt '{prompt_column}', completion '{completion_column}', loss on {loss}, template {known}"
+        self.has_spans, self._template = has_spans, template
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        """As of `Renderer`."""
         prompt, completion = values
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
             return self._render_messages(prompt, completion)
-        prompt = check_text(prompt, self.prompt_column)
-        whole = prompt + check_text(completion, self.completion_column)
+        prompt = check_text(prompt, self.columns[0])
+        whole = prompt + check_text(completion, self.columns[1])
         return RenderedText(whole, self._spans(len(prompt), len(whole)), end="unless_there")
 
     def _render_messages(self, prompt: Any, completion: Any) -> RenderedText:
-        if isinstance(self.template, str):
-            raise RecordProblem(self.template)
-        before, after = read_messages(prompt, self.prompt_column), read_messages(completion, self.completion_column)
+        if isinstance(self._template, str):
+            raise RecordProblem(self._template)
+        prompt_column, completion_column = self.columns
+        before, after = read_messages(prompt, prompt_column), read_messages(completion, completion_column)
         if not before or not after:
-            empty = self.completion_column if before else self.prompt_column
+            empty = completion_column if before else prompt_column
             raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
         if before[-1]["role"] == "assistant":
             raise RecordProblem(
-                f"the last message of '{self.prompt_column}' is the assistant's; move it to '{self.completion_column}'"
+                f"the last message of '{prompt_column}' is the assistant's; move it to '{completion_column}'"
             )
-        whole = self.template.render([*before, *after])
-        return RenderedText(whole, self._spans(len(render_prompt(self.template, before, whole)), len(whole)))
+        whole = self._template.render([*before, *after])
+        return RenderedText(whole, self._spans(len(render_prompt(self._template, before, whole)), len(whole)))
 
     def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         return ((start, stop),) if self.has_spans else None

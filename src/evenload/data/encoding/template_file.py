@@ -11,7 +11,7 @@ from typing import Any
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.tokenize import BYTES, DocumentTokenizer, FileTokenizer, read_settings
+from evenload.data.encoding.tokenize import BYTES, DocumentTokenizer, FileTokenizer, read_settings, special_token_text
 from evenload.errors import ConfigError
 
 _SPECIAL_TOKENS = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -28,7 +28,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     origin, source = _find_source(config, directory, settings)
     known = {**(read_settings(directory / "special_tokens_map.json") if directory else {}), **settings}
     variables = {
-        name: text for name, value in known.items() if name.endswith("_token") and (text := _token_text(value))
+        name: text for name, value in known.items() if name.endswith("_token") and (text := special_token_text(value))
     }
     if config.eos_token is not None:
         variables["eos_token"] = config.eos_token
@@ -57,7 +57,6 @@ def _tokenizer_directory(config: DataConfig) -> Path | None:
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
-    """Name and text of the template."""
     if config.chat_template is not None:
         return config.chat_template, _read_text(Path(config.chat_template))
     if directory is None:
@@ -95,9 +94,3 @@ def _read_text(file: Path) -> str:
         raise ConfigError(
             f"chat template '{file}' cannot be read: {err}; set data.chat_template to a text file"
         ) from err
-
-
-def _token_text(value: Any) -> str | None:
-    """A special token as `tokenizer_config.json` writes it: text, or an object with `content`."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenload.data.encoding.document_encoder import EncodedDocument, RecordProblem
 from evenload.data.encoding.label_mask import CharSpan, masked_labels, tokens_beginning_in, tokens_touching
-from evenload.data.tokenize import DocumentTokenizer, TokensWithOffsets
+from evenload.data.encoding.tokenize import DocumentTokenizer, TokensWithOffsets
 
 EndToken = Literal["never", "always", "unless_there"]
 """Whether the end-of-document token is appended; `unless_there` = where the text does not spell it at its end."""
@@ -40,27 +40,19 @@ class RenderedText(NamedTuple):
 
 
 class Renderer(Protocol):
-    """Column values of one kind of record → text."""
+    """Column values of one kind of record → text.
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """As of `DocumentEncoder`."""
-        ...
+    Args:
+        columns: as of `DocumentEncoder`.
+        name: identifies all that decides text and spans.
+        has_spans: whether every record has spans; else none has.
+        counts_touching: whether a token that is only partly in a span is predicted.
+    """
 
-    @property
-    def name(self) -> str:
-        """Identifies all that decides text and spans."""
-        ...
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether every record has spans; else none has."""
-        ...
-
-    @property
-    def counts_touching(self) -> bool:
-        """Whether a token that is only partly in a span is predicted."""
-        ...
+    columns: tuple[str, ...]
+    name: str
+    has_spans: bool
+    counts_touching: bool
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         """The text of a record.
@@ -86,11 +78,9 @@ class TextEncoder:
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
 
     def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
-        """As of `DocumentEncoder`."""
         return self.encode_many([values])[0]
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
-        """As of `DocumentEncoder`."""
         rendered = [self._renderer.render(values) for values in records]
         texts = [record.text for record in rendered]
         if self._renderer.has_spans:

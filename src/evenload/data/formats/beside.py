@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from evenload.data.files import SourceFile
-from evenload.data.remote import call_with_retries
+from evenload.data.source.files import SourceFile
+from evenload.data.source.remote import call_with_retries
 from evenload.errors import DataError
 
 

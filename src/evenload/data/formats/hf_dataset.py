@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
 from evenload.data.formats.columns import Column, ValueProblem, value_converter, wanted_columns
-from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def is_iterable_dataset(dataset: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetReader:
+class DatasetReader(RecordReader):
     """Reader of a `datasets.Dataset`.
 
     Args:
@@ -62,17 +62,12 @@ class DatasetReader:
     known: Mapping[str, Column]
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """Shares of rows of about that size."""
         return max(1, min(len(self.dataset), -(-(file.size_bytes or 0) // part_bytes)))
 
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The part's rows from that row on.
-
-        Raises:
-            DataError: the data set raised, or lacks a column of the right type.
-        """
+        """The part's rows from that row on."""
         if offset == FILE_END:
             return
         wanted, num_rows = wanted_columns(columns, self.known), len(self.dataset)
@@ -81,10 +76,6 @@ class DatasetReader:
         is_transformed = self.dataset.format["type"] == "custom"
         read = self._transformed if is_transformed else self._batches
         yield from _guarded(read(file.name, wanted, rows), file.name)
-
-    def origin(self, file: SourceFile, offset: int) -> str:
-        """Data set and 1-based row."""
-        return f"{file.name}:row {offset + 1}"
 
     def _batches(self, name: str, wanted: Sequence[Column], rows: range) -> Iterator[Record]:
         check_schema(self.dataset.features.arrow_schema, wanted, name)
@@ -111,7 +102,7 @@ class DatasetReader:
 
 
 @dataclass(frozen=True, eq=False)
-class IterableDatasetReader:
+class IterableDatasetReader(RecordReader):
     """Reader of a `datasets.IterableDataset`.
 
     Args:
@@ -123,23 +114,17 @@ class IterableDatasetReader:
     known: Mapping[str, Column]
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """As many as it has shards."""
         return self.dataset.num_shards
 
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The examples of the part's shards, from an offset on.
-
-        Raises:
-            DataError: the data set raised, or an example lacks a column.
-        """
+        """The examples of the part's shards, from an offset on."""
         if offset == FILE_END:
             return
         yield from _guarded(self._examples(file.name, part, wanted_columns(columns, self.known), offset), file.name)
 
     def origin(self, file: SourceFile, offset: int) -> str:
-        """Data set, shard, 1-based example."""
         shard, example = _place(offset)
         return f"{file.name}:shard {shard}, example {example + 1}"
 

@@ -16,11 +16,10 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from evenload.data.compressed import BrokenCompressionError
-from evenload.data.files import SourceFile
 from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind, wanted_columns
-from evenload.data.formats.failures import damaged_compression, unreadable
-from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.data.formats.failures import damaged_compression
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.source.files import SourceFile
 
 MAX_LINE_BYTES = 1 << 28
 """A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
@@ -36,7 +35,7 @@ _TYPES: dict[ColumnKind, Any] = {
 
 
 @dataclass(frozen=True)
-class JsonlReader:
+class JsonlReader(RecordReader):
     """Reader of format "jsonl".
 
     Args:
@@ -46,17 +45,12 @@ class JsonlReader:
     known: Mapping[str, Column]
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """Byte ranges of about that size."""
-        return -(-file.size_bytes // part_bytes) or 1 if file.size_bytes and _can_share(file) else 1
+        return super().num_parts(file, part_bytes) if _can_share(file) else 1
 
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The lines whose first byte lies in the part, from that byte on.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """The lines whose first byte lies in the part, from that byte on."""
         start, stop = _byte_range(file, part)
         if offset == FILE_END or (stop is not None and start >= stop):
             return
@@ -78,10 +72,8 @@ class JsonlReader:
                     elif not line.isspace():
                         yield decode(position, after, line)
                     position = after
-        except BrokenCompressionError as err:
+        except Exception as err:  # decompressors raise classes of their own
             yield Record(position, FILE_END, None, damaged_compression(file, err))
-        except OSError as err:
-            raise unreadable(file, err) from err
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based line. Reads the file up to there."""
@@ -91,7 +83,7 @@ class JsonlReader:
                 while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
                     lines += content.count(b"\n")
                     left -= len(content)
-        except (OSError, BrokenCompressionError):
+        except Exception:  # another error is being told, and that the file cannot be read up to here is not it
             return f"{file.name}, byte {offset}"
         return f"{file.name}:{lines}"
 

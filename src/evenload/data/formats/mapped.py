@@ -8,35 +8,42 @@ again. A mapped file must not be made shorter meanwhile (the process would be ki
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.failures import unreadable
+from evenload.data.source.files import SourceFile
 
 # The kernel maps so many bytes around a page that is touched.
 _MAPPED_AT_ONCE_BYTES = 1 << 16
 _RELEASE_BYTES = 1 << 23
 
 
-class ByteRanges(Protocol):
-    """Random access to the bytes of an open file.
+class ByteRanges:
+    """Random access to the bytes of an open file, by seeking.
 
     Args:
         size_bytes: of the file; None = unknown.
     """
 
-    size_bytes: int | None
+    def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
+        self.size_bytes = size_bytes
+        self._stream = stream
 
     def read(self, start: int, count: int) -> memoryview:
         """Bytes `[start, start + count)`; fewer at the end of the file."""
-        ...
+        self._stream.seek(start)
+        return memoryview(self._stream.read(count))
+
+    def arrow_file(self) -> pa.NativeFile:
+        """The whole file, for Arrow; not copied where it is mapped."""
+        return pa.PythonFile(self._stream, mode="r")
 
     def release(self, num_bytes: int) -> None:
         """About so many bytes of what was read were used and are not needed for now."""
-        ...
 
 
 class ShortFileError(Exception):
@@ -70,12 +77,12 @@ def open_ranges(file: SourceFile) -> Iterator[ByteRanges]:
             except OSError as err:
                 raise unreadable(file, err) from err
         else:
-            yield _StreamRanges(stream, file.size_bytes)
+            yield ByteRanges(stream, file.size_bytes)
 
 
-class _MappedRanges:
+class _MappedRanges(ByteRanges):
     def __init__(self, stream: IO[bytes]) -> None:
-        self.size_bytes: int | None = stream.seek(0, 2)
+        super().__init__(stream, stream.seek(0, 2))
         # An empty file cannot be mapped. The map is closed by its last array.
         self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.size_bytes else None
         self._view = memoryview(self._map or b"")
@@ -84,21 +91,11 @@ class _MappedRanges:
     def read(self, start: int, count: int) -> memoryview:
         return self._view[start : start + count]
 
+    def arrow_file(self) -> pa.NativeFile:
+        return pa.BufferReader(pa.py_buffer(self._view))
+
     def release(self, num_bytes: int) -> None:
         self._used_bytes += max(num_bytes, _MAPPED_AT_ONCE_BYTES)
         if self._map is not None and self._used_bytes > _RELEASE_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._used_bytes = 0
-
-
-class _StreamRanges:
-    def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
-        self.size_bytes = size_bytes
-        self._stream = stream
-
-    def read(self, start: int, count: int) -> memoryview:
-        self._stream.seek(start)
-        return memoryview(self._stream.read(count))
-
-    def release(self, num_bytes: int) -> None:
-        pass

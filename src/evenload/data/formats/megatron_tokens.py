@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.beside import file_beside
 from evenload.data.formats.mapped import ByteRanges, ShortFileError, open_ranges, read_numbers
 from evenload.data.formats.record import FILE_END, FilePart, Record
 from evenload.data.formats.token_records import CHUNK_DOCUMENTS, documents_at_once, token_records
+from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -76,7 +76,6 @@ def read_megatron(file: SourceFile, part: FilePart, offset: int | None) -> Itera
 
 
 def index_file_name(name: str, suffix: str) -> str:
-    """How the index of a token file is called."""
     return name.removesuffix(suffix).rsplit("/", 1)[-1] + ".idx"
 
 

@@ -8,15 +8,15 @@ slices of a run; int32 files are not copied at all. Price: one run in memory.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.megatron_tokens import read_megatron
 from evenload.data.formats.npy_tokens import npy_origin, read_npy
-from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
 
 
 @dataclass(frozen=True)
-class MemmapReader:
+class MemmapReader(RecordReader):
     """Reader of format "memmap". Offsets are documents, or tokens in an `.npy` without a file of edges.
 
     Args:
@@ -25,18 +25,10 @@ class MemmapReader:
 
     document_end_id: int | None = None
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """Shares of about that size."""
-        return max(1, -(-(file.size_bytes or 0) // part_bytes))
-
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The part's documents from an offset on.
-
-        Raises:
-            DataError: the file or its index cannot be read, or nothing tells where its documents end.
-        """
+        """The part's documents from an offset on."""
         if len(columns) != 1:
             raise DataError(f"{file.name} is a token file and has one column, not {', '.join(columns)}")
         if offset == FILE_END:

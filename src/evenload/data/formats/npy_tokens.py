@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib import format as npy_format
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.beside import file_beside
 from evenload.data.formats.mapped import ByteRanges, ShortFileError, open_ranges, read_numbers
 from evenload.data.formats.record import FILE_END, FilePart, Record
 from evenload.data.formats.token_records import CHUNK_DOCUMENTS, documents_at_once, token_records
+from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
 
 MAX_DOCUMENT_TOKENS = 1 << 27
@@ -80,7 +80,6 @@ def read_npy(file: SourceFile, part: FilePart, end_id: int | None, offset: int |
 
 
 def npy_origin(file: SourceFile, end_id: int | None, offset: int) -> str:
-    """File and 1-based document."""
     if end_id is None or file_beside(file, ".npy", ".idx.npy") is not None:
         return f"{file.name}:document {offset + 1}"
     number = 1

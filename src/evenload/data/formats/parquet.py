@@ -19,17 +19,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
 from evenload.data.formats.columns import Column, wanted_columns
 from evenload.data.formats.failures import is_storage_failure, unreadable
-from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.source.files import SourceFile
 
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ParquetReader:
+class ParquetReader(RecordReader):
     """Reader of format "parquet".
 
     Args:
@@ -38,18 +38,10 @@ class ParquetReader:
 
     known: Mapping[str, Column]
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """Shares of about that size, if the file has as many row groups."""
-        return max(1, -(-(file.size_bytes or 0) // part_bytes))
-
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The rows of the part's row groups, from that row on.
-
-        Raises:
-            DataError: the file cannot be read, or lacks a column of the right type.
-        """
+        """The rows of the part's row groups, from that row on."""
         if offset == FILE_END:
             return
         wanted = wanted_columns(columns, self.known)
@@ -84,10 +76,6 @@ class ParquetReader:
                 raise unreadable(file, err) from err
             if opened or part.index == 0:
                 yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
-
-    def origin(self, file: SourceFile, offset: int) -> str:
-        """File and 1-based row."""
-        return f"{file.name}:row {offset + 1}"
 
 
 def _open_parquet(place: Any) -> pq.ParquetFile:

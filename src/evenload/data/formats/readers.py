@@ -5,7 +5,6 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from evenload.data.config import DataConfig
-from evenload.data.files import SourceFile
 from evenload.data.formats.arrow import ArrowReader
 from evenload.data.formats.columns import record_columns
 from evenload.data.formats.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
@@ -14,6 +13,7 @@ from evenload.data.formats.memmap import MemmapReader
 from evenload.data.formats.parquet import ParquetReader
 from evenload.data.formats.record import RecordReader
 from evenload.data.formats.text import TextReader
+from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from evenload.data.files import SourceFile
+from evenload.data.source.files import SourceFile
 
 FILE_END = -1
 """`next_offset` after the last record of a part whose reader cannot or need not go on."""
@@ -44,7 +44,7 @@ class RecordReader(Protocol):
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
-        ...
+        return max(1, -(-(file.size_bytes or 0) // part_bytes))
 
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
@@ -55,10 +55,11 @@ class RecordReader(Protocol):
             columns: names of the wanted columns; a text file has one, whatever its name.
 
         Raises:
-            DataError: the file cannot be read, or has no such column.
+            DataError: the file or its index cannot be read, it has no such column or one of another type, or nothing
+                tells where its documents end.
         """
         ...
 
     def origin(self, file: SourceFile, offset: int) -> str:
-        """How messages name a record, for example `docs.jsonl:17`. May read the file up to there."""
-        ...
+        """How messages name a record: here by its row, from 1 on. May read the file up to there."""
+        return f"{file.name}:row {offset + 1}"

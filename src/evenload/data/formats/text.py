@@ -3,36 +3,29 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evenload.data.compressed import BrokenCompressionError
-from evenload.data.files import SourceFile
-from evenload.data.formats.failures import damaged_compression, unreadable
-from evenload.data.formats.record import FILE_END, FilePart, Record
+from evenload.data.formats.failures import damaged_compression
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
 
 
 @dataclass(frozen=True)
-class TextReader:
+class TextReader(RecordReader):
     """Reader of format "text"; the offset of the document is 0."""
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """One: a document is never shared."""
         return 1
 
     def records(
         self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
     ) -> Iterator[Record]:
-        """The file as one record, in the first part.
-
-        Raises:
-            DataError: the file cannot be read; more than one column is asked for.
-        """
+        """The file as one record, in the first part."""
         if len(columns) != 1:
             raise DataError(f"{file.name} is a text file and has one column, not {', '.join(columns)}")
         if part.index == 0 and offset != FILE_END:
             yield _read_document(file)
 
     def origin(self, file: SourceFile, offset: int) -> str:
-        """The file's name."""
         return file.name
 
 
@@ -40,10 +33,8 @@ def _read_document(file: SourceFile) -> Record:
     try:
         with file.open() as stream:
             content = stream.read()
-    except BrokenCompressionError as err:
+    except Exception as err:  # decompressors raise classes of their own
         return Record(0, FILE_END, None, damaged_compression(file, err))
-    except OSError as err:
-        raise unreadable(file, err) from err
     try:
         return Record(0, FILE_END, (content.decode("utf-8"),))
     except UnicodeDecodeError as err:

@@ -1,4 +1,4 @@
-"""`Block`: a run of consecutive documents of one lane, shuffled inside; and its cursor.
+"""`DocumentBlock`: a run of consecutive documents of one lane, shuffled inside; and its cursor.
 
 A lane is a sequence of blocks. A block is a pure function of settings, epoch, lane and cursor: whoever needs it, on
 whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the
@@ -6,6 +6,7 @@ whole state of a lane is its open block's cursor and how many documents of it we
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +31,27 @@ class BlockCursor(Frozen, array_like=True):
     part: int = 0
 
 
-class BlockHead(Frozen, array_like=True):
+class LaneKey(NamedTuple):
+    """A lane: part of the mixture, and lane in it."""
+
+    part: int
+    lane: int
+
+
+class BlockRequest(NamedTuple):
+    """Asks for the block that begins at a cursor."""
+
+    key: LaneKey
+    epoch: int
+    cursor: BlockCursor
+
+
+class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
 
     Args:
         next_cursor: of the lane's next block; None = the lane ends here for this epoch.
-        lengths, num_labels: int32[num_documents] as bytes, in drawing order.
+        lengths, num_labels: int32[num_documents] as bytes, in sampling order.
         has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
         read: documents and tokens read from the source for this block, dropped ones included.
@@ -53,7 +69,7 @@ class BlockHead(Frozen, array_like=True):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Block:
+class DocumentBlock:
     """A block with its tokens.
 
     Args:
@@ -62,12 +78,12 @@ class Block:
             document's first is a label.
     """
 
-    head: BlockHead
+    header: BlockHeader
     edges: NDArray[np.int64]
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None
 
 
-def block_span(block: Block, index: int) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]:
+def block_span(block: DocumentBlock, index: int) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]:
     """Tokens, labels, start and stop of the `index`-th document."""
     return block.tokens, block.labels, int(block.edges[index]), int(block.edges[index + 1])

@@ -8,38 +8,11 @@ by what is asked for: the loader asks for one block of a lane beyond the one it 
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from evenload.data.config import DataConfig
-from evenload.data.encoding.document_encoder import DocumentEncoder
-from evenload.data.reading.block import Block, BlockCursor
-from evenload.data.reading.part_files import PartFiles
+from evenload.data.reading.block import BlockRequest, DocumentBlock, LaneKey
 from evenload.data.reading.stall_clock import StallClock
-from evenload.data.reading.workers import BlockWorker, ProcessWorker, ThreadWorker
+from evenload.data.reading.workers import ProcessWorker, ReadingJob, ThreadWorker
 from evenload.errors import EvenloadError
-
-
-class LaneKey(NamedTuple):
-    """A lane: part of the mixture, and lane in it."""
-
-    part: int
-    lane: int
-
-
-class BlockRequest(NamedTuple):
-    """Asks for the block that begins at a cursor."""
-
-    key: LaneKey
-    epoch: int
-    cursor: BlockCursor
-
-
-@dataclass(frozen=True, eq=False)
-class ReadingJob:
-    """All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
-
-    parts: tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
 
 
 class BlockService:
@@ -54,15 +27,15 @@ class BlockService:
         self._job, self._num_workers = job, num_workers
         self._arrived = threading.Condition()
         self._clock = StallClock(self._arrived, stall_timeout_s)
-        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, Block | EvenloadError]]] = {}
+        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, DocumentBlock | EvenloadError]]] = {}
         self._failure: EvenloadError | None = None
-        self._workers: list[BlockWorker] = []
+        self._workers: list[ThreadWorker] | list[ProcessWorker] = []
 
     def request(self, request: BlockRequest) -> None:
         """Ask for a block; returns at once."""
         self._worker_of(request.key).request(request)
 
-    def take(self, request: BlockRequest) -> Block:
+    def take(self, request: BlockRequest) -> DocumentBlock:
         """A block that was asked for, waiting for it if need be.
 
         Raises:
@@ -84,7 +57,7 @@ class BlockService:
         return outcome
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the running workers; none for a thread."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._workers if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:
@@ -95,18 +68,15 @@ class BlockService:
         self._blocks.clear()
         self._failure = None
 
-    def _start(self) -> list[BlockWorker]:
-        channels = (self._job, self._deliver, self._clock, self._fail)
-        if not self._num_workers:
-            return [ThreadWorker(0, *channels)]
-        return [ProcessWorker(index, *channels) for index in range(self._num_workers)]
-
-    def _worker_of(self, key: LaneKey) -> BlockWorker:
-        if not self._workers:
-            self._workers = self._start()
+    def _worker_of(self, key: LaneKey) -> ThreadWorker | ProcessWorker:
+        if not self._workers and not self._num_workers:
+            self._workers = [ThreadWorker(0, self._job, self._deliver, self._clock)]
+        elif not self._workers:
+            channels = (self._job, self._deliver, self._clock, self._fail)
+            self._workers = [ProcessWorker(index, *channels) for index in range(self._num_workers)]
         return self._workers[(key.part + key.lane) % len(self._workers)]
 
-    def _deliver(self, request: BlockRequest, outcome: Block | EvenloadError) -> None:
+    def _deliver(self, request: BlockRequest, outcome: DocumentBlock | EvenloadError) -> None:
         with self._arrived:
             self._blocks.setdefault(request.key, deque()).append((request, outcome))
             self._arrived.notify_all()

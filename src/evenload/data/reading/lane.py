@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.encoding.token_table import span_labels
 from evenload.data.formats.record import FILE_END, Record
 from evenload.data.ledger import Tally
-from evenload.data.reading.block import Block, BlockCursor, BlockHead
+from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
 from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.random_order import BLOCKS, permutation
-from evenload.data.reading.segments import Segment, deal_segments
-from evenload.data.token_table import span_labels
+from evenload.data.reading.segments import Segment, assign_segments
 from evenload.errors import DataError
 
 BLOCK_TOKENS = 1 << 18
@@ -81,9 +81,9 @@ class BlockReader:
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_lanes) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
-        self._dealt: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
+        self._assigned: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
 
-    def read(self, lane: int, epoch: int, cursor: BlockCursor) -> Block:
+    def read(self, lane: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
         """The block that begins at the cursor.
 
         Raises:
@@ -105,7 +105,7 @@ class BlockReader:
             tokens_read += step.read[1]
             if step.dropped is not None:
                 reason, count, size = step.dropped
-                dropped[reason] = dropped.get(reason, Tally()).plus(count, size)
+                dropped[reason] = dropped.get(reason, Tally()) + Tally(documents=count, tokens=size)
             if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
                 next_cursor = BlockCursor(
                     block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
@@ -125,9 +125,9 @@ class BlockReader:
         return self._files.files[segment.file].name
 
     def _lane_segments(self, lane: int, epoch: int) -> tuple[Segment, ...]:
-        if self._dealt is None or self._dealt[0] != epoch:
+        if self._assigned is None or self._assigned[0] != epoch:
             config = self._config
-            dealt = deal_segments(
+            assigned = assign_segments(
                 self._files.segments,
                 config.num_lanes,
                 shuffled=self._shuffled,
@@ -135,8 +135,8 @@ class BlockReader:
                 epoch=epoch,
                 stream=self._stream,
             )
-            self._dealt = (epoch, dealt)
-        return self._dealt[1][lane]
+            self._assigned = (epoch, assigned)
+        return self._assigned[1][lane]
 
     def _steps(self, lane: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
         """Everything from the cursor to the end of the lane's epoch."""
@@ -218,7 +218,7 @@ def _make_block(
     next_cursor: BlockCursor | None,
     read: Tally,
     dropped: dict[str, Tally],
-) -> Block:
+) -> DocumentBlock:
     lengths = np.fromiter((len(document.tokens) for document in documents), np.int32, len(documents))
     edges = np.zeros(len(documents) + 1, dtype=np.int64)
     np.cumsum(lengths, out=edges[1:])
@@ -231,7 +231,7 @@ def _make_block(
         labels = np.concatenate([span_labels(d.tokens, d.labels, 0, len(d.tokens)) for d in documents])
         trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
         num_labels = (trained[edges[1:]] - trained[edges[:-1]]).astype(np.int32)
-    head = BlockHead(
+    header = BlockHeader(
         cursor=cursor,
         next_cursor=next_cursor,
         lengths=lengths.tobytes(),
@@ -241,4 +241,4 @@ def _make_block(
         read=read,
         dropped=dropped,
     )
-    return Block(head, edges, tokens, labels)
+    return DocumentBlock(header, edges, tokens, labels)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenload.data.config import DataConfig
-from evenload.data.files import SourceFile, files_digest, list_files
 from evenload.data.formats.readers import dataset_file, open_reader
 from evenload.data.formats.record import RecordReader
 from evenload.data.reading.segments import Segment, cut_segments
+from evenload.data.source.files import SourceFile, files_digest, list_files
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,7 +33,6 @@ class PartFiles:
         return files_digest(self.files)
 
     def origin(self, file: int, offset: int) -> str:
-        """How messages name a record: file, and line or row."""
         return self.readers[file].origin(self.files[file], offset)
 
 

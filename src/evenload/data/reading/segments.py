@@ -1,4 +1,4 @@
-"""Segments: the shares of files that lanes read, dealt to lanes anew in every epoch.
+"""Segments: the shares of files that lanes read, assigned to lanes anew in every epoch.
 
 Files are cut by size alone, before anything is opened, so that a data set of any size is ready in the time of one
 listing, and one large file feeds all lanes. Neither the number of ranks nor of workers plays a part: what a lane
@@ -10,9 +10,9 @@ Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evenload.data.files import SourceFile
 from evenload.data.formats.record import FilePart, RecordReader
 from evenload.data.reading.random_order import SEGMENTS, permutation
+from evenload.data.source.files import SourceFile
 
 # Small enough that a lane gets several segments of a small data set, so that their permutation mixes it; large enough
 # that opening a file at an offset (a request to a remote store) stays rare.
@@ -42,7 +42,7 @@ def cut_segments(files: Sequence[SourceFile], readers: Sequence[RecordReader], n
     return tuple(segments)
 
 
-def deal_segments(
+def assign_segments(
     segments: Sequence[Segment], num_lanes: int, *, shuffled: bool, seed: int, epoch: int, stream: int
 ) -> tuple[tuple[Segment, ...], ...]:
     """The segments of every lane, in the order in which it reads them.
@@ -51,5 +51,5 @@ def deal_segments(
         stream: number of the part of the mixture; keeps parts of equal shape from the same order.
     """
     order = permutation(len(segments), seed, epoch, SEGMENTS, stream, 0) if shuffled else range(len(segments))
-    dealt = [segments[index] for index in order]
-    return tuple(tuple(dealt[lane::num_lanes]) for lane in range(num_lanes))
+    assigned = [segments[index] for index in order]
+    return tuple(tuple(assigned[lane::num_lanes]) for lane in range(num_lanes))

@@ -46,20 +46,17 @@ class StallClock:
         self._workers: dict[int, _Worker] = {}
 
     def starts(self, worker: int) -> None:
-        """The worker, or its successor, is being started."""
+        """The worker, or the one that replaces it, is being started."""
         with self._changed:
             self._workers[worker] = _Worker(self._now_s())
 
     def has_started(self, worker: int) -> None:
-        """It can read from now on."""
         self._sign(worker, started=True)
 
     def opens(self, worker: int, name: str) -> None:
-        """It opens a file."""
         self._sign(worker, reading=name)
 
     def delivers(self, worker: int) -> None:
-        """It has read a block."""
         self._sign(worker)
 
     def left_s(self, worker: int, asked_s: float, wanted: str) -> float:

@@ -15,48 +15,40 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
 
-from evenload.data.reading.block import Block
+from evenload.data.config import DataConfig
+from evenload.data.encoding.document_encoder import DocumentEncoder
+from evenload.data.reading.block import BlockRequest, DocumentBlock
 from evenload.data.reading.lane import BlockReader
+from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.stall_clock import StallClock
 from evenload.errors import ConfigError, DataError, EvenloadError
-
-if TYPE_CHECKING:
-    from evenload.data.reading.block_service import BlockRequest, ReadingJob
 
 _MOST_DEATHS = 3
 """A worker that ends so often without delivering a block in between is not started again."""
 
-Deliver = Callable[["BlockRequest", Block | EvenloadError], None]
+Deliver = Callable[[BlockRequest, DocumentBlock | EvenloadError], None]
 Fail = Callable[[EvenloadError], None]
 
 _log = logging.getLogger("evenload.data")
 
 
-class BlockWorker(Protocol):
-    """Reads what it is asked for, in order."""
+@dataclass(frozen=True, eq=False)
+class ReadingJob:
+    """All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
 
-    index: int
-
-    def request(self, request: "BlockRequest") -> None:
-        """Ask for a block; returns at once."""
-        ...
-
-    def close(self) -> None:
-        """Stop."""
-        ...
+    parts: tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
 
 
-def make_readers(job: "ReadingJob", on_open: Callable[[str], None]) -> list[BlockReader]:
-    """The readers of all parts."""
+def make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
     return [
         BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job.parts)
     ]
 
 
-def read_block(readers: Sequence[BlockReader], request: "BlockRequest") -> Block | EvenloadError:
+def read_block(readers: Sequence[BlockReader], request: BlockRequest) -> DocumentBlock | EvenloadError:
     """The block, or why there is none."""
     try:
         return readers[request.key.part].read(request.key.lane, request.epoch, request.cursor)
@@ -70,7 +62,7 @@ def read_block(readers: Sequence[BlockReader], request: "BlockRequest") -> Block
 class ThreadWorker:
     """Reads in a thread of this process."""
 
-    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, clock: StallClock, fail: Fail) -> None:
+    def __init__(self, index: int, job: ReadingJob, deliver: Deliver, clock: StallClock) -> None:
         self.index = index
         self._deliver, self._clock = deliver, clock
         clock.starts(index)
@@ -79,8 +71,8 @@ class ThreadWorker:
         self._thread = threading.Thread(target=self._run, name="evenload-read", daemon=True)
         self._thread.start()
 
-    def request(self, request: "BlockRequest") -> None:
-        """Ask for a block; returns at once."""
+    def request(self, request: BlockRequest) -> None:
+        """Ask for a block; returns at once. They are read in order."""
         self._requests.put(request)
 
     def close(self) -> None:
@@ -102,7 +94,7 @@ class ProcessWorker:
         deliver, clock, fail: called from this worker's receiving thread.
     """
 
-    def __init__(self, index: int, job: "ReadingJob", deliver: Deliver, clock: StallClock, fail: Fail) -> None:
+    def __init__(self, index: int, job: ReadingJob, deliver: Deliver, clock: StallClock, fail: Fail) -> None:
         self.index = index
         self._job, self._deliver, self._clock, self._fail = _pickle(job), deliver, clock, fail
         self._lock = threading.Lock()
@@ -116,18 +108,15 @@ class ProcessWorker:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
         return self._process.pid
 
-    def request(self, request: "BlockRequest") -> None:
-        """Ask for a block; returns at once."""
+    def request(self, request: BlockRequest) -> None:
         with self._lock:
             self._asked[request] = None
             if self._started:
                 self._send(request)
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._closing = True
             self._process.kill()
@@ -135,7 +124,7 @@ class ProcessWorker:
         self._thread.join()
         self._connection.close()
 
-    def _send(self, request: "BlockRequest") -> None:
+    def _send(self, request: BlockRequest) -> None:
         try:
             self._connection.send(request)
         except OSError:
@@ -203,7 +192,7 @@ class ProcessWorker:
         return True
 
 
-def _pickle(job: "ReadingJob") -> bytes:
+def _pickle(job: ReadingJob) -> bytes:
     try:
         return pickle.dumps(job)
     except (TypeError, AttributeError, pickle.PicklingError) as error:

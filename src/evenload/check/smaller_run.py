@@ -1,0 +1,126 @@
+"""`checked_scope`: the smaller run of the same kind that the checks compute; see `check.scope`."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from evenload.check.scope import STEPS, Scope
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
+
+# A forward and backward of so many FLOPs takes about a second on two CPU cores.
+_STEP_FLOPS = 4e10
+_MAX_PARAMETERS = 30e6
+_MIN_TOKENS, _MAX_TOKENS = 512, 6144
+_DOCUMENTS = 8
+_REPLICAS = 2
+
+
+def checked_scope(config: TrainConfig, directory: Path) -> Scope:
+    """The smaller run.
+
+    Args:
+        directory: for a shortened model and the run's checkpoint; visible to all ranks.
+    """
+    model = model_spec(config)
+    layers = _kept_layers(config, model.num_layers, model.stored_parameters_per_layer)
+    notes = []
+    settings, parallel = config.model, config.parallel
+    parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
+    if layers < model.num_layers:
+        notes.append(f"first {layers} of {model.num_layers} layers")
+        _write_short_model(Path(settings.path), directory / "model", layers, random_init=settings.random_init)
+        settings = msgspec.structs.replace(settings, path=str(directory / "model"))
+        parallel = msgspec.structs.replace(parallel, stage_layers=None)
+    if settings.router_aux_loss_coef is None or settings.router_aux_loss_coef:
+        # The reference trains no balance of routers; other models have none.
+        settings = msgspec.structs.replace(settings, router_aux_loss_coef=0.0)
+    tokens = int(min(max(_STEP_FLOPS / (6 * parameters), _MIN_TOKENS), _MAX_TOKENS))
+    data, options = config.data, config.plan.options
+    longest = min(data.max_document_tokens, tokens // 4)
+    if longest < data.max_document_tokens:
+        notes.append(f"documents cut to {longest:,} of {data.max_document_tokens:,} tokens")
+    if parallel.dp > _REPLICAS:
+        notes.append(f"{_REPLICAS} of {parallel.dp} replicas")
+        parallel = msgspec.structs.replace(parallel, dp=_REPLICAS)
+    documents = _DOCUMENTS
+    if data.batch_documents is None or data.batch_documents > documents:
+        notes.append(f"{documents} documents a step")
+    else:
+        documents = data.batch_documents
+    smaller_data = msgspec.structs.replace(
+        data,
+        batch_documents=documents,
+        batch_tokens=None,
+        max_document_tokens=longest,
+        overlong="truncate" if longest < data.max_document_tokens else data.overlong,
+        epochs=None,
+        workers=0,
+        shuffle_window=min(data.shuffle_window, 64),
+    )
+    if options.max_pack_tokens is not None:
+        options = msgspec.structs.replace(
+            options, max_pack_tokens=max(longest, min(options.max_pack_tokens, 2 * longest))
+        )
+    else:
+        # Room for several documents in a pack, so that there is something to keep apart.
+        options = msgspec.structs.replace(options, max_pack_tokens=2 * longest)
+    train = msgspec.structs.replace(
+        config.train,
+        steps=max(config.train.steps or STEPS, STEPS),
+        output_dir=str(directory / "run"),
+        checkpoint_every_steps=3,
+        keep_checkpoints=0,
+        background_checkpoints=False,
+        resume=True,
+    )
+    smaller = msgspec.structs.replace(
+        config,
+        model=settings,
+        parallel=parallel,
+        data=smaller_data,
+        # Whether the user's run fits its limit is another check.
+        plan=msgspec.structs.replace(config.plan, options=options, memory_bytes=None),
+        train=train,
+    )
+    return Scope(config=smaller, notes=tuple(notes))
+
+
+def _kept_layers(config: TrainConfig, num_layers: int, parameters_per_layer: int) -> int:
+    stages = config.parallel.pp * config.parallel.virtual
+    return min(num_layers, max(stages, 2, int(_MAX_PARAMETERS // parameters_per_layer)))
+
+
+def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
+    """A directory with the first layers' config.json and, unless weights are random, their weights."""
+    source = path if path.is_dir() else path.parent
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    settings = load_config(str(path)).to_dict()
+    num_layers = settings["num_hidden_layers"]
+    settings["num_hidden_layers"] = layers
+    for key, value in settings.items():
+        if isinstance(value, list) and len(value) == num_layers:
+            settings[key] = value[:layers]
+    (directory / "config.json").write_text(json.dumps(settings))
+    if not random_init:
+        _link_weights(source, directory, layers)
+
+
+def _link_weights(source: Path, directory: Path, layers: int) -> None:
+    """Links to the files, and an index that leaves out the other layers' tensors."""
+    stored = stored_weights(source)
+    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name) < layers}
+    for file in sorted(set(kept.values())):
+        (directory / file).symlink_to((source / file).resolve())
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": kept}))
+
+
+def _layer_of(name: str) -> int:
+    """Index of a tensor's layer; -1 for those of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found.group(1)) if found else -1

@@ -1,0 +1,132 @@
+"""`PlanArguments`: what the command line of `evenload plan` says, one field an argument."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from evenload.cli.length_source import SOURCE_HELP, IncludeOption, OnCorruptOption, RecordOption, TokenizerOption
+from evenload.cli.plan_strategies import STRATEGY_HELP
+from evenload.cli.token_count import HELP as COUNTS
+from evenload.cli.token_count import parse_tokens
+from evenload.types.cluster_catalog import BUILT_IN
+
+DEFAULT_DOCUMENTS = 512
+"""Documents of a global batch where nothing says its size."""
+DEFAULT_CONTEXT = 131_072
+"""Tokens of the longest document trained whole, where nothing says so."""
+CLUSTER_HELP = (
+    f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
+    "examples/clusters/two_nodes.toml (explained in docs/guide.md)."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Arguments and options; None = not given."""
+
+    lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help=SOURCE_HELP)]
+    cluster: Annotated[str, typer.Option(help=CLUSTER_HELP)]
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Built-in name (llama3-8b, qwen3-8b, ...) or an HF config.json. Only with a config.toml not needed."
+        ),
+    ] = None
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
+        ),
+    ] = None
+    documents: Annotated[
+        int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
+    ] = None
+    tokens: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help=f"Tokens of a global batch, instead of --documents. {COUNTS}")
+    ] = None
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Longest document trained whole, and the most tokens of a pack (default 128k). {COUNTS}",
+        ),
+    ] = None
+    overlong: Annotated[
+        Literal["error", "split", "truncate", "drop"] | None,
+        typer.Option(help="What happens to longer documents (default error)."),
+    ] = None
+    tokenizer: TokenizerOption = None
+    record: RecordOption = None
+    include: IncludeOption = None
+    on_corrupt: OnCorruptOption = None
+    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "all"
+    dp_merge: Annotated[
+        bool | None,
+        typer.Option(
+            "--dp-merge/--no-dp-merge",
+            help="Let replicas share documents too long for one of them (slimpack), where faster (default on).",
+        ),
+    ] = None
+    policy: Annotated[
+        Literal["choose", "replay", "recompute", "offload"] | None,
+        typer.Option(
+            help="What documents keep between forward and backward. 'choose' (default): all of it where that fits "
+            "memory, else some are recomputed or offloaded."
+        ),
+    ] = None
+    window: Annotated[
+        int | None, typer.Option(help="Global batches over which fixed_greedy and fixed_exact pack (default 1).")
+    ] = None
+    max_delay_steps: Annotated[
+        int | None,
+        typer.Option(help="Most steps by which wlb and fixed_* with --window train a document later (default 8)."),
+    ] = None
+    set_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option of planning, as under [plan.options] of a configuration: wlb.release=queues, "
+            "slimpack.cuts=asymmetric (docs/configuration.md). Repeat for several; wins over the options above.",
+        ),
+    ] = None
+    known_steps: Annotated[
+        int, typer.Option(help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay.")
+    ] = 1
+    steps: Annotated[
+        int,
+        typer.Option(help="Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts."),
+    ] = 1
+    seed: Annotated[int, typer.Option(help="Of the batches sampled from the lengths.")] = 0
+    cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None
+    search_layout: Annotated[
+        bool,
+        typer.Option(
+            "--search-layout",
+            help="Rank all dp x cp x pp x tp x virtual layouts of the cluster (seconds to minutes); use the best.",
+        ),
+    ] = False
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page: table, losses, timelines, memory, documents.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None
+    emit_plan: Annotated[Path | None, typer.Option(help="Write every planned step as JSON.")] = None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of a global batch."""
+        return None if self.tokens is None else parse_tokens("--tokens", self.tokens)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Of the longest document trained whole."""
+        return None if self.context is None else parse_tokens("--context", self.context)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Of `plan.options`, as `key=value`; a later one wins."""
+        short = {name: getattr(self, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")}
+        given = (f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None)
+        return (*given, *(self.set_options or ()))

@@ -1,0 +1,52 @@
+"""`require_runnable`: settings that do not go together are refused here, once, before processes start.
+
+Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
+processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
+(`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
+tokeniser and model (`runtime.config.run_tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources
+and what their files hold (`data.reading.part_files`). tests/support/matrix.py lists the pairs; all others are trained
+in tests/dist/test_matrix.py.
+"""
+
+from evenload.attention.backends import select_backend
+from evenload.cost.coefficients import read_coefficients
+from evenload.cost.coverage import require_covered
+from evenload.data.config import mixture_configs
+from evenload.data.reading.part_files import open_part
+from evenload.plan.strategies.registry import require_trainable
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.run_tokenizer import require_tokenizer
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.hf_model import require_model
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.model.tensor_weights import require_tensor_parallel
+from evenload.runtime.replay.context_ring import require_no_window
+from evenload.types.layout import ParallelLayout
+
+
+def require_runnable(config: TrainConfig) -> ParallelLayout:
+    """The layout of a run whose settings go together.
+
+    Raises:
+        ConfigError, UnsupportedModelError: they do not; the message says which, and why.
+    """
+    hf_config = load_config(config.model.path)
+    require_tensor_parallel(hf_config, config.parallel.tp)
+    spec = model_spec(config)
+    layout = layout_of(config, spec.num_layers)
+    require_trainable(config.plan.strategy, layout, config.plan.options)
+    if config.train.cost_file is not None:
+        file = config.train.cost_file
+        require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")
+    if config.parallel.cp_exchange == "ring":
+        require_no_window(max(spec.windows))
+    require_tokenizer(
+        config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
+    )
+    if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
+        select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
+    for part in mixture_configs(config.data):
+        open_part(part)
+    require_model(hf_config, None if config.model.random_init else config.model.path)
+    return layout

@@ -1,0 +1,90 @@
+"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.batch.lane_state import DocumentPlace
+from evenload.data.batch.sampled import SampledDocuments
+from evenload.data.encoding.token_table import Span, TokenTable, join_spans, join_tables
+from evenload.types.document import Document
+
+
+@dataclass(frozen=True, eq=False)
+class Deferral:
+    """A document that a plan deferred; its tokens on the rank that owns its lane."""
+
+    document: Document
+    place: DocumentPlace
+    owner: int
+    has_labels: bool
+    span: Span | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GlobalBatch:
+    """The documents of one optimizer step.
+
+    Args:
+        step: 0-based number of the batch.
+        epoch: of the new documents.
+        documents: new in this batch, in stream order.
+        tokens: of those of `documents` and `carried` that this rank has read.
+        sampled: where the new documents come from, in their order.
+        has_labels: some document's labels differ from its tokens.
+        carried: documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones.
+        deferrals: where these come from.
+        is_last: the data has ended and only carried documents are left: the plan must not defer again.
+    """
+
+    step: int
+    epoch: int
+    documents: tuple[Document, ...]
+    tokens: TokenTable
+    sampled: SampledDocuments
+    has_labels: bool = False
+    carried: tuple[Document, ...] = ()
+    deferrals: Mapping[int, Deferral] = field(default_factory=dict)
+    is_last: bool = False
+
+    def place(self, doc_id: int) -> DocumentPlace:
+        if doc_id in self.deferrals:
+            return self.deferrals[doc_id].place
+        at = doc_id - self.documents[0].doc_id
+        return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
+
+    def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
+        """int64[n]: the ranks that have read the documents."""
+        first = self.documents[0].doc_id if self.documents else 0
+        by_block = np.array([block.owner for block in self.sampled.blocks], np.int64)
+        own = by_block[self.sampled.block_of] if len(by_block) else by_block
+        carried = self.deferrals
+        return np.fromiter(
+            (carried[d].owner if d in carried else own[d - first] for d in doc_ids), np.int64, len(doc_ids)
+        )
+
+    @property
+    def num_label_tokens(self) -> int:
+        return sum(document.num_label_tokens for document in self.documents)
+
+
+def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
+    """Tokens of the documents that this rank has read. The rows that a batch takes of a block lie side by side."""
+    by_block = np.argsort(sampled.block_of, kind="stable")
+    edges = np.searchsorted(sampled.block_of[by_block], np.arange(len(sampled.blocks) + 1))
+    tables: list[TokenTable] = []
+    for index, opened in enumerate(sampled.blocks):
+        block, members = opened.block, by_block[edges[index] : edges[index + 1]]
+        if block is None or not len(members):
+            continue
+        start, stop = int(sampled.rows[members[0]]), int(sampled.rows[members[-1]]) + 1
+        low, high = block.edges[start], block.edges[stop]
+        labels = None if block.labels is None else block.labels[low:high]
+        tables.append(TokenTable(first + members, block.edges[start : stop + 1] - low, block.tokens[low:high], labels))
+    waiting = [(doc_id, entry.span) for doc_id, entry in carried.items() if entry.span is not None]
+    if waiting:
+        ids = np.array([doc_id for doc_id, _ in waiting], np.int64)
+        tables.append(join_spans(ids, [span for _, span in waiting]))
+    return join_tables(tables)

@@ -1,0 +1,271 @@
+"""Text to tokens: plain bytes, or a Hugging Face `tokenizer.json` through the `tokenizers` library.
+
+Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be
+is decided in one place (`DataConfig.overlong`), never silently by a tokeniser. No special tokens are
+added; the loader appends the end-of-document token. Text that spells a special token becomes that
+token, as with Hugging Face tokenisers.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from evenload.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+_USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
+_BYTE_VALUES = 256
+MAX_BYTE_VOCABULARY = 320
+"""Ids that a vocabulary of bytes may have: 256 values and an end of document, rounded up to a multiple of 64. No
+published tokeniser is that small."""
+BYTES = "bytes"
+"""`DataConfig.tokenizer` of plain bytes."""
+
+
+class TokensWithOffsets(NamedTuple):
+    """Tokens of a text and where they stand in it.
+
+    Args:
+        tokens: int32[num_tokens].
+        offsets: int32[num_tokens, 2]: a token is made of the characters `[start, stop)` of the text. Tokens that make
+            up one character together all have its range; neither starts nor stops ever descend.
+    """
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+
+
+class DocumentTokenizer(Protocol):
+    """What the loader needs of a tokeniser.
+
+    Args:
+        name: identifies the tokeniser and its content; equal names give equal tokens.
+        vocab_size: token ids are in `[0, vocab_size)`.
+        eos_id: id of the end-of-document token; None where there is none.
+    """
+
+    name: str
+    vocab_size: int
+    eos_id: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """int32[num_tokens] of each text, without the end-of-document token; on all cores."""
+        ...
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
+        """As `encode_batch`, with the place of every token in its text."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0..255, and 256 for the end of a document."""
+
+    name: str = BYTES
+    vocab_size: int = _BYTE_VALUES + 1
+    eos_id: int | None = _BYTE_VALUES
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """int32[number of UTF-8 bytes]."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
+        return [_with_byte_offsets(self.encode(text)) for text in texts]
+
+    def decode(self, tokens: NDArray[np.integer]) -> str:
+        """Inverse of `encode`; end-of-document tokens are left out, broken UTF-8 is replaced."""
+        return bytes(tokens[tokens < _BYTE_VALUES].astype(np.uint8)).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json`.
+
+    `path` is the file and `kind` its algorithm, such as BPE.
+
+    Args:
+        path: the file, or a directory that holds `tokenizer.json`.
+        eos_token: text of the end-of-document token. Default: `eos_token` in a `tokenizer_config.json`
+            beside the file, else the one usual name among the special tokens.
+
+    Raises:
+        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary.
+    """
+
+    def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise ConfigError(f"tokenizer '{path}' is not a file; give a tokenizer.json, its directory, or \"bytes\"")
+        content = file.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as err:  # tokenizers raises the bare class
+            raise ConfigError(f"tokenizer '{file}' is not a tokenizer.json that tokenizers can read: {err}") from err
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # It would add special tokens, which nobody asks for here, and cut white space out of offsets.
+        self._tokenizer.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.vocab_size: int = self._vocab_size()
+        self.eos_id: int | None = self._find_eos(file, eos_token)
+        self.path = file
+        self.kind: str = type(self._tokenizer.model).__name__
+        self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """int32[num_tokens]."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        # The fast variant leaves offsets out, which costs a fifth less.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
+        return [
+            TokensWithOffsets(
+                np.array(encoding.ids, dtype=np.int32),
+                # Faster than making an array of the list of pairs.
+                np.fromiter(chain.from_iterable(encoding.offsets), np.int32, 2 * len(encoding)).reshape(-1, 2),
+            )
+            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
+    def decode(self, tokens: NDArray[np.integer]) -> str:
+        """Text of the tokens, special tokens left out."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def token_text(self, token: int) -> str | None:
+        """How the vocabulary spells a token; None where there is no such id."""
+        return self._tokenizer.id_to_token(token)
+
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens and their ids, ascending by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {added[index].content: index for index in sorted(added) if added[index].special}
+
+    def _vocab_size(self) -> int:
+        # Ids may have gaps, so the largest one counts, not the number of entries.
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def _find_eos(self, file: Path, eos_token: str | None) -> int | None:
+        told = eos_token if eos_token is not None else _configured_eos(file.parent / "tokenizer_config.json")
+        if told is not None:
+            index = self._tokenizer.token_to_id(told)
+            if index is None:
+                raise ConfigError(
+                    f"end-of-document token '{told}' is not in tokenizer '{file}'; "
+                    f"its special tokens are {list(self.special_tokens())}: set data.eos_token to one of them"
+                )
+            return index
+        usual = [index for token, index in self.special_tokens().items() if token in _USUAL_EOS]
+        return usual[0] if len(usual) == 1 else None
+
+
+def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
+    """The tokeniser that `DataConfig.tokenizer` names; None is bytes, because no model is known here.
+
+    Raises:
+        ConfigError: see `FileTokenizer`; or `eos_token` was set for bytes.
+    """
+    if tokenizer not in (None, BYTES):
+        return FileTokenizer(tokenizer, eos_token)
+    if eos_token is not None:
+        raise ConfigError(f"data.eos_token is '{eos_token}', but bytes have no named tokens; leave it out")
+    return ByteTokenizer()
+
+
+def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
+    """Where a tokeniser comes from, its kind and size, for a run's first lines and its report.
+
+    Args:
+        origin: instead of the path of its file.
+    """
+    size = f"{tokenizer.vocab_size:,} ids"
+    if isinstance(tokenizer, ByteTokenizer):
+        return f"plain bytes and an end of document, {size}"
+    if isinstance(tokenizer, FileTokenizer):
+        return f"{origin or tokenizer.path} ({tokenizer.kind}, {size})"
+    return f"{origin or tokenizer.name} ({type(tokenizer).__name__}, {size})"
+
+
+def required_eos(tokenizer: DocumentTokenizer) -> int:
+    """The end-of-document id.
+
+    Raises:
+        ConfigError: there is none, or no single one can be told from the file.
+    """
+    if tokenizer.eos_id is None:
+        special = list(tokenizer.special_tokens()) if isinstance(tokenizer, FileTokenizer) else []
+        raise ConfigError(
+            f"data.append_eos is on, but tokenizer '{tokenizer.name}' does not say which token ends a document "
+            f"(special tokens: {special}); set data.eos_token, or data.append_eos = false"
+        )
+    return tokenizer.eos_id
+
+
+def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
+    """Train a byte-level BPE tokeniser and write its `tokenizer.json`; the same texts give the same file.
+
+    Args:
+        texts: read once, not kept.
+        vocab_size: at most; small texts may give fewer merges.
+
+    Raises:
+        ConfigError: fewer than 257 tokens (all bytes and the end of a document).
+    """
+    if vocab_size < _BYTE_VALUES + 1:
+        raise ConfigError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_BYTE_VALUES + 1}")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    tokenizer.save(str(path))
+    return FileTokenizer(path)
+
+
+def _with_byte_offsets(tokens: NDArray[np.int32]) -> TokensWithOffsets:
+    # All bytes of a character but the first are 0b10xxxxxx.
+    character = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int32) - 1
+    return TokensWithOffsets(tokens, np.stack([character, character + 1], axis=1))
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON object beside a tokeniser, such as `tokenizer_config.json`; empty where there is no such file.
+
+    Raises:
+        ConfigError: not a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict)
+    except msgspec.DecodeError as err:
+        raise ConfigError(f"'{file}' is not a JSON object: {err}; repair or remove it") from err
+
+
+def _configured_eos(file: Path) -> str | None:
+    return special_token_text(read_settings(file).get("eos_token"))
+
+
+def special_token_text(value: Any) -> str | None:
+    """A special token as `tokenizer_config.json` writes it: text, or an object with `content`."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None

@@ -1,0 +1,315 @@
+"""One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
+
+`StrategyResult` has the keys that `--json` promises, what was run (`cuts`, `schedule`, `sharding`), `note`, and
+`time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise;
+`max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` (tokens that came later than
+their batch, each once) and `dropped_tokens` sums. A strategy that defers documents trains the last ones with the last
+batch, so that all strategies train the same tokens in these steps.
+Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
+cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
+between steps, `layout` is that of most steps, step times include the switches, and the note counts them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.progress import OnProgress, no_progress
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.time_split import split_proposal
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner, FlexProposal
+from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.registry import strategy_named
+from evenload.types.base import Frozen
+from evenload.types.columns import SliceColumns
+from evenload.types.document import Document
+from evenload.types.plan import DEFERRED
+from evenload.types.time_split import TimeSplit, mean_time_split
+
+
+class StrategyResult(Frozen):
+    """Figures of one strategy; None where it could not be planned. Keys are fixed."""
+
+    name: str
+    feasible: bool
+    why: str
+    step_time_s: tuple[float, ...]
+    mean_step_time_s: float | None
+    lower_bound_s: float
+    fraction_of_bound: float | None
+    speedup_over_best_fit: float | None
+    tokens_per_s_per_device: float | None
+    bubble_fraction: float | None
+    imbalance_forward: float | None
+    imbalance_backward: float | None
+    imbalance_dp: float | None
+    max_pack_tokens: int | None
+    cap_violations: int | None
+    peak_memory_bytes: int | None
+    num_packs_forward: float | None
+    num_packs_backward: float | None
+    plan_time_s: float | None
+    deferred_tokens: int
+    dropped_tokens: int
+    mean_token_delay_steps: float
+    layout: dict[str, int]
+    cuts: str | None = None
+    schedule: str | None = None
+    sharding: str | None = None
+    note: str = ""
+    time_split: TimeSplit | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """All strategies on the same batches.
+
+    Args:
+        results: one row a strategy, in the order asked for.
+        best: the fastest feasible strategy; None when none is.
+        proposals: per strategy the planned steps, for plan files and timelines; empty where planning failed.
+    """
+
+    results: tuple[StrategyResult, ...]
+    best: str | None
+    proposals: dict[str, tuple[Proposal, ...]]
+
+
+def evaluate_strategies(
+    planner: StepPlanner,
+    batches: Sequence[SampledBatch],
+    strategies: Sequence[str],
+    flexible: FlexPlanner | None = None,
+    on_progress: OnProgress = no_progress,
+) -> Evaluation:
+    """Plan every batch with every strategy.
+
+    Args:
+        flexible: for strategies that change the layout between steps; starts in the layout of `planner`.
+        on_progress: called before each strategy.
+
+    Raises:
+        ConfigError: an unknown strategy, or one that changes the layout without `flexible`.
+    """
+    for name in strategies:
+        # A misspelt name is the user's error, not a strategy that cannot be planned.
+        if strategy_named(name).changes_layout and flexible is None:
+            raise ConfigError(
+                f"strategy {name} needs the costs of other layouts: give evaluate_strategies a FlexPlanner"
+            )
+    results, proposals = [], {}
+    for index, name in enumerate(strategies):
+        on_progress(index, len(strategies), name)
+        result, proposals[name] = _evaluate(planner, batches, name, flexible)
+        results.append(result)
+    # A baseline that cannot run is no baseline.
+    times = {result.name: result.mean_step_time_s for result in results if result.feasible}
+    best_fit_s = times.get(BEST_FIT.name)
+    if best_fit_s is not None:
+        results = [
+            msgspec.structs.replace(result, speedup_over_best_fit=best_fit_s / result.mean_step_time_s)
+            if result.mean_step_time_s is not None
+            else result
+            for result in results
+        ]
+    feasible = [result for result in results if result.feasible and result.mean_step_time_s is not None]
+    best = min(feasible, key=lambda result: result.mean_step_time_s or 0.0).name if feasible else None
+    return Evaluation(tuple(results), best, proposals)
+
+
+def _evaluate(
+    planner: StepPlanner, batches: Sequence[SampledBatch], name: str, flexible: FlexPlanner | None
+) -> tuple[StrategyResult, tuple[Proposal, ...]]:
+    lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
+    lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
+    layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    dropped = sum(batch.dropped_tokens for batch in batches)
+    note = ""
+    try:
+        if flexible is not None and strategy_named(name).changes_layout:
+            flexed, plan_time_s = _flexed(flexible, batches)
+            proposals, deferred_tokens = [one.proposal for one in flexed], 0
+            layout, note = _most_used(flexed), _switch_note(flexed)
+        else:
+            proposals, plan_time_s, deferred_tokens = _planned(planner, batches, name)
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
+        # not hide the others; its row says why.
+        return _failed(name, str(error), float(np.mean(lower_bound_s)), dropped, layout), ()
+    step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    trained = sum(int(tokens.sum()) for tokens in lengths)
+    return StrategyResult(
+        name=name,
+        feasible=all(proposal.feasible for proposal in proposals),
+        why=next((proposal.why for proposal in proposals if not proposal.feasible), ""),
+        step_time_s=tuple(step_time_s),
+        mean_step_time_s=float(np.mean(step_time_s)),
+        lower_bound_s=float(np.mean(lower_bound_s)),
+        fraction_of_bound=sum(lower_bound_s) / sum(step_time_s),
+        speedup_over_best_fit=None,
+        tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
+        bubble_fraction=_mean(proposals, "bubble_fraction"),
+        imbalance_forward=_mean(proposals, "imbalance_forward"),
+        imbalance_backward=_mean(proposals, "imbalance_backward"),
+        imbalance_dp=_mean(proposals, "imbalance_dp"),
+        max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
+        cap_violations=sum(proposal.cap_violations for proposal in proposals),
+        peak_memory_bytes=max(proposal.plan.predicted.peak_memory_bytes for proposal in proposals),
+        num_packs_forward=_mean_packs(proposals, "forward"),
+        num_packs_backward=_mean_packs(proposals, "backward"),
+        plan_time_s=float(np.mean(plan_time_s)),
+        deferred_tokens=deferred_tokens,
+        dropped_tokens=dropped,
+        mean_token_delay_steps=_mean_token_delay_steps(proposals),
+        layout=layout,
+        cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
+        schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
+        sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
+        note=note or next((proposal.note for proposal in proposals if proposal.note), ""),
+        time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
+    ), tuple(proposals)
+
+
+def _planned(
+    planner: StepPlanner, batches: Sequence[SampledBatch], name: str
+) -> tuple[list[Proposal], list[float], int]:
+    """Every step in one layout; seconds each took to plan; tokens deferred."""
+    proposals: list[Proposal] = []
+    plan_time_s: list[float] = []
+    state, carried, deferred_tokens = DelayState(), (), 0
+    for step, batch in enumerate(batches):
+        documents: tuple[Document, ...] = (*carried, *batch.documents)
+        is_last = step == len(batches) - 1
+        started = time.perf_counter()
+        proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state or DelayState()
+        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
+        carried = tuple(document for document in documents if document.doc_id in put_off)
+    return proposals, plan_time_s, deferred_tokens
+
+
+def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:
+    """Every step in the layout chosen for it; seconds each took to plan."""
+    proposals: list[FlexProposal] = []
+    plan_time_s: list[float] = []
+    state = flexible.initial_state()
+    for step, batch in enumerate(batches):
+        coming = [later.documents for later in batches[step + 1 : step + flexible.options.known_steps]]
+        started = time.perf_counter()
+        proposal = flexible.propose(step, batch.documents, batch.left_out, state=state, coming=coming)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state
+    return proposals, plan_time_s
+
+
+def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
+    """Sizes of the layout of most steps, the first of equals."""
+    used = Counter((one.proposal.plan.layout.dp, one.proposal.plan.layout.pp) for one in proposals)
+    dp, pp = used.most_common(1)[0][0]
+    layout = proposals[0].proposal.plan.layout
+    return {"dp": dp, "cp": layout.cp, "pp": pp, "tp": layout.tp}
+
+
+def _switch_note(proposals: Sequence[FlexProposal]) -> str:
+    """How often and to what the layout changed, and what that costs."""
+    used = Counter(one.proposal.plan.layout.describe() for one in proposals)
+    layouts = ", ".join(f"{name} ({steps})" for name, steps in used.items())
+    switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
+    switch_s = sum(one.proposal.switch_s for one in proposals)
+    saving = sum(one.decision.action == "save memory" for one in proposals)
+    return (
+        f"layout switched {switches} times, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}"
+        + (f"; {saving} steps kept it by recomputing or offloading" if saving else "")
+    )
+
+
+def _failed(name: str, why: str, lower_bound_s: float, dropped: int, layout: dict[str, int]) -> StrategyResult:
+    return StrategyResult(
+        name=name,
+        feasible=False,
+        why=why,
+        step_time_s=(),
+        mean_step_time_s=None,
+        lower_bound_s=lower_bound_s,
+        fraction_of_bound=None,
+        speedup_over_best_fit=None,
+        tokens_per_s_per_device=None,
+        bubble_fraction=None,
+        imbalance_forward=None,
+        imbalance_backward=None,
+        imbalance_dp=None,
+        max_pack_tokens=None,
+        cap_violations=None,
+        peak_memory_bytes=None,
+        num_packs_forward=None,
+        num_packs_backward=None,
+        plan_time_s=None,
+        deferred_tokens=0,
+        dropped_tokens=dropped,
+        mean_token_delay_steps=0.0,
+        layout=layout,
+    )
+
+
+def _most_steps(values: Iterable[str]) -> str:
+    """What most steps ran; the first of equals."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _cuts_of(proposal: Proposal) -> str:
+    """ "whole" documents, "symmetric" slices of both directions alike, or "asymmetric"."""
+    used = [choice.candidate for choice in proposal.choices]
+    if all((one.forward.start == 0).all() and (one.backward.start == 0).all() for one in used):
+        return "whole"
+    slices = [(np.unique(_slices(one.forward), axis=0), np.unique(_slices(one.backward), axis=0)) for one in used]
+    return "symmetric" if all(np.array_equal(*sides) for sides in slices) else "asymmetric"
+
+
+def _slices(columns: SliceColumns) -> NDArray[np.int64]:
+    return np.stack([columns.doc.astype(np.int64), columns.start, columns.stop], axis=1)
+
+
+def _schedule_of(proposal: Proposal) -> str:
+    """Names of the schedules of all replicas that have documents."""
+    used = [choice.candidate for choice in proposal.choices if choice.candidate.forward.num_packs]
+    return " + ".join(sorted({one.schedule for one in used}))
+
+
+def _sharding_of(proposal: Proposal) -> str:
+    """The rules by which ranks share packs; "" where none do. Documents whole on a rank beside shared ones are "dacp"
+    where the strategy named the ranks, else "mixed"."""
+    found = set()
+    for choice, packs in zip(proposal.choices, proposal.plan.pack_plans, strict=True):
+        by_rank = "mixed" if choice.candidate.owner is None else "dacp"
+        shared = [pack for pack in packs.forward if any(piece.cp > 1 for piece in pack.slices)]
+        found |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
+    return " + ".join(sorted(found))
+
+
+def _mean(proposals: Sequence[Proposal], field: str) -> float:
+    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
+
+
+def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:
+    """Over all tokens of all steps."""
+    tokens = [sum(document.num_tokens for document in proposal.plan.documents) for proposal in proposals]
+    late = sum(n * proposal.plan.mean_token_delay_steps for n, proposal in zip(tokens, proposals, strict=True))
+    return late / sum(tokens) if sum(tokens) else 0.0
+
+
+def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
+    """Packs of all replicas, mean over steps."""
+    totals = [sum(len(getattr(packs, direction)) for packs in proposal.plan.pack_plans) for proposal in proposals]
+    return float(np.mean(totals))

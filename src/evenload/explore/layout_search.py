@@ -1,0 +1,244 @@
+"""Which dp × cp × pp × tp × virtual stages trains a run fastest: every layout of the devices, simulated.
+
+Layout decides more than any packer: up to 2-3x in simulations, and no pipeline at all (pp = 1) is often best below
+13B. So every layout that uses all devices is planned on a sampled batch with little search, and the best few, also
+with two virtual stages a rank, again on all batches with the whole search.
+Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
+
+    tp        powers of two inside a node that divide the heads      cp        powers of two
+    pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
+    dp        the rest
+
+Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit.
+A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
+and the bytes by which the best plan misses.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import static_bytes
+from evenload.cost.support import require_supported_layout
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.progress import OnProgress, no_progress
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.stage_layers import balanced_layout
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.auto import AUTO, AutoOptions
+from evenload.types.base import Frozen
+from evenload.types.cluster import ClusterSpec
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.model import ModelSpec
+from evenload.types.scaled_units import format_bytes
+
+QUICK_CANDIDATES = 24
+"""Schedules of the first pass; enough to tell layouts apart by a few percent."""
+FINALISTS = 8
+"""Layouts planned on all batches."""
+FINAL_CANDIDATES = 768
+"""Schedules of the second pass, at least: a layout is chosen once for a run."""
+VIRTUAL_STAGES = 2
+"""Stages a rank that the best layouts are tried with."""
+
+
+class LayoutResult(Frozen):
+    """One layout's figures; times are None where it cannot be planned or does not fit.
+
+    Args:
+        layout: sizes of the dimensions, and "virtual" stages a rank.
+        stage_layers: layers of every virtual stage.
+        why: why it is out; "" when it fits.
+        mean_step_time_s, fraction_of_bound: over the batches it was planned on.
+        num_batches: all, or 1 where the first batch showed that others are faster.
+        label: how the slowest replica of the first batch is cut and scheduled.
+    """
+
+    layout: dict[str, int]
+    feasible: bool
+    why: str
+    mean_step_time_s: float | None = None
+    fraction_of_bound: float | None = None
+    peak_memory_bytes: int | None = None
+    num_batches: int = 0
+    label: str = ""
+    stage_layers: tuple[int, ...]
+
+    def parallel_layout(self) -> ParallelLayout:
+        """The layout that was planned."""
+        sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
+        return split_layout(self.stage_layers, **sizes)
+
+
+def search_layouts(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batches: Sequence[SampledBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    *,
+    strategy: str = AUTO.name,
+    options: PlanOptions,
+    on_progress: OnProgress = no_progress,
+) -> tuple[LayoutResult, ...]:
+    """All layouts of the cluster, the fastest that fit first, then those that are out.
+
+    Args:
+        batches: at least one, of the run's lengths.
+        coefficients_of: costs of a layout, for example `analytic_coefficients`.
+        options: of planning; memory is the device's.
+        on_progress: called before each layout, of both passes.
+
+    Raises:
+        ConfigError: no batches, or an unknown strategy.
+    """
+    if not batches:
+        raise ConfigError("layout search: give at least one batch")
+    search = options.own(AutoOptions)
+    quick, long = (
+        options.with_own(msgspec.structs.replace(search, max_candidates=count))
+        for count in (min(search.max_candidates, QUICK_CANDIDATES), max(search.max_candidates, FINAL_CANDIDATES))
+    )
+    found: list[tuple[ParallelLayout, LayoutResult]] = []
+    every = layouts_of(model, cluster)
+    for done, sizes in enumerate(every):
+        on_progress(done, len(every), f"layout {sizes.describe()}")
+        layout = _balanced(model, cluster, sizes, batches, coefficients_of)
+        result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+        if not result.feasible and not layout.is_even:
+            layout = sizes
+            result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+        found.append((layout, result))
+    found.sort(key=lambda pair: _order(pair[1]))
+    best = [layout for layout, result in found[:FINALISTS] if result.feasible]
+    deeper = [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
+    best += [_balanced(model, cluster, layout, batches, coefficients_of) for layout in deeper]
+    final: list[LayoutResult] = []
+    for layout in best:
+        on_progress(len(final), len(best), f"the best again: {layout.describe()}")
+        final.append(planned_layout(model, cluster, layout, batches, coefficients_of, strategy, long))
+    rest = [result for layout, result in found if layout not in best]
+    # Those planned on all batches stay in front: a time on one batch is no match for a mean.
+    fitting = sorted((result for result in final if result.feasible), key=_order)
+    return (*fitting, *sorted((result for result in (*rest, *final) if result not in fitting), key=_order))
+
+
+def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, ...]:
+    """Every layout over all devices that the model allows, with one stage a rank."""
+    devices = cluster.num_devices
+    powers = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
+    depths = [pp for pp in range(1, min(devices, model.num_layers) + 1) if devices % pp == 0]
+    layouts = []
+    for tp, cp, pp in itertools.product(powers, powers, depths):
+        if devices % (tp * cp * pp) or tp > cluster.devices_per_node:
+            continue
+        layout = even_layout(model.num_layers, dp=devices // (tp * cp * pp), cp=cp, pp=pp, tp=tp)
+        try:
+            require_supported_layout(model, layout)
+        except ConfigError:
+            continue  # heads that tp does not divide: no layout of this model
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def _balanced(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    sizes: ParallelLayout,
+    batches: Sequence[SampledBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+) -> ParallelLayout:
+    """The same sizes with layers by cost; as they are where they cannot be costed, which planning then says."""
+    try:
+        return balanced_layout(
+            model,
+            coefficients_of(sizes),
+            [document.num_tokens for batch in batches for document in batch.documents],
+            **layout_sizes(sizes),
+            num_steps=len(batches),
+            memory_bytes=usable_bytes(cluster),
+        )
+    except ConfigError:
+        return sizes
+
+
+def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLayout | None:
+    """The same sizes with `VIRTUAL_STAGES` a rank; None where there is no pipeline or too few layers."""
+    if layout.pp == 1 or layout.pp * VIRTUAL_STAGES > model.num_layers:
+        return None
+    sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    return even_layout(model.num_layers, **sizes, virtual=VIRTUAL_STAGES)
+
+
+def planned_layout(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    batches: Sequence[SampledBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    strategy: str,
+    options: PlanOptions,
+) -> LayoutResult:
+    """One layout's figures on some batches, or why it is out."""
+    sizes = layout_sizes(layout)
+    room = usable_bytes(cluster)
+    held = static_bytes(model, layout)
+    if held.max() > room:
+        why = f"weights and optimizer alone: {_over(held, room)}"
+        return LayoutResult(
+            layout=sizes,
+            feasible=False,
+            why=why,
+            peak_memory_bytes=int(held.max()),
+            stage_layers=layout.stage_counts,
+        )
+    proposals: list[Proposal] = []
+    bounds_s: list[float] = []
+    try:
+        planner = StepPlanner(model, coefficients_of(layout), layout, room, options)
+        for step, batch in enumerate(batches):
+            proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
+            tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
+            bounds_s.append(planner.costs.lower_bound_seconds(tokens))
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        return LayoutResult(layout=sizes, feasible=False, why=str(error), stage_layers=layout.stage_counts)
+    peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
+    peak = np.max(peaks, axis=0)
+    step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
+    fits = all(proposal.feasible for proposal in proposals)
+    return LayoutResult(
+        layout=sizes,
+        feasible=fits,
+        why="" if fits else _over(peak, room),
+        mean_step_time_s=float(np.mean(step_s)),
+        fraction_of_bound=sum(bounds_s) / sum(step_s),
+        peak_memory_bytes=int(peak.max()),
+        num_batches=len(batches),
+        label=slowest.candidate.label,
+        stage_layers=layout.stage_counts,
+    )
+
+
+def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
+    """Sizes of the dimensions by name."""
+    sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    return {**sizes, "virtual": layout.num_stages // layout.pp}
+
+
+def _over(held_bytes: np.ndarray, room_bytes: int) -> str:
+    rank = int(held_bytes.argmax())
+    return (
+        f"pipeline rank {rank} needs {format_bytes(held_bytes[rank])}, "
+        f"{format_bytes(held_bytes[rank] - room_bytes)} over"
+    )
+
+
+def _order(result: LayoutResult) -> tuple[bool, float, float]:
+    """Fitting ones by time, then the others by how much they need."""
+    time_s = result.mean_step_time_s if result.feasible else None
+    return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)

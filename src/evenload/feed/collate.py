@@ -1,0 +1,188 @@
+"""Pack plan + tokens → the arrays that a stage runs: ids, targets, positions and cumulative lengths.
+
+Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`;
+its keys are tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a
+token is the next token of its document, also where a cut lies between them; -100 at a document's last
+token and at padding. So the first label of a document is never trained, and no target crosses documents.
+
+Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second pack:
+
+    pack 0: ids 5 6 7        targets 6 7 8            positions 0 1 2        q 0 3      k 0 3
+    pack 1: ids 8 9 1 2      targets 9 -100 2 -100    positions 3 4 0 1      q 0 2 4    k 0 5 7
+
+Price: one indexed copy of every token and target (about 10 ns a token), and about 1 µs a slice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoding.token_table import table_of
+from evenload.errors import InvalidPlanError
+from evenload.types.micropack import MicroPack, PackPlan
+
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackBatch:
+    """One pack, ready to run. S slices, T tokens with padding.
+
+    Args:
+        doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
+        token_ids: int64[T]; padding is 0.
+        targets: int64[T]; -100 = no loss.
+        positions: int64[T] within the document; padding goes on counting.
+        cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
+        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to ask the device.
+        num_label_tokens: targets that carry a loss.
+        num_padding_tokens: computed for nothing.
+    """
+
+    doc_ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cu_seqlens_q: NDArray[np.int32]
+    cu_seqlens_k: NDArray[np.int32]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_label_tokens: int
+    num_padding_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T: computed tokens, padding included."""
+        return len(self.token_ids)
+
+
+def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) -> PackBatch:
+    """The arrays of one pack, of either direction.
+
+    Args:
+        documents: of every document in the pack the tokens, int32[num_tokens]; as a `TokenTable`, the labels too.
+
+    Raises:
+        InvalidPlanError: an empty pack or slice, a slice outside its document, a document without tokens,
+            more than 2**31 - 1 keys.
+    """
+    table = table_of(documents)
+    num_slices = len(pack.slices)
+    if not num_slices:
+        raise InvalidPlanError(f"{pack.direction} pack {pack.index} has no slices")
+    doc_ids = [piece.doc_id for piece in pack.slices]
+    starts = np.fromiter((piece.start for piece in pack.slices), np.int64, num_slices)
+    real_stops = np.fromiter((piece.stop for piece in pack.slices), np.int64, num_slices)
+    stops = starts + pack.pad_to if pack.pad_to else real_stops
+    edges_q, edges_k = _edges(stops - starts), _edges(stops)
+    if edges_k[-1] > np.iinfo(np.int32).max:
+        raise InvalidPlanError(
+            f"{pack.direction} pack {pack.index} has {edges_k[-1]} keys, more than cu_seqlens (int32) can hold; "
+            "use smaller packs"
+        )
+    rows = table.rows(doc_ids)
+    sizes = np.where(rows < 0, 0, table.edges[rows + 1] - table.edges[rows])
+    wrong = np.flatnonzero(~((starts >= 0) & (starts < real_stops) & (real_stops <= sizes) & (real_stops <= stops)))
+    if len(wrong):
+        _refuse(pack, int(wrong[0]), None if rows[wrong[0]] < 0 else int(sizes[wrong[0]]))
+    token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
+    return PackBatch(
+        doc_ids=np.array(doc_ids, dtype=np.int64),
+        starts=starts,
+        stops=stops,
+        token_ids=token_ids,
+        targets=targets,
+        positions=positions,
+        cu_seqlens_q=edges_q.astype(np.int32),
+        cu_seqlens_k=edges_k.astype(np.int32),
+        max_seqlen_q=int((stops - starts).max()),
+        max_seqlen_k=int(stops.max()),
+        num_label_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
+        num_padding_tokens=int((stops - real_stops).sum()),
+    )
+
+
+def collate_ranges(
+    doc_ids: Sequence[int],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    documents: Mapping[int, NDArray[np.int32]],
+    real_stops: NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Token ids, targets and positions of token ranges, one after the other.
+
+    Args:
+        starts, stops: int64[n].
+        documents: as in `collate_pack`.
+        real_stops: int64[n], where the padding of each range begins; default: at the end of its document.
+
+    Returns:
+        int64[rows] each.
+
+    Raises:
+        InvalidPlanError: a document without tokens.
+    """
+    table = table_of(documents)
+    rows = table.rows(doc_ids)
+    if len(rows) and rows.min() < 0:
+        missing = doc_ids[int(np.argmin(rows))]
+        raise InvalidPlanError(f"document {missing} has no tokens here; the plan was made for another batch")
+    lengths = stops - starts
+    edges, sizes = _edges(lengths), table.edges[rows + 1] - table.edges[rows]
+    row = np.arange(edges[-1])
+    positions = row + np.repeat(starts - edges[:-1], lengths)
+    source = row + np.repeat(table.edges[rows] + starts - edges[:-1], lengths)
+    # Rows without a token are padding; a document's last token has no next one.
+    real = np.minimum(stops, sizes if real_stops is None else real_stops)
+    padding = _rows_between(edges[:-1] + np.maximum(real - starts, 0), edges[1:])
+    is_last = (starts < sizes) & (real == sizes)
+    unlabelled = np.concatenate([padding, (edges[:-1] + sizes - starts - 1)[is_last]])
+    source[padding] = 0
+    token_ids = table.tokens[source].astype(np.int64)
+    # The target of a token is the next token's label.
+    source += 1
+    source[unlabelled] = 0
+    targets = (table.tokens if table.labels is None else table.labels)[source].astype(np.int64)
+    token_ids[padding] = PADDING_TOKEN
+    targets[unlabelled] = IGNORE_INDEX
+    return token_ids, targets, positions
+
+
+def _rows_between(first: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All rows of the ranges `[first, stop)`, most of which are empty."""
+    found = np.flatnonzero(first < stops).tolist()
+    spans = [np.arange(int(first[index]), int(stops[index])) for index in found]
+    return np.concatenate([np.zeros(0, np.int64), *spans])
+
+
+def _refuse(pack: MicroPack, at: int, num_tokens: int | None) -> NoReturn:
+    piece = pack.slices[at]
+    have = "no tokens" if num_tokens is None else f"{num_tokens} tokens"
+    raise InvalidPlanError(
+        f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
+        f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; "
+        "the plan was made for another batch"
+    )
+
+
+def collate_packs(
+    packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
+) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
+    """Forward and backward packs of one replica.
+
+    Raises:
+        InvalidPlanError: see `collate_pack`.
+    """
+    table = table_of(documents)
+    forward = tuple(collate_pack(pack, table) for pack in packs.forward)
+    return forward, tuple(collate_pack(pack, table) for pack in packs.backward)
+
+
+def _edges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])

@@ -1,0 +1,157 @@
+"""`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
+
+    next_batch ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
+
+Every call is collective. Rank 0 plans because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
+its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
+a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import msgspec
+
+from evenload import errors
+from evenload.data.batch.global_batch import GlobalBatch
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import LoaderState
+from evenload.data.encoding.token_table import TokenTable
+from evenload.errors import EvenloadError
+from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import StepPlanner
+from evenload.stepplan.validate import validate_plan
+from evenload.types.base import Frozen
+from evenload.types.plan import StepPlan, decode_plan, encode_plan
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedStep:
+    """One step, its tokens at hand.
+
+    Args:
+        epoch: of its new documents; a last step of documents that waited belongs to the last epoch.
+        tokens: of the documents of this rank's replica.
+        loader_state, planner_state: to go on after this step.
+        ledger_lines: the account after this step.
+        origin: says where a document of the step was read.
+        plan_time_s: seconds rank 0 spent planning.
+    """
+
+    epoch: int
+    plan: StepPlan
+    tokens: TokenTable
+    loader_state: LoaderState
+    planner_state: DelayState
+    ledger_lines: tuple[str, ...]
+    plan_time_s: float
+    origin: Callable[[int], str]
+
+
+class _Answer(Frozen):
+    """What rank 0 tells: a plan, or an error of `evenload.errors` by name."""
+
+    plan: bytes = b""
+    state: DelayState = DelayState()
+    plan_time_s: float = 0.0
+    error: str = ""
+    text: str = ""
+
+
+class StepMaker:
+    """Makes steps of one run.
+
+    Args:
+        replicas: of every rank of the loader's peers, the replica whose documents it wants.
+        max_pack_tokens: limit that every plan is checked against.
+        planner_state: of the step before the first.
+        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
+        waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
+    """
+
+    def __init__(
+        self,
+        loader: GlobalBatchLoader,
+        planner: StepPlanner,
+        strategy: str,
+        *,
+        replicas: Sequence[int],
+        max_pack_tokens: int,
+        planner_state: DelayState | None = None,
+        may_delay: bool = True,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+    ) -> None:
+        self.loader = loader
+        self.planner = planner
+        self.planner_state = planner_state or DelayState()
+        self._strategy, self._may_delay = strategy, may_delay
+        self._waiting = waiting
+        self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
+
+    def next(self) -> PlannedStep | None:
+        """The next step; None when the data has ended. Collective.
+
+        Raises:
+            DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
+            InvalidPlanError: the plan breaks an invariant; on every rank.
+        """
+        with self._waiting("the documents of a coming step"):
+            batch = self.loader.next_batch()
+        if batch is None:
+            return None
+        with self._waiting(f"the plan of step {batch.step}"):
+            answer = self._shared_answer(batch)
+        plan = decode_plan(answer.plan)
+        validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
+        # Also checks that the plan is of this batch: who sends what to whom follows from both.
+        self.loader.note_step(batch, plan)
+        by_replica = documents_by_replica(plan)
+        wanted = [by_replica[replica] for replica in self._replicas]
+        with self._waiting(f"the tokens of step {batch.step}"):
+            tokens = exchange_tokens(batch, wanted, self.loader.peers)
+        self.loader.check_ledger()
+        self.planner_state = answer.state
+        return PlannedStep(
+            epoch=batch.epoch - 1 if batch.is_last else batch.epoch,
+            plan=plan,
+            tokens=tokens,
+            loader_state=self.loader.state(),
+            planner_state=answer.state,
+            ledger_lines=tuple(self.loader.summary()),
+            plan_time_s=answer.plan_time_s,
+            origin=functools.partial(self.loader.origin, batch.place),
+        )
+
+    def _shared_answer(self, batch: GlobalBatch) -> _Answer:
+        peers = self.loader.peers
+        own = b""
+        if peers.rank == 0:
+            try:
+                own = msgspec.msgpack.encode(self._planned(batch))
+            except EvenloadError as error:
+                own = msgspec.msgpack.encode(_Answer(error=type(error).__name__, text=str(error)))
+            except Exception as error:
+                # The others wait for an answer; without one they would wait for their time limit.
+                text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
+                peers.broadcast(msgspec.msgpack.encode(_Answer(error="EvenloadError", text=text)))
+                raise
+        answer = msgspec.msgpack.decode(peers.broadcast(own), type=_Answer)
+        if answer.error:
+            raise getattr(errors, answer.error)(answer.text)
+        return answer
+
+    def _planned(self, batch: GlobalBatch) -> _Answer:
+        start_s = time.perf_counter()
+        proposal = self.planner.propose(
+            batch.step,
+            batch.carried + batch.documents,
+            self._strategy,
+            state=self.planner_state if self._may_delay else None,
+            is_last=batch.is_last,
+        )
+        plan = encode_plan(proposal.require_feasible())
+        return _Answer(plan=plan, state=proposal.state or DelayState(), plan_time_s=time.perf_counter() - start_s)

@@ -1,0 +1,157 @@
+"""`LoaderOptions`: how a `PackedLoader` packs; contradictions are refused before anything is opened.
+
+A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
+documents are refused unless the caller says that its attention reads the keys of earlier slices.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format
+from evenload.integrations.loader_peers import LoaderPlace
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import strategy_named, whole_strategies
+from evenload.runtime.config.plan_options import plan_options
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoaderOptions:
+    """Options of a `PackedLoader`, all of which are keyword arguments of it.
+
+    Args:
+        max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` says less.
+        tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours. No
+            special tokens are added but the end of a document. Default: that of a `DataConfig`, else bytes; the first
+            lines name it. Has to be given where `model` is the caller's own and records are to be tokenised.
+        strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
+            (may defer documents), `padded` (for comparison).
+        micro_batches: packs of every rank and step, always exactly so many (what a Trainer's
+            `gradient_accumulation_steps` wants); None = as many as the plan needs.
+        equal_micro_batches: with None, ranks short of work get packs of one padding token without a loss, so that all
+            ranks make equally many passes.
+        pack_multiple: the tokens of every pack are a multiple of it, by a document of padding at the end: the number
+            of tensor-parallel ranks where the loop splits sequences over them (Megatron-Core's sequence parallelism).
+        format: names, shapes and label convention of the batches, see `batch_formats`; then as `resolve_format` has it.
+        model, costs: cost model for the balance, see `step_planner`; without a model `ASSUMED_MODEL`, and the loader
+            says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are corrupt
+            records.
+        plan_options: further options of planning, as `[plan.options]` of a training configuration has them:
+            `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
+        accept_slices: the loop can run slices that attend to keys of earlier packs.
+        evaluation: everything exactly once an iteration, in order; the last batch is short.
+        rank, world_size: place among the ranks that share a global batch. Default: `torch.distributed`'s, if it is
+            initialised, else alone. Given, the ranks do not talk: each reads all data by itself.
+        group: the ranks that share a global batch, such as the data-parallel group; they read together.
+        peer_timeout_s: how long a rank waits for another.
+
+    Raises:
+        ConfigError: a value out of its range, or a strategy that the caller's loop cannot run.
+    """
+
+    max_tokens: int
+    tokenizer: Any = None
+    strategy: str = "balanced"
+    micro_batches: int | None = None
+    equal_micro_batches: bool = True
+    pack_multiple: int = 1
+    format: BatchFormat = "hf"
+    model: Any = None
+    costs: CostCoefficients | str | Path | None = None
+    plan_options: dict[str, Any] | None = None
+    accept_slices: bool = False
+    evaluation: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    group: Any = None
+    peer_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", resolve_format(self.format))
+        for name in ("max_tokens", "micro_batches", "pack_multiple"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                optional = ", or None" if name == "micro_batches" else ""
+                raise ConfigError(f"{name} is {value}, must be at least 1{optional}")
+        if self.max_tokens % self.pack_multiple:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}, pack_multiple {self.pack_multiple}: a full pack padded to a "
+                "multiple would pass max_tokens; set max_tokens to a multiple, such as "
+                f"{self.computed_tokens(self.max_tokens)}"
+            )
+        self._check_strategy()
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Packs hold whole documents."""
+        return strategy_named(self.strategy).keeps_whole
+
+    def planning(self) -> PlanOptions:
+        """The planner's options."""
+        own = {"max_pack_tokens": self.max_tokens, "micro_batches": self.micro_batches}
+        return plan_options(own | (self.plan_options or {}))
+
+    def computed_tokens(self, num_tokens: int) -> int:
+        """Tokens of a pack of so many, with the padding at its end."""
+        return -(-num_tokens // self.pack_multiple) * self.pack_multiple
+
+    def check_data(self, config: DataConfig, place: LoaderPlace) -> None:
+        """Refuse data settings and a place that contradict the options.
+
+        Raises:
+            ConfigError: what, the values, the fix.
+        """
+        if config.max_document_tokens > self.max_tokens and self.keeps_whole:
+            raise ConfigError(
+                f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}: such a "
+                "document fits no pack; raise max_tokens, or lower max_document_tokens and choose overlong"
+            )
+        if self.micro_batches is not None and config.batch_tokens is not None:
+            room = self.micro_batches * place.world_size * self.max_tokens
+            if config.batch_tokens > room:
+                raise ConfigError(
+                    f"batch_tokens is {config.batch_tokens}, but {place.world_size} ranks x {self.micro_batches} "
+                    f"micro_batches x {self.max_tokens} max_tokens hold {room}; lower batch_tokens (packs of whole "
+                    "documents are seldom full), or raise one of the others"
+                )
+        if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
+            raise ConfigError(
+                f"strategy '{self.strategy}' depends on the time its solver takes, and ranks that do not talk (rank "
+                "and world_size given) would plan differently; use fixed_greedy, or group"
+            )
+        if self.evaluation and (self.micro_batches is not None or not self.equal_micro_batches):
+            raise ConfigError(
+                f"evaluation=True with micro_batches = {self.micro_batches}, equal_micro_batches = "
+                f"{self.equal_micro_batches}; in evaluation every rank runs as many as the rank with the most: leave "
+                "both out"
+            )
+
+    def _check_strategy(self) -> None:
+        whole = ", ".join(whole_strategies())
+        if strategy_named(self.strategy).changes_layout:
+            raise ConfigError(
+                f"strategy '{self.strategy}' changes the pipeline's layout; a loader alone has none to change"
+            )
+        if self.keeps_whole:
+            return
+        if self.pack_multiple > 1:
+            raise ConfigError(
+                f"pack_multiple is {self.pack_multiple}, and strategy '{self.strategy}' cuts documents, so that later "
+                "packs attend to tokens of earlier ones; packs can be padded only where documents stay whole: choose "
+                f"one of {whole}, or leave pack_multiple out"
+            )
+        if not self.accept_slices:
+            raise ConfigError(
+                f"strategy '{self.strategy}' cuts documents: a micro-batch holds tokens whose keys and values are in "
+                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong without "
+                f"a word. Choose one of {whole}, train with 'evenload train', or say accept_slices=True if your loop "
+                "keeps keys and values of earlier slices and follows step.plan"
+            )
+        if self.format not in PREFIX_FORMATS:
+            raise ConfigError(
+                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot say that a slice "
+                f"attends to more keys than it has queries; use format {' or '.join(PREFIX_FORMATS)}"
+            )

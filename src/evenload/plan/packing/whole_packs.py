@@ -1,0 +1,99 @@
+"""Packs of whole documents for all replicas: priced in one go, one schedule each.
+
+    shares: per replica, per pack, documents ─► one long SliceColumns ─► prices ─► rows of each replica ─► simulation
+
+A replica's packs are consecutive rows of the step's, so numpy's fixed cost is paid once a step and not once a replica;
+replicas with equally many packs share one schedule. O(documents + packs · stages).
+"""
+
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.problem.candidate import candidate
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.types.columns import SliceColumns
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+
+Shares = list[list[list[int]]]
+"""Per replica, per pack, document indices of the problem."""
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPacks:
+    """All packs of a step, replica after replica.
+
+    Args:
+        documents: int64[n], indices of the problem in pack order; `columns.doc` counts these.
+        columns: the packs, forward and backward alike.
+        tasks: prices and bytes of all packs as if they were one replica's.
+        first_pack: int64[dp + 1]; replica r has packs `[first_pack[r], first_pack[r + 1])`.
+    """
+
+    documents: NDArray[np.int64]
+    columns: SliceColumns
+    tasks: PipelineTasks
+    first_pack: NDArray[np.int64]
+
+
+def price_packs(problem: StepProblem, shares: Shares, *, padded: bool = False) -> PricedPacks:
+    """Price every pack of every replica.
+
+    Args:
+        padded: every document of a pack is padded to the pack's longest.
+    """
+    packs = [pack for share in shares for pack in share]
+    documents = np.array(list(chain.from_iterable(packs)), np.int64)
+    sizes = np.array([len(pack) for pack in packs], np.int64)
+    offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    num_tokens = problem.num_tokens[documents].astype(np.int64)
+    pad_to = np.zeros(len(packs), np.int64)
+    if padded and len(packs):
+        pad_to = np.where(sizes > 1, np.maximum.reduceat(num_tokens, offset[:-1]), 0)
+    columns = SliceColumns(
+        doc=np.arange(len(documents), dtype=np.int32),
+        start=np.zeros(len(documents), np.int64),
+        stop=num_tokens,
+        pack_offset=offset,
+        pad_to=pad_to,
+    )
+    split = problem.options.rule(ONE_F_ONE_B).splits_backward
+    tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, problem.policy_of(documents), split=split)
+    first_pack = np.concatenate([[0], np.cumsum([len(share) for share in shares])]).astype(np.int64)
+    return PricedPacks(documents, columns, tasks, first_pack)
+
+
+def run_packs(problem: StepProblem, priced: PricedPacks, note: str = "") -> tuple[ReplicaChoice, ...]:
+    """Every replica's packs in the order given, under the schedule that was asked for (1F1B), simulated.
+
+    Args:
+        note: for the report, see `ReplicaChoice`.
+    """
+    choices: list[ReplicaChoice] = []
+    rule = problem.options.rule(ONE_F_ONE_B)
+    actions: dict[int, ActionColumns] = {}
+    for first, last in zip(priced.first_pack[:-1].tolist(), priced.first_pack[1:].tolist(), strict=True):
+        count = last - first
+        lo, hi = priced.columns.pack_offset[[first, last]].tolist()
+        columns = priced.columns.pack_range(first, last)
+        columns = replace(columns, doc=np.arange(hi - lo, dtype=np.int32))
+        tasks = priced.tasks.rows(first, last)
+        if rule.reads_times or count not in actions:
+            actions[count] = rule.actions(tasks, problem.cap_bytes)
+        documents = priced.documents[lo:hi]
+        found = candidate(
+            f"{count} packs, {rule.name}",
+            columns,
+            columns,
+            tasks,
+            actions[count],
+            problem.cap_bytes,
+            problem.policy_of(documents),
+            schedule=rule.name,
+        )
+        choices.append(ReplicaChoice(documents, found, note))
+    return tuple(choices)

@@ -1,0 +1,132 @@
+"""`Candidate`: packs of one replica, priced, scheduled and simulated.
+
+    SliceColumns ─► PipelineTasks (seconds, bytes, dependencies) ─► ActionColumns ─► Simulation ─► score
+
+The score looks at time and memory together (memory, not balance, binds): a candidate within memory
+beats any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.schedule.schedule_rule import ScheduleRule
+from evenload.simulate.simulate import Simulation, simulate
+from evenload.types.columns import SliceColumns
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import KINDS
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run a replica's documents.
+
+    Args:
+        label: how it was made, for reports: cuts, pack count, schedule.
+        excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
+        policy: int8[k] of the replica's documents, indices into `cost.activation.POLICIES`; None = all replay.
+        schedule: name of the rule that ordered the packs.
+        owner: int64[num_slices] of both directions alike: the context rank that computes a slice whole, -1 = all share
+            it; None = `plan.options.cp_sharding` decides.
+    """
+
+    label: str
+    forward: SliceColumns
+    backward: SliceColumns
+    tasks: PipelineTasks
+    actions: ActionColumns
+    simulation: Simulation
+    excess_bytes: int
+    policy: NDArray[np.int8] | None = None
+    schedule: str = ""
+    owner: NDArray[np.int64] | None = None
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first forward to the last backward."""
+        return self.simulation.makespan_s
+
+    def score(self) -> tuple[int, float]:
+        """Smaller is better."""
+        return self.excess_bytes, self.makespan_s
+
+
+def with_times_that_run(found: Candidate, tp: int) -> Candidate:
+    """The same candidate, in whose times I and W of every backward add up to the whole, as plans promise.
+
+    Under tensor parallelism parts that run take longer than the whole that does not (`cost.split_backward`). A backward
+    runs one way or the other on a stage, so seconds of the way that does not run follow those of the way that does.
+    """
+    tasks, split = found.tasks, found.tasks.split
+    if tp == 1 or split is None:
+        return found
+    weights = found.actions.kind == KINDS.index("W")
+    is_split = np.zeros(tasks.backward_s.shape, bool)
+    is_split[found.actions.pack[weights], found.actions.stage[weights]] = True
+    parts = replace(split, weight_s=np.where(is_split, split.weight_s, tasks.backward_s - split.input_s))
+    whole_s = np.where(is_split, split.input_s + split.weight_s, tasks.backward_s)
+    return replace(found, tasks=replace(tasks, backward_s=whole_s, split=parts))
+
+
+def candidate(
+    label: str,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    tasks: PipelineTasks,
+    actions: ActionColumns,
+    cap_bytes: NDArray[np.int64] | None,
+    policy: NDArray[np.int8] | None = None,
+    *,
+    schedule: str,
+) -> Candidate:
+    """Simulate one order of priced packs.
+
+    Args:
+        schedule: name of the rule that made it.
+    """
+    simulation = simulate(tasks, actions)
+    excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
+    return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy, schedule)
+
+
+def scheduled_candidate(
+    label: str,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    tasks: PipelineTasks,
+    rule: ScheduleRule,
+    cap_bytes: NDArray[np.int64] | None,
+    policy: NDArray[np.int8] | None = None,
+) -> Candidate:
+    """Priced packs under a schedule; both label and report name it.
+
+    Raises:
+        ConfigError: the packs or the stages do not suit the schedule.
+    """
+    actions = rule.actions(tasks, cap_bytes)
+    return candidate(f"{label}, {rule.name}", forward, backward, tasks, actions, cap_bytes, policy, schedule=rule.name)
+
+
+def whole_candidate(
+    label: str,
+    packs: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    costs: PackCosts,
+    rule: ScheduleRule,
+    cap_bytes: NDArray[np.int64] | None,
+    policy: NDArray[np.int8] | None = None,
+) -> Candidate:
+    """Whole documents, backward packs equal to forward packs: the form of the baselines."""
+    tasks = pipeline_tasks(costs, packs, packs, num_tokens, policy, split=rule.splits_backward)
+    return scheduled_candidate(label, packs, packs, tasks, rule, cap_bytes, policy)
+
+
+def imbalance(pack_s: NDArray[np.float64]) -> float:
+    """max / mean over packs of the time on their slowest stage (as `types.pack_times`); 1 without packs."""
+    if not len(pack_s):
+        return 1.0
+    slowest = pack_s.max(axis=1)
+    return float(slowest.max() / slowest.mean()) if slowest.any() else 1.0

@@ -1,0 +1,145 @@
+"""FlexPipe's decision between two steps: keep the layout, save memory in it, or switch (§5, FMOP; Alg. 1 lines 28-37).
+
+    A   the current layout holds the coming batch                 T(current) is infinite where it does not
+    B   switching does not pay: T(new) + T(switch) >= T(current)
+    C   it holds the batch when documents are recomputed or offloaded
+    D   switching does not beat that: T(new) + T(switch) >= T(current) + T_rc + T_swap
+
+    A and B             stay
+    not A and C and D   stay, with the memory plan
+    otherwise           switch: A and not B; not A and (not C or not D)
+
+The printed condition E leaves out "not A, not C, D", line 36 says "else if not D", and "A false implies B false" holds
+only if a step beyond memory takes for ever: hence the infinity and the "otherwise".
+
+Ours on top is hysteresis: a switch that nothing forces must gain `margin` of the time without it, and must have paid at
+`patience_steps` steps in a row, so that batches that alternate do not move the model back and forth. Until the first
+switch patience is not asked for: the layout in which a run starts was nobody's answer to its batches. With margin 0 and
+patience 1 the decision is the published one. T of all conditions runs over the steps whose lengths are known.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+
+Action = Literal["stay", "save memory", "switch"]
+
+
+class FlexOptions(Frozen):
+    """How `flexpipe` decides.
+
+    Args:
+        known_steps: steps over which the gain of a switch counts, the coming one included; their lengths must be known.
+        margin: a switch that nothing forces must be faster by this share of the time without it.
+        patience_steps: steps in a row at which a switch that nothing forces must have paid; 1 = at once.
+        overhead_s: fixed seconds of a switch on top of its transfers.
+        finalists: mappings of the search that are planned and simulated.
+        least_depth_only: search only the least depth that fits, as published.
+
+    Raises:
+        ConfigError: a value that nothing can satisfy.
+    """
+
+    known_steps: int = 1
+    margin: float = 0.02
+    patience_steps: int = 2
+    overhead_s: float = 0.0
+    finalists: int = 3
+    least_depth_only: bool = False
+
+    def __post_init__(self) -> None:
+        for field, least in (("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"flexpipe: {field} is {getattr(self, field)}, must be at least {least}")
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"flexpipe: margin is {self.margin}, must be in [0, 1)")
+
+
+class FlexState(Frozen):
+    """Everything between two steps; small and serialisable.
+
+    Args:
+        layout: of the step before; at first, the one in which the run starts.
+        switched_at: the step before which the layout changed last; None = never.
+        paying_steps: latest steps in a row at which a switch would have paid, none of which switched.
+    """
+
+    layout: ParallelLayout
+    switched_at: int | None = None
+    paying_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Seconds of the known steps; infinite where the coming batch does not fit.
+
+    Args:
+        keep_s: T(current), without a memory plan for the coming step.
+        save_s: T(current) + T_rc + T_swap: with one.
+        new_s: T(new) of the best other mapping.
+        switch_s: T(switch).
+    """
+
+    keep_s: float
+    save_s: float
+    new_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do before a step, and the conditions it follows from."""
+
+    action: Action
+    fits: bool
+    switching_is_slower: bool
+    fits_saving: bool
+    switching_is_slower_than_saving: bool
+    is_patient: bool = False
+
+    def describe(self) -> str:
+        """For reports: the conditions that hold by their letters."""
+        held = (
+            self.fits, self.switching_is_slower, self.fits_saving, self.switching_is_slower_than_saving,
+        )  # fmt: skip
+        letters = " ".join(letter if holds else f"not {letter}" for letter, holds in zip("ABCD", held, strict=True))
+        return f"{self.action} ({letters}{', patient' if self.is_patient else ''})"
+
+
+def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision:
+    """Weigh the conditions before a step."""
+    switched_s = outlook.new_s + outlook.switch_s
+    fits, fits_saving = math.isfinite(outlook.keep_s), math.isfinite(outlook.save_s)
+    slower = switched_s >= outlook.keep_s * (1 - options.margin)
+    slower_than_saving = switched_s >= outlook.save_s * (1 - options.margin)
+    action: Action = "switch"
+    if fits and slower:
+        action = "stay"
+    elif not fits and fits_saving and slower_than_saving:
+        action = "save memory"
+    patient = (
+        action == "switch"
+        and (fits or fits_saving)
+        and state.switched_at is not None
+        and state.paying_steps + 1 < options.patience_steps
+    )
+    if patient:
+        action = "stay" if fits else "save memory"
+    return Decision(action, fits, slower, fits_saving, slower_than_saving, patient)
+
+
+def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
+    """For the next step.
+
+    Args:
+        step: the one decided on.
+        switched_to: the new layout; None = it stayed.
+    """
+    if switched_to is not None:
+        return FlexState(layout=switched_to, switched_at=step)
+    paying_steps = state.paying_steps + 1 if decision.is_patient else 0
+    return FlexState(layout=state.layout, switched_at=state.switched_at, paying_steps=paying_steps)

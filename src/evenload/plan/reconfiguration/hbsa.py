@@ -1,0 +1,252 @@
+"""HBSA: FlexPipe's bounded search for stages, layers per stage, devices per stage and memory policy (§5.2, Alg. 1).
+
+    every depth P ─► memory of P stages within P devices? (lines 3-6) ─► even split ─► bounded Search ─► Mapping
+
+For a depth the layers of a stage lie between floor(L / P) and floor(L / P) + L mod P (lines 9-10), where the first and
+the last stage may have fewer, by what embedding or head weigh in layers, and the others as many more. `Search` places
+stage after stage and cuts a branch when
+
+    its stage is beyond memory (n_max of line 10; more layers only need more)
+    its remaining layers cannot be spread within the bounds
+    the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
+    another branch came to the same layer with no more of anything that counts
+
+The last two lose nothing, so the search finds the best mapping within the bounds. A step's estimate depends on a
+mapping only through three maxima over stages (work, parameters, bytes received), so few branches are left: polynomial
+where the paper's recursion is not. Devices of a stage: replicas of a `ParallelLayout` have one depth, so a stage has
+dp = floor(devices / P) groups of cp·tp devices, and unequal g_i (Table 2's (3, 3, 3, 4, 3)) are not expressed.
+
+Beyond the paper: it takes the least depth that fits (`least_depth_only`); we search every deeper one too, because
+gradient reduction across nodes can cost more than a deeper pipeline. And a depth that does not fit as it is may
+recompute or offload (`plan.search.policy_order`), not only the current one. The printed `M_peak < i M` is read as `<=`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from evenload.cost.switch import ReceiveSeconds
+from evenload.plan.reconfiguration.mapping_cost import Mapping, MappingCosts
+
+HOPELESS = 1.25
+"""Mappings slower than the best of the depths before by this factor are not looked for: simulation decides among the
+few fastest, and estimates are not that far off."""
+
+PricesOf = Callable[[int, int], Sequence[MappingCosts]]
+"""(depth, policy level) to prices, one for every number of micro-batches tried."""
+
+
+@dataclass(frozen=True)
+class MappingSearch:
+    """What HBSA found.
+
+    Args:
+        mappings: one per depth, those that fit first, by T + switch; then by bytes beyond memory.
+        num_priced: complete mappings whose T was computed, even splits included.
+    """
+
+    mappings: tuple[Mapping, ...]
+    num_priced: int
+
+
+@dataclass(frozen=True)
+class LayerBounds:
+    """Fewest and most layers of every stage of one depth."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_layers: int) -> LayerBounds:
+    """Lines 9-10.
+
+    Args:
+        embedding_layers, head_layers: what the ends weigh on top of their layers, in layers, rounded up.
+    """
+    share, rest = divmod(num_layers, depth)
+    if depth == 1:
+        return LayerBounds((num_layers,), (num_layers,))
+    low = [share] * depth
+    low[0], low[-1] = max(1, share - embedding_layers), max(1, share - head_layers)
+    more = -(-(num_layers + embedding_layers + head_layers) // depth)
+    return LayerBounds(tuple(low), (min(num_layers, max(share + rest, more)),) * depth)
+
+
+def search_mappings(
+    num_layers: int,
+    groups: int,
+    num_levels: int,
+    prices_of: PricesOf,
+    receive_of: Callable[[int], ReceiveSeconds | None],
+    *,
+    switch_weight: float = 1.0,
+    least_depth_only: bool = False,
+) -> MappingSearch:
+    """The best mapping of every depth.
+
+    Args:
+        groups: devices / (cp·tp).
+        num_levels: policy levels, the fastest first.
+        receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
+        switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
+        least_depth_only: stop at the first depth that fits, as published.
+    """
+    mappings: list[Mapping] = []
+    best_s, num_priced = float("inf"), 0
+    for depth in range(1, min(num_layers, groups) + 1):
+        receive = receive_of(depth)
+        closest: Mapping | None = None
+        for level in range(num_levels):
+            prices = prices_of(depth, level)
+            hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
+            if not hopeful and closest is not None:
+                continue
+            # A hopeless depth is priced all the same: it may be the only one that fits.
+            tried = [(_even(one, level, groups // depth, receive), one) for one in hopeful or prices[:1]]
+            tried.sort(key=lambda pair: _order(pair[0], switch_weight))
+            num_priced += len(tried)
+            start = tried[0][0]
+            for even, price in tried:
+                if not _total_fits(price):
+                    continue  # lines 3-6
+                limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
+                search = _Search(price, level, groups // depth, receive, switch_weight, limit_s)
+                found = search.run()
+                num_priced += search.num_priced
+                if found is None and even.excess_bytes:
+                    # Memory may ask for stages beyond the bounds: few layers beside the head, say.
+                    search = _Search(price, level, groups // depth, receive, switch_weight, limit_s, bounded=False)
+                    found = search.run()
+                    num_priced += search.num_priced
+                start = found or start
+                if not start.excess_bytes:
+                    break  # other numbers of micro-batches only where the layers cannot be moved into memory
+            if closest is None or _order(start, switch_weight) < _order(closest, switch_weight):
+                closest = start
+            if not level and not start.excess_bytes:
+                break  # the other levels pay time for memory that is not needed
+        assert closest is not None, "there is at least one level"
+        mappings.append(closest)
+        if not closest.excess_bytes:
+            best_s = min(best_s, _cost(closest, switch_weight))
+            if least_depth_only:
+                break
+    return MappingSearch(tuple(sorted(mappings, key=lambda one: _order(one, switch_weight))), num_priced)
+
+
+def _cost(mapping: Mapping, switch_weight: float) -> float:
+    return mapping.step_s + switch_weight * mapping.switch_s
+
+
+def _order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
+    """Memory first, then time; the shallower of equals."""
+    return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
+
+
+def _total_fits(price: MappingCosts) -> bool:
+    return price.cap_bytes is None or price.total_bytes() <= price.depth * price.cap_bytes
+
+
+def _even(price: MappingCosts, level: int, dp: int, receive: ReceiveSeconds | None) -> Mapping:
+    return priced_mapping(price, price.even_edges, level, dp, receive)
+
+
+def priced_mapping(
+    price: MappingCosts, edges: tuple[int, ...], level: int, dp: int, receive: ReceiveSeconds | None
+) -> Mapping:
+    """A mapping with its estimates."""
+    switch_s = 0.0
+    if receive is not None:
+        switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
+    return Mapping(
+        edges, dp, price.micro_batches, level, price.step_seconds(edges), price.excess_bytes(edges), switch_s
+    )
+
+
+class _Search:
+    """Lines 14-26 for one depth, policy and number of micro-batches.
+
+    Args:
+        limit_s: cost of the best known mapping; only a faster one is found.
+        bounded: layers of a stage within the bounds of lines 9-10; else any.
+    """
+
+    def __init__(
+        self,
+        price: MappingCosts,
+        level: int,
+        dp: int,
+        receive: ReceiveSeconds | None,
+        switch_weight: float,
+        limit_s: float,
+        *,
+        bounded: bool = True,
+    ) -> None:
+        self._price, self._level, self._dp, self._receive = price, level, dp, receive
+        self._weight, self._best_s = switch_weight, limit_s
+        self._best: tuple[int, ...] | None = None
+        self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
+        layers, depth = price.num_layers, price.depth
+        ends = {"embedding_layers": _end_layers(price, 0), "head_layers": _end_layers(price, layers - 1)}
+        any_split = LayerBounds((1,) * depth, (layers,) * depth)
+        self._bounds = layer_bounds(layers, depth, **ends) if bounded else any_split
+        self._least_after = [sum(self._bounds.low[stage:]) for stage in range(depth + 1)]
+        self._most_after = [sum(self._bounds.high[stage:]) for stage in range(depth + 1)]
+        self.num_priced = 0
+
+    def run(self) -> Mapping | None:
+        """The best mapping below the limit."""
+        self._place((0,), 0.0, 0, 0.0)
+        if self._best is None:
+            return None
+        return priced_mapping(self._price, self._best, self._level, self._dp, self._receive)
+
+    def _place(self, edges: tuple[int, ...], rest_s: float, parameters: int, receive_s: float) -> None:
+        price, stage, first = self._price, len(edges) - 1, edges[-1]
+        left = price.num_layers - first
+        if stage == price.depth:
+            self.num_priced += 1
+            cost_s = price.seconds_of(rest_s, parameters) + self._weight * receive_s
+            if cost_s < self._best_s:
+                self._best_s, self._best = cost_s, edges
+            return
+        low = max(self._bounds.low[stage], left - self._most_after[stage + 1])
+        high = min(self._bounds.high[stage], left - self._least_after[stage + 1])
+        for count in range(low, high + 1):
+            last = first + count
+            if not price.fits(stage, first, last):
+                break
+            most_s = max(rest_s, price.rest_s[last] - price.rest_s[first])
+            most_parameters = max(parameters, price.trained_parameters(first, last))
+            after = price.depth - stage - 1
+            least_s = max(most_s, (price.rest_s[-1] - price.rest_s[last]) / after) if after else most_s
+            least_cost_s = price.seconds_of(least_s, most_parameters)
+            if least_cost_s + self._weight * receive_s >= self._best_s:
+                continue
+            most_receive_s = receive_s
+            if self._receive is not None:
+                most_receive_s = max(receive_s, self._receive.of_stage(stage, first, last))
+            if least_cost_s + self._weight * most_receive_s >= self._best_s or self._is_dominated(
+                (stage + 1, last), (most_s, most_parameters, most_receive_s)
+            ):
+                continue
+            self._place((*edges, last), most_s, most_parameters, most_receive_s)
+
+    def _is_dominated(self, place: tuple[int, int], figures: tuple[float, int, float]) -> bool:
+        """Whether a branch came here with no more of anything; else it is remembered."""
+        seen = self._seen.setdefault(place, [])
+        if any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in seen):
+            return True
+        seen.append(figures)
+        return False
+
+
+def _end_layers(price: MappingCosts, layer: int) -> int:
+    """What embedding or head add to their layer, in layers: by work or by parameters, whichever is more."""
+    middle = price.num_layers // 2
+    layer_s = price.rest_s[middle + 1] - price.rest_s[middle]
+    more_s = price.rest_s[layer + 1] - price.rest_s[layer] - layer_s
+    inner = price.parameters(middle, middle + 1) if 0 < middle < price.num_layers - 1 else 0
+    more = price.parameters(layer, layer + 1) - inner if inner else 0
+    by_work = more_s / layer_s if layer_s > 0 else 0.0
+    return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)

@@ -1,0 +1,241 @@
+"""`MappingCosts`: seconds and bytes of any mapping of layers to stages, estimated in microseconds (FlexPipe §5.1).
+
+A search over mappings prices thousands of them, so a batch is reduced once to sums per layer; a stage is then a
+difference of two sums. With micro-batches of equal work t the step is FlexPipe's eq. 1 in its right reading (as printed
+it counts one stage as n + 1 steps):
+
+    T = sum_i t_i + (n - 1) · max_i t_i + p2p transfers + gradient reduction + optimizer
+
+One long document makes its micro-batch longer than the others. It passes all stages once and the slowest stage has the
+rest of its replica's work to do beside it; with u_i of the longest micro-batch and W_i of the replica on stage i:
+
+    T = sum_i u_i + max_i (W_i - u_i) + ...                    equal to the above where all are equal
+
+Memory of stage i (eq. 2): weights; gradients and optimizer shard of what is trained; chunks of min(P - i, n)
+micro-batches in flight, the longest documents of a replica among them; temporaries of the largest. Both are estimates,
+for choosing what is planned and simulated; nothing is decided on them alone. Price: O(n log n) per batch and policy,
+O(stages) per mapping.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import (
+    OFFLOAD,
+    POLICIES,
+    RECOMPUTE,
+    activation_bytes_per_token,
+    kv_bytes_per_token,
+    recomputed_width,
+)
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.comm import reduction_ring_seconds
+from evenload.cost.memory import (
+    OFFLOAD_BUFFERED_LAYERS,
+    backward_temp_estimate,
+    embedding_parameters,
+    layer_parameters,
+    optimizer_bytes_per_parameter,
+    trained_layer_parameters,
+)
+from evenload.cost.pack_cost import PackCosts
+from evenload.types.columns import whole_document_columns
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Layers of stages, data-parallel copies, micro-batches of a replica and which policy of `policies_in_order`.
+
+    Args:
+        edges: layers where stages begin, and the end; `len(edges) - 1` stages.
+        step_s, excess_bytes: estimated; excess above the memory of the fullest device.
+        switch_s: seconds for which devices receive what the mapping needs, from the current layout.
+    """
+
+    edges: tuple[int, ...]
+    dp: int
+    micro_batches: int
+    level: int
+    step_s: float
+    excess_bytes: float
+    switch_s: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        return len(self.edges) - 1
+
+
+class BatchCosts:
+    """One batch under one policy, summed up per layer.
+
+    Args:
+        model: of the run.
+        coefficients: of any layout; links are not used.
+        num_tokens: int64[n], at least one document.
+        policy: int8[n]; None = all replay.
+        cp, tp: sizes that stay as they are.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        num_tokens: NDArray[np.int64],
+        policy: NDArray[np.int8] | None,
+        *,
+        cp: int = 1,
+        tp: int = 1,
+    ) -> None:
+        one_each = even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp)
+        costs = PackCosts(model, coefficients, one_each)
+        self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
+        document_s = costs.document_seconds(num_tokens, policy)
+        heaviest = int(document_s.argmax())
+        columns = whole_document_columns([list(range(len(num_tokens))), [heaviest], []], num_tokens)
+        seconds = costs.pack_seconds(columns, "forward", policy) + costs.pack_seconds(columns, "backward", policy)
+        # An empty pack is what every micro-batch costs on top of its documents.
+        self.whole_s = _running(seconds[0] - seconds[2])
+        self.longest_s = _running(seconds[1] - seconds[2])
+        self.pack_s = _running(seconds[2])
+        self.tokens = -(-self.whole_tokens // cp)
+        self.longest_tokens = -(-int(num_tokens.max()) // cp)
+        each = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES]) + kv_bytes_per_token(
+            model, tp
+        )
+        codes = np.zeros(len(num_tokens), np.int8) if policy is None else policy
+        kept = -(-num_tokens // cp) * each[codes]
+        self.kept_bytes = float(kept.sum())
+        self.kept_longest_first = np.sort(kept)[::-1].astype(float)
+        temp = backward_temp_estimate(model, one_each, np.array([0, self.longest_tokens], np.int64))
+        self._logits_bytes = float((temp[1, -1] - temp[1, 0]) if model.num_layers > 1 else 0)
+        per_token = float(temp[1, 0]) / self.longest_tokens
+        if (codes == RECOMPUTE).any():
+            per_token += model.bytes_per_element * recomputed_width(model, tp)
+        if (codes == OFFLOAD).any():
+            per_token += min(OFFLOAD_BUFFERED_LAYERS, model.num_layers) * activation_bytes_per_token(
+                model, "replay", tp
+            )
+        self._temp_bytes_per_token = per_token
+
+    def temp_bytes(self, pack_tokens: float) -> tuple[float, float]:
+        """While a pack runs: on any stage, and what the last stage has on top."""
+        return self._temp_bytes_per_token * pack_tokens, self._logits_bytes
+
+
+class MappingCosts:
+    """Prices mappings of one depth, dp and number of micro-batches for one batch under one policy.
+
+    Args:
+        coefficients: of that depth and dp, for the links.
+        micro_batches: of a replica, at least 1.
+        cap_bytes: of a device; None = no limit.
+
+    `rest_s[l]` is the work below layer l that waits while the largest micro-batch passes the other stages;
+    `even_edges` are those of `even_layout`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        batch: BatchCosts,
+        *,
+        depth: int,
+        dp: int,
+        micro_batches: int,
+        cap_bytes: int | None,
+        cp: int = 1,
+        tp: int = 1,
+    ) -> None:
+        self._layer, self._embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
+        self._trained_layer = trained_layer_parameters(model, tp)
+        self._trains_all = not model.adapter_parameters_per_layer
+        self._is_tied_whole = model.tied_embeddings and depth == 1
+        self._norm = model.hidden_size
+        self.num_layers, self.depth, self.cap_bytes = model.num_layers, depth, cap_bytes
+        n = self.micro_batches = max(1, min(micro_batches, -(-batch.num_documents // dp)))
+        # Work of the slowest replica and of its largest micro-batch, up to every layer.
+        whole = [value / dp for value in batch.whole_s]
+        replica = whole if whole[-1] >= batch.longest_s[-1] else batch.longest_s
+        largest = [value / n for value in replica]
+        largest = largest if largest[-1] >= batch.longest_s[-1] else batch.longest_s
+        self.rest_s = [
+            work - first + (n - 1) * pack for work, first, pack in zip(replica, largest, batch.pack_s, strict=True)
+        ]
+        tokens = max(batch.tokens / (dp * n), float(batch.longest_tokens))
+        hop_s = 0.0
+        if depth > 1:
+            hop_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
+            hop = coefficients.stage_link()
+            hop_s = hop_bytes / hop.bandwidth_bytes_per_s + hop.latency_s
+        element, copies = model.bytes_per_element, dp * cp
+        self._weight_bytes = element
+        self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
+        # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
+        latency_s = reduction_ring_seconds(0.0, copies, coefficients)
+        moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
+        self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
+        self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * hop_s + 2 * latency_s
+        self.even_edges = (0, *(last for _, last in even_layout(self.num_layers, pp=depth).stage_layers))
+        mean_bytes = batch.kept_bytes / (dp * n)
+        largest_first = np.maximum(batch.kept_longest_first[::dp][:n], mean_bytes)
+        in_flight = np.full(min(depth, n), mean_bytes)
+        in_flight[: len(largest_first)] = largest_first[: len(in_flight)]
+        self._in_flight_bytes = [0.0, *np.cumsum(in_flight).tolist()]
+        self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
+
+    def trained_parameters(self, first: int, last: int) -> int:
+        """Of one device of a stage, those that have gradients and optimizer state."""
+        return self.parameters(first, last) if self._trains_all else (last - first) * self._trained_layer
+
+    def parameters(self, first: int, last: int) -> int:
+        """Of one device of a stage."""
+        held = (last - first) * self._layer + (self._embedding if first == 0 else 0)
+        if last == self.num_layers:
+            held += self._norm + (0 if self._is_tied_whole else self._embedding)
+        return held
+
+    def stage_bytes(self, stage: int, first: int, last: int) -> float:
+        """Peak of one device of a stage, estimated."""
+        in_flight = self._in_flight_bytes[min(self.depth - stage, len(self._in_flight_bytes) - 1)]
+        logits = self._logits_bytes if last == self.num_layers else 0.0
+        weights_bytes = self.parameters(first, last) * self._weight_bytes
+        trained_bytes = self.trained_parameters(first, last) * self._trained_bytes
+        return weights_bytes + trained_bytes + (last - first) * in_flight + self._temp_bytes + logits
+
+    def fits(self, stage: int, first: int, last: int) -> bool:
+        """Whether a stage is within memory."""
+        return self.cap_bytes is None or self.stage_bytes(stage, first, last) <= self.cap_bytes
+
+    def excess_bytes(self, edges: tuple[int, ...]) -> float:
+        """Above the memory of the fullest device; 0 = fits."""
+        if self.cap_bytes is None:
+            return 0.0
+        fullest = max(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
+        return max(0.0, fullest - self.cap_bytes)
+
+    def total_bytes(self) -> float:
+        """Of all stages of one replica, layers split evenly: FlexPipe's M_peak."""
+        return sum(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(self.even_edges)))
+
+    def seconds_of(self, most_rest_s: float, most_parameters: int) -> float:
+        """Of a step, from the two figures in which mappings of these sizes differ: seconds, and trained parameters."""
+        return self._fixed_s + most_rest_s + self._s_per_parameter * most_parameters
+
+    def least_seconds(self) -> float:
+        """No mapping takes less: work spread evenly over stages, nothing to reduce."""
+        return self.seconds_of(self.rest_s[-1] / self.depth, 0)
+
+    def step_seconds(self, edges: tuple[int, ...]) -> float:
+        """Estimated T of a mapping."""
+        rest_s = max(self.rest_s[last] - self.rest_s[first] for first, last in pairwise(edges))
+        return self.seconds_of(rest_s, max(self.trained_parameters(*pair) for pair in pairwise(edges)))
+
+
+def _running(values: NDArray[np.float64]) -> list[float]:
+    return [0.0, *accumulate(values.tolist())]

@@ -1,0 +1,121 @@
+"""Which activation policies a step is planned under (`search.policy_order` lists them, the fastest first).
+
+`plan_under_policies` plans under every policy until all activations stored fits. `rank_policies` instead tells by a few
+trials of the heaviest replicas which policy will be best, so that a search runs once; it is what `slimpack` and `auto`
+use, whose search costs far more than a look.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.dp_merge import merge_documents
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.replica_search import ReplicaSearch, score
+from evenload.plan.search.step_search import SearchRules
+
+Answer = TypeVar("Answer")
+
+CLOSE = 1.02
+"""Policies are told apart by so much."""
+MOST_CLOSE = 2
+"""Policies that are searched because they are close, at most."""
+
+Estimate = tuple[int, float]
+"""Bytes beyond memory, seconds."""
+
+
+def plan_under_policies(
+    problems: Sequence[StepProblem],
+    plan: Callable[[StepProblem], Answer],
+    choices_of: Callable[[Answer], tuple[ReplicaChoice, ...]],
+    can_fit: Callable[[StepProblem], bool] | None = None,
+) -> tuple[StepProblem, Answer]:
+    """The best answer over policies: within memory, then the fastest.
+
+    Args:
+        problems: the step under every policy, all stored first; at least one.
+        can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no policy
+            fits.
+    """
+    best: tuple[StepProblem, Answer] | None = None
+    for problem in _promising(problems, can_fit):
+        answer = plan(problem)
+        if best is None or worst_score(choices_of(answer)) < worst_score(choices_of(best[1])):
+            best = problem, answer
+        if problem.policy is None and not worst_score(choices_of(answer))[0]:
+            break  # every other policy costs time to save memory
+    assert best is not None, "there is at least one policy"
+    return best
+
+
+def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Memory first, then time, of the worst replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
+
+
+def rank_policies(
+    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
+) -> tuple[list[tuple[Estimate, StepProblem]], int]:
+    """Policies with what they promise, the most promising first, and how many are too close to tell apart.
+
+    It ends with the first policy that fits and is as fast as all activations stored would be without a memory limit:
+    no other can be faster. (The list schedule fits almost any step by holding forwards back, at the price of an idle
+    pipeline, so fitting alone says little.)
+    """
+    if len(problems) == 1 or not len(problems[0].num_tokens):
+        return [((0, 0.0), problem) for problem in problems], 1
+    boundless = replace(problems[0], cap_bytes=None)
+    least_s = _estimate(boundless, rules_of(boundless))[1]
+    found: list[tuple[Estimate, int]] = []
+    for index, problem in enumerate(problems):
+        estimate = _estimate(problem, rules_of(problem)) if problem.cap_bytes is not None else (0, least_s)
+        found.append((estimate, index))
+        if not estimate[0] and estimate[1] <= CLOSE * least_s:
+            break
+    found.sort()
+    (excess, seconds), _ = found[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
+    return [(estimate, problems[index]) for estimate, index in found], close
+
+
+def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem], bool] | None) -> Iterator[StepProblem]:
+    refused = [] if can_fit is None else [problem for problem in problems if not can_fit(problem)]
+    yield from (problem for problem in problems if not any(problem is one for one in refused))
+    if len(refused) == len(problems):
+        yield from refused
+
+
+def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:
+    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
+    replicas = [documents for documents in assign_replicas(problem.document_s, problem.layout.dp) if len(documents)]
+    heaviest = max(replicas, key=lambda documents: float(problem.document_s[documents].sum()))
+    longest = max(replicas, key=lambda documents: int(problem.num_tokens[documents].max()))
+    apart = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in (heaviest, longest)]
+    estimates = [_rated(apart if longest is not heaviest else apart[:1], rules, max)]
+    merge = merge_documents(problem) if problem.options.dp_merge else None
+    if merge:
+        fullest = max(
+            range(problem.layout.dp), key=lambda replica: sum(len(merge.blocks[b]) for b in merge.blocks_of(replica))
+        )
+        shared = [
+            ReplicaSearch(problem, merge.blocks[block], block[1] * problem.layout.cp, rules.worth)
+            for block in merge.blocks_of(fullest)
+        ]
+        own = [merge.own[fullest]] if len(merge.own[fullest]) else []
+        estimates.append(
+            _rated([*shared, *(ReplicaSearch(problem, documents, worth=rules.worth) for documents in own)], rules, sum)
+        )
+    return min(estimates)
+
+
+def _rated(searches: list[ReplicaSearch], rules: SearchRules, total: Callable[[list[float]], float]) -> Estimate:
+    """Quick trials only: the list schedule with whole backwards tells policies apart."""
+    jobs = []
+    for search in searches:
+        trials = [trial._replace(split=False) for trial in rules.first(search) if trial.order == "list"]
+        jobs.append((search, trials or rules.first(search)))
+    score(jobs)
+    best = [search.best() for search in searches]
+    return max(one.excess_bytes for one in best), total([one.makespan_s for one in best])

@@ -1,0 +1,61 @@
+"""What `plan.sharing.cp_sharding` must know to choose by predicted seconds, from the cost model of a layout.
+
+A rank keeps its rows from forward to backward, so one choice serves both: seconds are those of forward and backward
+together, on each direction's slowest stage.
+"""
+
+from dataclasses import dataclass
+
+from evenload.cost.group_comm import context_token_bytes, ring_home
+from evenload.cost.pack_cost import PackCosts
+from evenload.types.micropack import Direction
+from evenload.types.work import WorkCurve
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class ShardingCost:
+    """What sharing a pack costs a group of ranks.
+
+    Args:
+        work: seconds of a token range on one stage.
+        tile: query rows of one attention block.
+        gather_s_per_token: transfer of one token's keys and values to all ranks of the group.
+        hidden_share: of a rank's attention, behind which transfers hide.
+        prefix_travels: with every slice go the keys and values of its prefix (a ring).
+    """
+
+    work: WorkCurve
+    tile: int = 1
+    gather_s_per_token: float = 0.0
+    hidden_share: float = 0.8
+    prefix_travels: bool = False
+
+
+def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
+    """Of a group of `ranks` ranks that share a pack: the layout's context ranks, times the replicas of a group.
+
+    Raises:
+        ConfigError: the coefficients know no link for the group.
+    """
+    layout, coefficients = costs.layout, costs.coefficients
+    # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
+    curves = (costs.forward_work(), costs.backward_work())
+    link = coefficients.group_link(ranks * layout.tp)
+    token_bytes = sum(context_token_bytes(costs.model, layout.tp, direction) for direction in _DIRECTIONS)
+    home_bytes = sum(ring_home(costs.model, coefficients, layout.tp, direction)[0] for direction in _DIRECTIONS)
+    moved_bytes = (token_bytes * (ranks - 1) + home_bytes) / ranks
+    return ShardingCost(
+        work=WorkCurve(
+            linear_s=sum(curve.linear_s for curve in curves) * layout.cp,
+            attention_s=tuple(
+                (coefficient * layout.cp, window) for curve in curves for coefficient, window in curve.attention_s
+            ),
+            slice_s=sum(curve.slice_s for curve in curves),
+        ),
+        tile=coefficients.attention_tile,
+        gather_s_per_token=int(costs.layers().max()) * moved_bytes / link.bandwidth_bytes_per_s,
+        hidden_share=coefficients.context_hidden_share,
+        prefix_travels=coefficients.context_exchange == "ring",
+    )

@@ -1,0 +1,191 @@
+"""`auto`: one optimiser over all strategies, scored by simulated time within memory.
+
+    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
+    2  where several activation policies come close, each of the best (`plan.search.step_search.refine`): split
+       backwards and other schedules of the best packs, then neighbours of the best trials (`plan.search.trial_space`):
+       look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
+       ZB-H1
+    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
+
+So `auto` is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where
+the longest document alone, through all stages and back, takes longer than what was found.
+
+Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
+clock instead and is off by default, because the plan then depends on the machine.
+
+The strategies solved by an exact solver are left out: they take seconds, and what they solve (equal windows of
+whole documents) is not what bounds a step here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.packing.pack_counts import pack_counts
+from evenload.plan.problem.options import CHOOSE, StrategyOptions
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
+from evenload.plan.search.step_search import FoundStep, RefineRules, SearchRules, refine
+from evenload.plan.search.trial_space import Setting, Trial, trial_under
+from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
+from evenload.plan.strategies.strategy import Planned, Strategy
+from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.packflow import LIST
+from evenload.schedule.registry import SCHEDULES
+
+CLOSE_POLICIES = 1.06
+"""Refining gains so much, so policies within it of the best are refined too."""
+MOST_REFINED = 3
+"""Policies that are refined, at most."""
+
+
+class AutoOptions(StrategyOptions, tag="auto"):
+    """How far `auto` searches.
+
+    Args:
+        split_backward: backwards may run as two actions, weight gradients later (zero bubble).
+        max_candidates: schedules simulated beyond `slimpack`'s in a step, over all replicas, for every set of
+            activation policies that comes close.
+        time_budget_s: the search also ends by the clock; None = never, because plans then depend on the machine.
+
+    Raises:
+        ConfigError: no candidates, or no time.
+    """
+
+    split_backward: bool = True
+    max_candidates: int = 64
+    time_budget_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_candidates < 1:
+            raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        if self.time_budget_s is not None and not self.time_budget_s > 0:
+            raise ConfigError(f"plan options: auto.time_budget_s is {self.time_budget_s}, must be above 0")
+
+
+def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
+    """The step under the policies that suit it best, and one choice per replica.
+
+    Args:
+        problems: the step under every activation policy that may be used, all stored first.
+        others: candidates as they are, but those that need a solver or choose a layout.
+
+    Raises:
+        ConfigError, DataError, InfeasiblePlanError: nothing can plan this step; the error of the last strategy.
+    """
+    plans: list[Planned] = []
+    # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
+    known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
+    steps = _close_to_best(
+        search_policies(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
+    )
+    for problem, found in steps:
+        refine(found, refine_rules(problem))
+    if steps:
+        problem, found = min(steps, key=lambda step: step[1].worth())
+        plans.append((problem, found.choices()))
+    failure: Exception | None = None
+    if problems[0].costs.model.causal:
+        try:
+            plans.append(plan_slimpack(problems, lambda problem: known.get(id(problem))))
+        except (ConfigError, InfeasiblePlanError) as error:
+            failure = error
+    for rival in others:
+        if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
+            continue
+        try:
+            if plans and not _may_win(rival, problems, plans[0][1]):
+                continue
+            problem, answer = rival.plan_step(problems)
+            plans.append((problem, answer.choices))
+        except (ConfigError, DataError, InfeasiblePlanError) as error:
+            # A strategy that does not apply (a document beyond its window) leaves the others.
+            failure = error
+    if not plans:
+        assert failure is not None, "there are strategies, and none planned or failed"
+        raise failure
+    return min(plans, key=lambda planned: step_score(planned[1]))
+
+
+def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:
+    """The policies that refining may still make the best, of all searched ones, the best first."""
+    if not steps:
+        return []
+    excess, seconds, _ = steps[0][1].worth()
+    return [step for step in steps if step[1].worth()[:2] <= (excess, CLOSE_POLICIES * seconds)][:MOST_REFINED]
+
+
+def _may_win(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> bool:
+    """Whether a strategy can be faster than what was found, which fits memory or else may always be beaten.
+
+    No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn
+    (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
+    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack.
+    """
+    excess, makespan_s, _ = step_score(found)
+    if excess:
+        return True
+    splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
+    if rival.keeps_whole and not splits and float(problems[0].document_s.max(initial=0.0)) >= makespan_s:
+        return False
+    if len(problems) == 1 or not rival.ignores_memory:
+        return True
+    _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
+    return step_score(boundless.choices)[1] < makespan_s
+
+
+def rules_of(problem: StepProblem) -> SearchRules:
+    """As `slimpack` by time alone, and packs of whole documents always."""
+    rules = replace(slimpack_rules(problem), worth=by_time)
+    return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
+
+
+def refine_rules(problem: StepProblem) -> RefineRules:
+    """How far `auto` goes on."""
+    options, layout, asked = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
+    may_reorder = asked in (CHOOSE, LIST.name)
+    may_split = may_reorder and asked == CHOOSE and options.split_backward and layout.num_stages > 1
+    others = [
+        rule.name
+        for rule in SCHEDULES.values()
+        if rule.tried_by_auto
+        and asked == CHOOSE
+        and layout.pp > 1
+        and (may_split or not rule.splits_backward)
+        and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
+    ]
+    return RefineRules(
+        variants=lambda trial: [trial._replace(order=LIST.name, split=True)] if may_split else [],
+        others=lambda trial: [trial_under(trial.setting, name) for name in others],
+        may_split=may_split,
+        may_reorder=may_reorder,
+        budget=options.max_candidates,
+        time_budget_s=options.time_budget_s,
+    )
+
+
+def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
+    """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
+    found = [choice.candidate for choice in choices]
+    return (
+        max(one.excess_bytes for one in found),
+        max(one.makespan_s for one in found),
+        sum(one.makespan_s for one in found),
+    )
+
+
+def _whole_trials(search: ReplicaSearch) -> list[Trial]:
+    options, tokens = search.problem.options, int(search.num_tokens.sum())
+    counts = pack_counts(tokens, search.problem.layout.pp, options.candidates, options.max_pack_tokens)
+    return [Trial(Setting(cut, count)) for count in counts for cut in search.cuts]
+
+
+AUTO = Strategy(
+    name="auto",
+    description="plans with every strategy and takes the fastest in simulation, within memory",
+    search=plan_auto,
+    options=AutoOptions,
+    cuts_documents=True,
+    shares_documents=True,
+    tries_others=True,
+)

@@ -1,0 +1,94 @@
+"""All strategies by name, naive first; packages add theirs by entry points, a program by `register`.
+
+Adding one: CONTRIBUTING.md.
+"""
+
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import PlanOptions, StrategyOptions
+from evenload.plan.strategies.auto import AUTO
+from evenload.plan.strategies.balanced import BALANCED
+from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.fixed import FIXED_EXACT, FIXED_GREEDY
+from evenload.plan.strategies.flexpipe import FLEXPIPE
+from evenload.plan.strategies.padded import PADDED
+from evenload.plan.strategies.sequential import SEQUENTIAL
+from evenload.plan.strategies.skrull import SKRULL
+from evenload.plan.strategies.slimpack import SLIMPACK
+from evenload.plan.strategies.strategy import Strategy
+from evenload.plan.strategies.wlb import WLB
+from evenload.types.layout import ParallelLayout
+from evenload.types.registry import Registry
+
+STRATEGIES: Registry[Strategy] = Registry(
+    "strategy",
+    Strategy,
+    "evenload.strategies",
+    (
+        *(PADDED, SEQUENTIAL, BEST_FIT, FIXED_GREEDY, FIXED_EXACT, BALANCED),
+        *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO),
+    ),
+)
+
+
+def option_tables() -> dict[str, type[StrategyOptions]]:
+    """Strategies with options of their own, and the struct of those: tables of `plan.options`."""
+    return {name: one.options for name, one in STRATEGIES.items() if one.options is not None}
+
+
+def whole_strategies() -> tuple[str, ...]:
+    """Names of those that keep every document whole, in one layout."""
+    return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of a name.
+
+    Raises:
+        ConfigError: unknown (the message offers the nearest name).
+    """
+    return STRATEGIES.named(name)
+
+
+def register(strategy: Strategy) -> None:
+    """Add a strategy in this process.
+
+    Raises:
+        ConfigError: its name is taken.
+    """
+    STRATEGIES.register(strategy)
+
+
+def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -> None:
+    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, and settings that would do
+    nothing (`evenload plan` compares many strategies under one set of options, a run has one strategy).
+
+    Raises:
+        ConfigError: unknown; it changes the layout during the run; it knows no pipeline and the layout has one; or an
+            option is set that it does not read.
+    """
+    strategy = strategy_named(name)
+    if strategy.changes_layout:
+        raise ConfigError(
+            f"strategy '{name}' changes the layout between steps, and live switching is not available in this version; "
+            f"'evenload plan --strategy {name}' predicts it; to train, choose from "
+            f"{', '.join(other.name for other in STRATEGIES.values() if not other.changes_layout)}"
+        )
+    strategy.require_layout(layout)
+    strategy.require_schedule(options, layout)
+    if options.dp_merge and not strategy.shares_documents:
+        sharing = [other.name for other in STRATEGIES.values() if other.shares_documents]
+        raise ConfigError(
+            f"plan.options.dp_merge is True, which strategy {name} does not read; leave it out, or train with "
+            f"{' or '.join(sharing)}"
+        )
+    for own in options.strategies:
+        if not (strategy.tries_others or own == type(own)() or isinstance(own, strategy.options or ())):
+            other = own.__struct_config__.tag
+            raise ConfigError(
+                f"plan.options.{other} is set, which strategy {name} does not read; leave it out, or train with {other}"
+            )
+    if strategy.assigns_ranks and options.cp_sharding != PlanOptions().cp_sharding:
+        raise ConfigError(
+            f"plan.options.cp_sharding is '{options.cp_sharding}', but strategy {name} decides by itself which ranks "
+            "compute a document; leave cp_sharding out, or train with another strategy"
+        )

@@ -1,0 +1,217 @@
+"""`skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
+
+    1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
+    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11): `plan.sharing.gds`
+    3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7):
+       `plan.sharing.dacp`
+
+A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and backward each. Replicas
+wait for each other at the end of the step only. Where a document does not fit a micro-batch of its own, the step is
+planned with the least bucket that can hold it and reported as beyond memory.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.memory import pipeline_bytes
+from evenload.cost.owned_bytes import owned_pipeline_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.plan.problem.candidate import scheduled_candidate, whole_candidate
+from evenload.plan.problem.options import StrategyOptions
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
+from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
+from evenload.plan.strategies.strategy import Strategy
+from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.micropack import Direction
+from evenload.types.pipeline import PackBytes, PipelineTasks
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PUBLISHED_NOTE = "as published: Algorithms 1 and 2 alone"
+BUCKETS_TRIED = 64
+"""Bucket sizes priced at once: four rounds find the largest of 2^24."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
+
+    owner: NDArray[np.int64]
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    held: PackBytes
+
+
+class SkrullOptions(StrategyOptions, tag="skrull"):
+    """What `skrull` tries.
+
+    Args:
+        as_published: Skrull's Algorithms 1 and 2 alone, with the repairs that they need to end within memory: documents
+            interleaved into micro-batches, whole on a rank while one has room.
+    """
+
+    as_published: bool = False
+
+
+def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    bucket = bucket_tokens(problem)
+    step = step_documents(problem, bucket)
+    replicas = assign_micro_batches(step)
+    if replicas is None:
+        step = step_documents(problem, int(step.columns.share_tokens().max()))
+        replicas = assign_micro_batches(step)
+        assert replicas is not None, "a document of its own fits a bucket of its share"
+    priced = _price(problem, step, replicas)
+    choices = (_choice(problem, groups, found) for groups, found in zip(replicas, priced, strict=True))
+    note = PUBLISHED_NOTE if step.as_published else ""
+    return tuple(dataclasses.replace(choice, note=note) for choice in choices)
+
+
+def can_fit(problem: StepProblem) -> bool:
+    """Whether memory holds every document in a micro-batch of its own; no other plan of the step fits otherwise."""
+    if problem.cap_bytes is None or not len(problem.num_tokens):
+        return True
+    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
+    least = np.array([-(-int(problem.num_tokens.max()) // problem.layout.cp)])
+    return bool((_peak_bytes(problem, least, codes) <= int(problem.cap_bytes.min())).all())
+
+
+def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
+    """The problem as GDS sees it: seconds of forward and backward together."""
+    costs, cp, num_tokens = problem.costs, problem.layout.cp, problem.num_tokens
+    limit = bucket * cp
+    if problem.options.max_pack_tokens is not None:
+        limit = min(limit, problem.options.max_pack_tokens)
+    columns = MicroBatch(
+        num_tokens,
+        costs.document_seconds(num_tokens, problem.policy, ranks=1),
+        problem.document_s,
+        _gather_seconds(costs, num_tokens),
+        cp,
+        bucket,
+    )
+    empty = whole_document_columns([[]], num_tokens)
+    pack_s = sum(float(costs.compute_seconds(empty, direction).sum()) for direction in _DIRECTIONS)
+    published = problem.options.own(SkrullOptions).as_published
+    return StepDocuments(columns, problem.document_s, problem.layout.dp, limit, pack_s, published)
+
+
+def bucket_tokens(problem: StepProblem) -> int:
+    """Tokens one rank may hold in a micro-batch, local or its share of longer documents (Skrull's C); 0 where
+    nothing fits, and all tokens of the step where memory has no limit."""
+    most = max(1, int(problem.num_tokens.sum()))
+    if problem.cap_bytes is None:
+        return most
+    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
+    cap = int(problem.cap_bytes.min())
+    low, high = 0, most
+    while low < high:  # the most that fits lies in low..high; as many parts as are cheap to price at once
+        tried = np.unique(np.linspace(low, high, BUCKETS_TRIED + 1).astype(np.int64)[1:])
+        fitting = int((_peak_bytes(problem, tried, codes) <= cap).sum())  # bytes grow with tokens
+        low, high = (
+            int(tried[fitting - 1]) if fitting else low,
+            int(tried[fitting]) - 1 if fitting < len(tried) else high,
+        )
+    return low
+
+
+def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray[np.int8]) -> NDArray[np.int64]:
+    """Of every bucket under the most expensive policy, full of shared tokens, whose gathered keys and values make
+    them the more expensive kind; int64[buckets]."""
+    tokens = np.tile(buckets * problem.layout.cp, len(codes))
+    columns = whole_document_columns([[index] for index in range(len(tokens))], tokens)
+    policy = np.repeat(codes, len(buckets))
+    held = pipeline_bytes(problem.costs.model, problem.layout, columns, columns, tokens, policy)
+    temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes)
+    peak = (held.static_bytes + held.forward_kept_bytes + temporary).max(axis=1)
+    return peak.reshape(len(codes), len(buckets)).max(axis=0)
+
+
+def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> list[_Priced]:
+    """Owners, seconds and bytes of all replicas at once: numpy's price is by the call."""
+    costs, num_tokens, policy = problem.costs, problem.num_tokens, problem.policy
+    groups = [group for of_replica in replicas for group in of_replica]
+    owned = assign_owners(step.columns, groups, as_published=step.as_published)
+    assert np.isfinite(owned.seconds).all(), "GDS forms only micro-batches that DACP finds owners for"
+    columns = whole_document_columns(groups, num_tokens)
+    columns = dataclasses.replace(columns, cp=np.where(owned.owner == SHARED, problem.layout.cp, 1))
+    forward_s, backward_s = (_seconds(costs, columns, owned.owner, direction, policy) for direction in _DIRECTIONS)
+    owners = (owned.owner, owned.owner)
+    held = owned_pipeline_bytes(costs.model, costs.layout, columns, columns, num_tokens, policy, owners)
+    found = []
+    for low, high in itertools.pairwise(np.cumsum([0, *map(len, replicas)]).tolist()):
+        owner = owned.owner[columns.pack_offset[low] : columns.pack_offset[high]]
+        found.append(_Priced(owner, forward_s[low:high], backward_s[low:high], held.rows(slice(low, high))))
+    return found
+
+
+def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaChoice:
+    documents = np.array(sorted(itertools.chain.from_iterable(groups)), np.int64)
+    num_tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
+    costs, cp = problem.costs, problem.layout.cp
+    if not groups:
+        empty = whole_document_columns([], num_tokens)
+        return ReplicaChoice(
+            documents,
+            whole_candidate("no documents", empty, num_tokens, costs, ONE_F_ONE_B, problem.cap_bytes, policy),
+        )
+    place = dict(zip(documents.tolist(), range(len(documents)), strict=True))
+    columns = whole_document_columns([[place[document] for document in group] for group in groups], num_tokens)
+    columns = dataclasses.replace(columns, cp=np.where(priced.owner == SHARED, cp, 1))
+    tasks = PipelineTasks(
+        forward_s=priced.forward_s,
+        backward_s=priced.backward_s,
+        p2p_forward_s=np.zeros(len(groups)),
+        p2p_backward_s=np.zeros(len(groups)),
+        forwards_needed=np.arange(1, len(groups) + 1, dtype=np.int32),
+        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
+        held=priced.held,
+    )
+    shared = int((priced.owner == SHARED).sum())
+    label = f"{len(groups)} micro-batches, {shared} of {len(documents)} documents shared"
+    found = scheduled_candidate(label, columns, columns, tasks, ONE_F_ONE_B, problem.cap_bytes, policy)
+    if cp > 1:
+        found = dataclasses.replace(found, owner=priced.owner)
+    return ReplicaChoice(documents, found)
+
+
+def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Transfers of every document's keys and values, forward and backward, were it shared."""
+    alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens)
+    return sum(costs.context_seconds(alone, direction).sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
+
+
+def _seconds(
+    costs: PackCosts,
+    columns: SliceColumns,
+    owner: NDArray[np.int64],
+    direction: Direction,
+    policy: NDArray[np.int8] | None,
+) -> NDArray[np.float64]:
+    """Of every micro-batch on its slowest rank (eq. 2); float64[num_packs, 1]."""
+    shared = columns.assigned(owner == SHARED, columns.pack_of_slice(), columns.num_packs)
+    cp, local = costs.layout.cp, owner != SHARED
+    locals_ = columns.assigned(local, columns.pack_of_slice() * cp + np.where(local, owner, 0), columns.num_packs * cp)
+    gather_s = costs.context_seconds(shared, direction)
+    waiting_s = costs.pack_seconds(shared, direction) - costs.compute_seconds(shared, direction)
+    shared_s = costs.pack_seconds(shared, direction, policy) - waiting_s
+    local_s = costs.pack_seconds(locals_, direction, policy).reshape(columns.num_packs, cp).max(axis=1)[:, None]
+    # Matrix products of local and shared tokens run together, so the constant of a pack is paid once.
+    once_s = costs.compute_seconds(columns.assigned(np.zeros(len(owner), bool), columns.pack_of_slice(), 1), direction)
+    return np.maximum(gather_s, local_s) + shared_s - once_s
+
+
+SKRULL = Strategy(
+    name="skrull",
+    description="short documents whole on one rank, long ones shared by the context-parallel group",
+    plan=plan_skrull,
+    options=SkrullOptions,
+    can_fit=can_fit,
+    assigns_ranks=True,
+    needs_one_stage=True,
+)

@@ -1,0 +1,262 @@
+"""`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
+
+    phase 1   documents to replicas by forward + backward time (`plan.packing.dp_balance`)
+    phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1):
+              asymmetric   sequential fill with exact cuts, forward by forward work, backward by backward work,
+                           slices of a document last-first (§4.1.2)
+              symmetric    chain-free slices used in both directions (`plan.search.trial_packs`; ours)
+    order     PackFlow's static order with and without the injected forward (§4.2), and the memory-capped list
+              schedule; or the one that the options name
+    choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
+              open, each is searched alone and the faster step is taken, so that an open choice is never the slower one
+              (one search over both was: it preferred a slow even cut of one schedule to a fast uneven one of the other)
+
+Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
+monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
+when to come back and its memory grows. Without a pipeline, packs of whole documents are tried too, and
+for documents that replicas share. DP-Merge (`plan.packing.dp_merge`) where the options allow it and the step is faster.
+
+The replica with the most work rates every (m, cuts), and other orders of the best; the others, which hold nearly equal
+work, the best of those; then replicas are evened out (`plan.search.step_search`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.dp_merge import merge_above_printed, merge_documents, other_merges
+from evenload.plan.packing.pack_counts import pack_counts
+from evenload.plan.problem.options import CHOOSE, StrategyOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.policy_choice import CLOSE, rank_policies, worst_score
+from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore
+from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
+from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
+from evenload.plan.strategies.strategy import Planned, Strategy
+from evenload.schedule.packflow import LIST, STATIC
+
+EVENNESS_WORTH = 1.2
+"""Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
+room, a few of their packs in flight can take three times as long."""
+EVEN_REPLICAS = 1.01
+"""Max/mean time of replicas above which merging documents is tried."""
+EFFICIENT = 0.97
+"""Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
+SCHEDULES = (LIST.name, STATIC.name)
+"""What `plan.options.schedule` "choose" chooses from."""
+PUBLISHED_ORDER = "static inject"
+PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
+SHARED_TRIALS = 6
+"""Best trials of the first replica that the others rate."""
+
+
+class SlimpackOptions(StrategyOptions, tag="slimpack"):
+    """What `slimpack` searches; `auto` starts from the same.
+
+    Args:
+        cuts: backward packs are cut on their own ("asymmetric"), are the forward packs reversed ("symmetric"), or the
+            faster of both ("choose").
+        as_published: plans as SlimPack describes it: asymmetric cuts alone, PackFlow's static order with injected
+            forwards, documents shared only above a whole replica's share of the work, no documents moved between
+            replicas afterwards, and the fastest by simulation whether its packs are even or not.
+        max_imbalance: cuts whose max/mean pack time is within this, forward and backward, are preferred; others are
+            used only where none fits memory, or where they are much faster.
+
+    Raises:
+        ConfigError: an imbalance below 1.
+    """
+
+    as_published: bool = False
+    cuts: Literal["asymmetric", "symmetric", "choose"] = "choose"
+    max_imbalance: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not self.max_imbalance >= 1:
+            raise ConfigError(f"plan options: slimpack.max_imbalance is {self.max_imbalance}, must be at least 1")
+        if self.as_published and self.cuts == "symmetric":
+            raise ConfigError(
+                "plan options: slimpack.as_published is true and slimpack.cuts 'symmetric', but SlimPack cuts forward "
+                "and backward packs on their own; leave one out"
+            )
+
+
+def plan_slimpack(
+    problems: Sequence[StepProblem], known_of: Callable[[StepProblem], KnownScores | None] = lambda _: None
+) -> Planned:
+    """The step under the policies that suit it best, and one choice per replica.
+
+    Args:
+        problems: the step under every activation policy that may be used, all stored first.
+        known_of: scores that other searches of a problem found.
+
+    Raises:
+        InfeasiblePlanError: no number of packs meets the token limit.
+    """
+    options = problems[0].options
+    if options.own(SlimpackOptions).as_published:
+        return _plan_as_published(problems)
+    steps = []
+    schedules = SCHEDULES if options.schedule == CHOOSE else (options.schedule,)
+    for orders in map(orders_of, schedules):
+        found = search_policies(
+            problems, lambda problem, orders=orders: slimpack_rules(problem, orders, known_of(problem))
+        )
+        steps += found[:1]
+    if not steps:
+        raise _no_packs(problems[0])
+    if any(found.blocks for _, found in steps):
+        # What phases take together is known when they are joined; before that, only an upper bound.
+        planned = [(problem, found.choices()) for problem, found in steps]
+        return min(planned, key=lambda one: worst_score(one[1]))
+    problem, found = min(steps, key=lambda step: step[1].worth()[:2])
+    return problem, found.choices()
+
+
+def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
+    if problems[0].options.schedule not in (CHOOSE, STATIC.name):
+        raise ConfigError(
+            f"plan.options.schedule is '{problems[0].options.schedule}', but plan.options.slimpack.as_published runs "
+            f"PackFlow's static order; leave one out"
+        )
+
+    def rules(problem: StepProblem) -> SearchRules:
+        return SearchRules(
+            first=partial(_first_trials, order=PUBLISHED_ORDER),
+            variants=lambda trial: [],
+            shared=SHARED_TRIALS,
+            even_out=False,
+        )
+
+    steps = search_policies(problems, rules)
+    if not steps:
+        raise _no_packs(problems[0])
+    problem, found = steps[0]
+    return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
+
+
+def _no_packs(problem: StepProblem) -> InfeasiblePlanError:
+    return InfeasiblePlanError(
+        f"strategy slimpack: no number of packs meets max_pack_tokens {problem.options.max_pack_tokens} with "
+        f"slices of at least {problem.options.min_slice_tokens} tokens; raise the one or lower the other"
+    )
+
+
+def search_policies(
+    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
+) -> list[tuple[StepProblem, FoundStep]]:
+    """The most promising policies, and the next ones while they promise more than was found; the best first."""
+    steps: list[tuple[StepProblem, FoundStep]] = []
+    ranked, close = rank_policies(problems, rules_of)
+    for place, (estimate, problem) in enumerate(ranked):
+        if place >= close and steps and _best_worth(steps) <= estimate:
+            break
+        found = search_with_merging(problem, rules_of(problem))
+        if found:
+            steps.append((problem, found))
+    (excess, seconds), _ = ranked[0]
+    if len(ranked) < len(problems) and (not steps or _best_worth(steps) > (excess, CLOSE * seconds)):
+        # All stored was not what it promised, so that the others were not looked at.
+        steps += search_policies(problems[1:], rules_of)
+    return sorted(steps, key=lambda step: step[1].worth())
+
+
+def _best_worth(steps: list[tuple[StepProblem, FoundStep]]) -> tuple[int, float]:
+    return min(found.worth()[:2] for _, found in steps)
+
+
+def slimpack_rules(
+    problem: StepProblem, orders: Sequence[str] | None = None, known: KnownScores | None = None
+) -> SearchRules:
+    """Every setting under one order, the best ones under all.
+
+    Args:
+        orders: default: those that the options allow.
+        known: scores that other searches of the problem found.
+    """
+    orders = orders_of(problem.options.schedule) if orders is None else orders
+    return SearchRules(
+        first=partial(_first_trials, order=orders[0]),
+        variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
+        worth=partial(_worth, problem),
+        shared=SHARED_TRIALS,
+        known=known,
+    )
+
+
+def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
+    """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
+    replicas = assign_replicas(problem.document_s, problem.layout.dp)
+    apart = search_step(problem, replicas, rules)
+    if not problem.options.dp_merge or (apart and _is_even_and_fits(apart)):
+        return apart
+    published = problem.options.own(SlimpackOptions).as_published
+    merge = merge_above_printed(problem) if published else merge_documents(problem)
+    if merge is None:
+        return apart
+    share = _pipeline_share(problem, apart)
+    best = min(
+        (found for found in (apart, search_merged(problem, merge, rules, share)) if found),
+        key=FoundStep.worth,
+        default=None,
+    )
+    if published:
+        return best
+    if best is None or not _is_even_and_fits(best) or _efficiency(problem, best) < EFFICIENT:
+        others = [search_merged(problem, other, rules, share) for other in other_merges(problem, merge)]
+        best = min((found for found in (best, *others) if found), key=FoundStep.worth, default=None)
+    return best
+
+
+def _efficiency(problem: StepProblem, found: FoundStep) -> float:
+    """What the documents take on their own replicas over what all ranks take until the slowest ends."""
+    available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
+    return float(problem.document_s.sum()) / available_s if available_s else 1.0
+
+
+def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
+    """Of all ranks' time, what computes packs."""
+    seconds = 0.0 if found is None else float(found.seconds().sum())
+    return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
+
+
+def _is_even_and_fits(found: FoundStep) -> bool:
+    """Merging would gain nothing: replicas end together, within memory."""
+    seconds = found.seconds()
+    return not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
+
+
+def _worth(problem: StepProblem, score: TrialScore) -> tuple[int, float]:
+    """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
+    uneven = max(score.imbalance_forward, score.imbalance_backward)
+    # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
+    is_even = problem.layout.num_stages == 1 or uneven <= problem.options.own(SlimpackOptions).max_imbalance
+    return score.excess_bytes, score.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
+
+
+def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
+    """Every setting that the options allow."""
+    options, layout = search.problem.options, search.problem.layout
+    counts = pack_counts(int(search.num_tokens.sum()), layout.pp, options.candidates, options.max_pack_tokens)
+    cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
+    own = options.own(SlimpackOptions)
+    if own.as_published:
+        cuts = ("asymmetric",)
+    elif own.cuts != "choose":
+        cuts = (own.cuts,)
+    elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks):
+        # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
+        cuts = (*cuts, "whole")
+    return [trial_under(Setting(cut, count), order) for count in counts for cut in cuts]
+
+
+SLIMPACK = Strategy(
+    name="slimpack",
+    description="cuts documents into slices; forward and backward packs of equal work, chosen by simulation",
+    search=lambda problems, others: plan_slimpack(problems),
+    options=SlimpackOptions,
+    cuts_documents=True,
+    shares_documents=True,
+)

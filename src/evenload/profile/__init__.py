@@ -1,1 +1,0 @@
-"""Measures the device and fits cost coefficients, so that predictions are in its seconds."""

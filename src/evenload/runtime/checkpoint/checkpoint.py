@@ -1,0 +1,224 @@
+"""Checkpoints: sharded with `torch.distributed.checkpoint`, independent of the layout.
+
+A checkpoint is a directory `step-<n>` with
+
+    .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
+                           whole tensor (`checkpoint_pieces`), so any layout can load them; random states by rank
+    loader.json            where the loader stands, ledger included; global and small (positions, no text)
+    cost.json              the cost coefficients that planned the run, so that coming plans stay the same
+    progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
+                           there is no checkpoint
+
+The number of steps stands in the directory's name, in progress.json and among the tensors; where they differ, something
+was changed or mixed, and the checkpoint is refused.
+
+Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
+so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
+Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
+(nothing in a step draws random numbers). Saving is in `checkpoint_writer.py`.
+
+Price: reading takes what the disk gives; a rank reads only its own stage.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.errors import ConfigError
+from evenload.plan.deferral.delay import DelayState
+from evenload.runtime.checkpoint.directory import PROGRESS_FILE, is_step_name, steps_in_name
+from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
+from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.model.tensor_weights import tensor_split
+from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.types.base import Frozen
+
+LOADER_FILE = "loader.json"
+COST_FILE = "cost.json"
+STEPS_TENSOR = "run.steps_done"
+
+
+class Progress(Frozen):
+    """`progress.json`: what a run needs besides tensors and the loader to go on.
+
+    Args:
+        steps_done: optimizer steps taken.
+        layout: that saved, as `ParallelLayout.describe` says it.
+        strategy: that planned the last steps.
+        skipped_steps: of the steps done, those whose update was not applied because it was not finite.
+        planner: documents that wait for a later step, and what the planner learnt about lengths.
+        loader_digest: SHA-256 of `loader.json`; set when it is written.
+    """
+
+    steps_done: int
+    layout: str
+    strategy: str = ""
+    skipped_steps: int = 0
+    planner: DelayState = DelayState()
+    loader_digest: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunPosition:
+    """Everything of a checkpoint that is not a tensor.
+
+    Args:
+        loader: encoded loader state after the steps done.
+        coefficients: of the run's cost model; None before it has any.
+    """
+
+    progress: Progress
+    loader: bytes
+    coefficients: CostCoefficients | None
+
+
+def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> RunPosition:
+    """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
+
+    Raises:
+        ConfigError: not a complete checkpoint, changed after it was saved, of another version, or of another model.
+    """
+    position = _read_position(path)
+    metadata = read_metadata(path)
+    tensors = run_tensors(buffers, optimizer, mesh)
+    random_states = {}
+    if position.progress.layout == mesh.layout.describe():
+        saved = metadata.state_dict_metadata
+        random_states = {name: state for name, state in random_tensors(mesh).items() if name in saved}
+    steps = torch.zeros(1, dtype=torch.int64)
+    try:
+        load(
+            tensors | random_states | {STEPS_TENSOR: whole_tensor(steps)},
+            storage_reader=CheckedReader(path, metadata),
+            planner=PieceLoadPlanner(),
+            process_group=mesh.control,
+        )
+    except CheckpointException as error:
+        raise ConfigError(
+            f"checkpoint {path} is damaged or does not fit the configured model: {first_failure(error)}"
+        ) from error
+    _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors")
+    optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
+    _restore_random({name: state.pieces[0].local for name, state in random_states.items()}, mesh)
+    return position
+
+
+def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> dict[str, TensorPieces]:
+    """All tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
+    tensors: dict[str, TensorPieces] = {}
+    for buffer in buffers:
+        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
+        for name, parameter, _ in _placed(buffer):
+            local = parameter.detach()
+            shape, pieces = pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter))
+            tensors[f"model.{name}"] = TensorPieces(shape, pieces, True, elsewhere)
+    for kind, buffer, shard in optimizer.state_tensors():
+        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
+        first = mesh.data_rank * shard.numel()
+        for name, parameter, start in _placed(buffer):
+            # The elements of the parameter that this replica owns.
+            low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
+            values = shard[max(start - first, 0) :][: high - low]
+            shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
+            tensors[f"optimizer.{name}.{kind}"] = TensorPieces(shape, pieces, False, elsewhere)
+    return tensors
+
+
+def steps_tensor(steps_done: int, mesh: Mesh) -> dict[str, TensorPieces]:
+    """The number of steps beside the tensors that so many steps made; written by rank 0."""
+    return {STEPS_TENSOR: whole_tensor(torch.tensor([steps_done]))} if mesh.rank == 0 else {}
+
+
+def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
+    """This rank's part of what several ranks hold: every piece has one writer.
+
+    All replicas come to the same division without talking: each tensor goes to the replica with the fewest bytes.
+    """
+    assigned_bytes = [0] * mesh.data_size
+    mine = {}
+    for name, tensor in tensors.items():
+        if tensor.is_written_elsewhere:
+            continue
+        if tensor.is_replicated:
+            writer = assigned_bytes.index(min(assigned_bytes))
+            assigned_bytes[writer] += tensor.num_bytes
+            if writer != mesh.data_rank:
+                continue
+        mine[name] = tensor
+    return mine
+
+
+def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
+    """Copies of this process's random states, uint8, by rank."""
+    states = {f"random.{mesh.rank}.cpu": whole_tensor(torch.get_rng_state())}
+    if mesh.device.type == "cuda":
+        states[f"random.{mesh.rank}.cuda"] = whole_tensor(torch.cuda.get_rng_state(mesh.device))
+    return states
+
+
+def first_failure(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def _restore_random(states: dict[str, Tensor], mesh: Mesh) -> None:
+    for name, state in states.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(state, mesh.device)
+        else:
+            torch.set_rng_state(state)
+
+
+def _read_position(path: Path) -> RunPosition:
+    if not (path / PROGRESS_FILE).is_file():
+        raise ConfigError(f"{path} is not a complete checkpoint (no {PROGRESS_FILE})")
+    try:
+        progress = msgspec.json.decode((path / PROGRESS_FILE).read_bytes(), type=Progress)
+        loader = (path / LOADER_FILE).read_bytes()
+    except (msgspec.MsgspecError, OSError) as error:
+        raise ConfigError(
+            f"checkpoint {path} cannot be read by this version of Evenload: {error}; go on with the version that wrote "
+            "it, or start anew in another train.output_dir"
+        ) from error
+    if is_step_name(path.name):
+        _require_same_steps(path, progress.steps_done, steps_in_name(path), "its name")
+    if progress.loader_digest != hashlib.sha256(loader).hexdigest():
+        raise ConfigError(
+            f"checkpoint {path} was changed after it was saved: {LOADER_FILE} is not the one that {PROGRESS_FILE} "
+            "belongs to, so documents would be repeated or left out; restore both, or remove this checkpoint to go on "
+            "from the one before"
+        )
+    costs = path / COST_FILE
+    return RunPosition(
+        progress=progress, loader=loader, coefficients=read_coefficients(costs) if costs.is_file() else None
+    )
+
+
+def _require_same_steps(path: Path, steps_done: int, others: int, where: str) -> None:
+    if steps_done != others:
+        raise ConfigError(
+            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} says that {steps_done} steps are done, "
+            f"{where} {'say' if where.endswith('s') else 'says'} {others}; restore it, or remove this checkpoint to go "
+            "on from the one before"
+        )
+
+
+def _placed(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:
+    """(name in the checkpoint, parameter, its first element in the buffer)."""
+    start = 0
+    for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+        # A tied head is the embedding; the first stage saves it for both, and both load it.
+        tied_head = buffer.tied and name == "lm_head.weight"
+        yield "model.embed_tokens.weight" if tied_head else name, parameter, start
+        start += parameter.numel()

@@ -1,0 +1,81 @@
+"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory.
+
+Every stage's first replica writes its own tensors, so no rank ever holds the whole model; parts of matrices are joined
+by the first rank of the tensor-parallel group. Adapters are small: rank 0 collects them and writes the one file that
+`peft` reads.
+"""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.model.export_files import save_tensors
+from evenload.runtime.model.lora import write_adapter
+from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.tensor_weights import join_parts, tensor_split
+from evenload.runtime.model.weight_files import stored_tensors
+from evenload.runtime.optim.parameter_units import FlatBuffer
+
+
+def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
+    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads it. Collective."""
+    if mesh.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        config.dtype = buffers[0].values.dtype
+        config.save_pretrained(directory)
+    dist.barrier(group=mesh.control)
+    files = mesh.layout.pp
+    name = f"model-{mesh.pp_rank + 1:05d}-of-{files:05d}.safetensors"
+    experts = check_supported(config).experts
+    tensors = {
+        stored: view.clone().contiguous()
+        for parameter_name, parameter in _own_parameters(buffers, mesh).items()
+        for stored, view in stored_tensors(parameter_name, parameter, experts)
+    }
+    if tensors:
+        save_tensors(tensors, directory / name)
+    sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
+    everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.layout.world_size)]
+    dist.all_gather_object(everyone, sizes, group=mesh.control)
+    if mesh.rank == 0:
+        merged = {n: entry for part in everyone for n, entry in part.items()}
+        index = {
+            "metadata": {"total_size": sum(size for _, size in merged.values())},
+            "weight_map": {n: file for n, (file, _) in sorted(merged.items())},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    dist.barrier(group=mesh.control)
+
+
+def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig, model_path: str, mesh: Mesh) -> None:
+    """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective.
+
+    Args:
+        model_path: of the base model, as configured.
+    """
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.layout.world_size)]
+    own = {name: parameter.cpu() for name, parameter in _own_parameters(buffers, mesh).items()}
+    dist.all_gather_object(everyone, own, group=mesh.control)
+    if mesh.rank == 0:
+        write_adapter(directory, {n: t for part in everyone for n, t in part.items()}, lora, model_path)
+    dist.barrier(group=mesh.control)
+
+
+def _own_parameters(buffers: list[FlatBuffer], mesh: Mesh) -> dict[str, Tensor]:
+    """What this rank writes, by name: its stages' trained parameters, on the first replica only. Collective."""
+    if mesh.data_rank != 0:
+        return {}
+    whole = {
+        # Joined by all ranks of the group, together; in host memory, where they are written from.
+        name: join_parts(parameter.detach(), tensor_split(parameter), mesh.tensor).cpu()
+        for buffer in buffers
+        # transformers stores a tied weight once, under the embedding's name.
+        if not (buffer.tied and mesh.is_last_stage)
+        for name, parameter in zip(buffer.names, buffer.parameters, strict=True)
+    }
+    return whole if mesh.tp_rank == 0 else {}

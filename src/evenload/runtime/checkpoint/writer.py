@@ -1,0 +1,281 @@
+"""`CheckpointWriter`: saves while training goes on.
+
+A save has two parts. *Staging*, in the training loop: this rank's part of weights and optimizer is copied into host
+memory, into buffers that are made once and used by every save. *Writing*, on a thread of its own: ranks agree that
+the place is ready, `torch.distributed.checkpoint` writes the copies through a process group of its own, rank 0 adds
+the small files, and only when every rank has written is the directory renamed and are older checkpoints removed.
+
+One save at a time: the next one waits for the one under way. When any rank fails, all ranks learn which and why, what
+was written is removed, and every earlier checkpoint is as it was.
+
+Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more;
+the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/0018.
+"""
+
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from evenload.cost.coefficients import write_coefficients
+from evenload.errors import CheckpointError
+from evenload.runtime.checkpoint.checkpoint import (
+    COST_FILE,
+    LOADER_FILE,
+    RunPosition,
+    first_failure,
+    random_tensors,
+    run_tensors,
+    steps_tensor,
+    tensors_to_write,
+)
+from evenload.runtime.checkpoint.directory import (
+    PROGRESS_FILE,
+    checkpoint_path,
+    latest_checkpoint,
+    partial_path,
+    prune_checkpoints,
+    remove_leftovers,
+)
+from evenload.runtime.checkpoint.metadata import METADATA_FILE
+from evenload.runtime.checkpoint.pieces import Piece, PieceSavePlanner, TensorPieces
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.parameter_units import FlatBuffer
+
+_PROBE_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A complete checkpoint and what it cost.
+
+    Args:
+        num_bytes: of all ranks' tensors.
+        stall_s: seconds this rank's training waited: for an earlier save, and for the copy.
+        write_s: seconds from the copy to the rename.
+    """
+
+    path: Path
+    steps_done: int
+    num_bytes: int
+    stall_s: float
+    write_s: float
+
+
+class CheckpointWriter:
+    """Saves of one run. All calls are collective: every rank makes them at the same steps.
+
+    Args:
+        directory: of the checkpoints, visible to all ranks.
+        keep: complete checkpoints that stay; 0 = all.
+    """
+
+    def __init__(
+        self, directory: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh, *, keep: int
+    ) -> None:
+        self._directory, self._mesh, self._keep = directory, mesh, keep
+        self._buffers, self._optimizer = buffers, optimizer
+        self._staged: dict[str, TensorPieces] = {}
+        self._thread: threading.Thread | None = None
+        self._outcome: SavedCheckpoint | BaseException | None = None
+
+    def start(self, position: RunPosition, from_s: float) -> None:
+        """Copy what is to be saved and write it in the background. None may be under way: `wait` first.
+
+        Args:
+            from_s: `time.perf_counter()` when training stopped for this save.
+        """
+        assert self._thread is None, "one save at a time"
+        tensors = self._stage(position.progress.steps_done)
+        stall_s = time.perf_counter() - from_s
+        # A daemon: when training fails, the process must end although this thread may wait for a dead rank.
+        self._thread = threading.Thread(
+            target=self._run, args=(position, tensors, stall_s), name="evenload-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def finished(self) -> SavedCheckpoint | None:
+        """The save that ended since the last call, without waiting; None = none ended.
+
+        Raises:
+            CheckpointError: it failed. The writer is ready for the next save.
+        """
+        if self._thread is None or self._thread.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> SavedCheckpoint | None:
+        """Wait for the save under way; None = there is none.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, outcome, self._outcome = None, self._outcome, None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
+        """Copies of this rank's part, in buffers that stay."""
+        mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
+        mine |= random_tensors(self._mesh) | steps_tensor(steps_done, self._mesh)
+        for name, part in mine.items():
+            if name not in self._staged:
+                copies = (Piece(piece.offsets, _host_buffer(piece.local)) for piece in part.pieces)
+                self._staged[name] = TensorPieces(part.shape, tuple(copies))
+            for piece, copy in zip(part.pieces, self._staged[name].pieces, strict=True):
+                copy.local.copy_(piece.local, non_blocking=True)
+        if self._mesh.device.type == "cuda":
+            torch.cuda.current_stream(self._mesh.device).synchronize()
+        return dict(self._staged)
+
+    def _run(self, position: RunPosition, tensors: dict[str, TensorPieces], stall_s: float) -> None:
+        try:
+            from_s = time.perf_counter()
+            num_bytes = self._write(position, tensors)
+            self._outcome = SavedCheckpoint(
+                path=checkpoint_path(self._directory, position.progress.steps_done),
+                steps_done=position.progress.steps_done,
+                num_bytes=num_bytes,
+                stall_s=stall_s,
+                write_s=time.perf_counter() - from_s,
+            )
+        except BaseException as error:
+            self._outcome = error
+
+    def _write(self, position: RunPosition, tensors: dict[str, TensorPieces]) -> int:
+        """Everything after staging; bytes of all ranks."""
+        partial = partial_path(self._directory, position.progress.steps_done)
+        sizes = self._together(lambda: self._make_room(partial), partial, _local_bytes(self._staged), 0)
+        num_bytes = sum(sizes)
+        try:
+            save(tensors, checkpoint_id=partial, planner=PieceSavePlanner(), process_group=self._mesh.saving)
+        except CheckpointException as error:
+            self._give_up(first_failure(error), partial, num_bytes)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"checkpoint {partial} was not completed, because a rank died or took longer than "
+                f"train.checkpoint_timeout_s ({' '.join(str(error).split())}); the next run starts from "
+                f"{latest_checkpoint(self._directory) or 'the beginning'}"
+            ) from error
+        self._together(lambda: self._complete(position, partial), partial, 0, num_bytes)
+        self._together(lambda: prune_checkpoints(self._directory, self._keep), None, 0, num_bytes)
+        return num_bytes
+
+    def _make_room(self, partial: Path) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self._directory)
+        partial.mkdir()
+
+    def _complete(self, position: RunPosition, partial: Path) -> None:
+        """The small files, the one that makes it a checkpoint last, and the name."""
+        (partial / LOADER_FILE).write_bytes(position.loader)
+        if position.coefficients is not None:
+            write_coefficients(partial / COST_FILE, position.coefficients)
+        for name in (LOADER_FILE, COST_FILE, METADATA_FILE):
+            if (partial / name).is_file():
+                _sync(partial / name)
+        progress = msgspec.structs.replace(position.progress, loader_digest=hashlib.sha256(position.loader).hexdigest())
+        (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
+        _sync(partial / PROGRESS_FILE)
+        _sync(partial)
+        final = checkpoint_path(self._directory, position.progress.steps_done)
+        if final.exists():
+            final.rename(self._directory / f".{final.name}.removed")
+        partial.rename(final)
+        _sync(self._directory)
+
+    def _together(self, work: Callable[[], None], partial: Path | None, local_bytes: int, num_bytes: int) -> list[int]:
+        """Rank 0 does `work`; all ranks learn whether it failed. Returns `local_bytes` of every rank."""
+        answer = (local_bytes, "")
+        if self._mesh.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                answer = (local_bytes, f"rank 0: {type(error).__name__}: {error}")
+        answers: list[tuple[int, str]] = [(0, "")] * self._mesh.layout.world_size
+        dist.all_gather_object(answers, answer, group=self._mesh.saving)
+        sizes = [size for size, _ in answers]
+        if answers[0][1]:
+            self._give_up(answers[0][1], partial, num_bytes or sum(sizes))
+        return sizes
+
+    def _give_up(self, cause: str, partial: Path | None, num_bytes: int) -> None:
+        """Every rank: rank 0's account of the failure, after it has removed what was written.
+
+        Raises:
+            CheckpointError: always.
+        """
+        told = [""]
+        refused: list[str] = [""] * self._mesh.layout.world_size
+        if partial is not None:
+            mine = _refusal(partial, self._mesh.rank)
+            dist.all_gather_object(refused, mine, group=self._mesh.saving)
+        if self._mesh.rank == 0:
+            told = [self._account("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
+            if partial is not None:
+                # What cannot be removed now is removed before the next save.
+                shutil.rmtree(partial, ignore_errors=True)
+        dist.broadcast_object_list(told, src=0, group=self._mesh.saving)
+        raise CheckpointError(told[0])
+
+    def _account(self, cause: str, partial: Path | None, num_bytes: int) -> str:
+        last = latest_checkpoint(self._directory)
+        if partial is None:
+            return (
+                f"older checkpoints in {self._directory} could not be removed ({cause}); the newest, {last}, is "
+                "complete. Remove them, or set train.keep_checkpoints = 0"
+            )
+        place = next(path for path in (partial, *partial.absolute().parents) if path.exists())
+        return (
+            f"checkpoint {partial.name.removeprefix('.').removesuffix('.partial')} of {num_bytes / 1e6:,.1f} MB could "
+            f"not be written to {self._directory}, where {shutil.disk_usage(place).free / 1e6:,.1f} MB are free "
+            f"({cause}); {f'the one before, {last}, is intact' if last else 'there is no earlier one'}. Free space, "
+            "lower train.keep_checkpoints, or choose another train.output_dir"
+        )
+
+
+def _refusal(directory: Path, rank: int) -> str:
+    """What the operating system says to a small file there, or "".
+
+    torch reports a short write as an unexpected position in its archive and keeps the reason to itself.
+    """
+    try:
+        with (directory / f"probe-{rank}").open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
+    return ""
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _local_bytes(tensors: dict[str, TensorPieces]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors.values())
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""Groups of ranks that share documents: static context parallelism and DP-Merge.
+
+A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned
+powers of two of the replicas, so there are at most 2·dp - 1 of them a stage; all are made once at start, in the same
+order on every rank, and keyed by block. A plan only chooses among them, so no model state ever moves.
+
+Transfers are asynchronous: a caller starts one, computes, and waits. What a group moves is counted in bytes that this
+rank receives, padding included; a ring of n ranks receives as much as an all-gather among n.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenload.runtime.comm.watch import RankWatch
+from evenload.types.layout import ParallelLayout
+from evenload.types.replica_block import ReplicaBlock
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One transfer under way.
+
+    Args:
+        what: for messages, for example "the keys and values of forward pack 3 (layer 0)".
+    """
+
+    result: Tensor
+    works: tuple[dist.Work, ...]
+    sent: Tensor
+    group: "ContextGroup"
+    what: str
+
+    def wait(self) -> Tensor:
+        """What arrived.
+
+        Raises:
+            RankLostError: another rank of the group died or is stuck.
+        """
+        with self.group.waiting(self.what):
+            for work in self.works:
+                work.wait()
+        return self.result
+
+
+class ContextGroup:
+    """This rank's view of one group.
+
+    Args:
+        watch: names who failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
+        self.process_group = group
+        self._watch = watch
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group)
+        self.moved_bytes = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_gather(self, rows: Tensor, what: str) -> Transfer:
+        """[n, ...] of every rank -> [size · n, ...], in rank order."""
+        result = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
+        self.moved_bytes += (self.size - 1) * rows.nbytes
+        return self._start(
+            what, rows, result, lambda: dist.all_gather_single(result, rows, group=self.process_group, async_op=True)
+        )
+
+    def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
+        """[size · n, ...] -> this rank's n rows, summed over ranks."""
+        result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        self.moved_bytes += (self.size - 1) * result.nbytes
+        return self._start(
+            what,
+            rows,
+            result,
+            lambda: dist.reduce_scatter_single(
+                result, rows, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
+            ),
+        )
+
+    def pass_on(self, rows: Tensor, what: str) -> Transfer:
+        """Send to the next rank of the ring, receive as much from the one before. Leave `rows` alone until then."""
+        result = torch.empty_like(rows)
+        self.moved_bytes += result.nbytes
+        to, source = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+
+        def start() -> list[dist.Work]:
+            return dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, rows, to, self.process_group),
+                    dist.P2POp(dist.irecv, result, source, self.process_group),
+                ]
+            )
+
+        return self._start(what, rows, result, start)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for the others.
+
+        Raises:
+            RankLostError: one of them died or is stuck.
+        """
+        others = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if index != self.rank)
+        return self._watch.waiting(what, f"rank{'s' if self.size > 2 else ''} {others}")
+
+    def _start(self, what: str, sent: Tensor, result: Tensor, start: Callable[[], object]) -> Transfer:
+        with self.waiting(f"a connection for {what}"):
+            started = start()
+        works = tuple(started) if isinstance(started, list) else (started,)
+        return Transfer(result, works, sent, self, what)  # type: ignore[arg-type]
+
+
+def block_sizes(dp: int) -> list[int]:
+    """Replicas of the blocks a plan may use: powers of two that divide dp, 1 among them."""
+    return [size for size in (2**k for k in range(dp.bit_length())) if dp % size == 0]
+
+
+def create_context_groups(
+    layout: ParallelLayout, rank: int, new_group: Callable[[list[int]], dist.ProcessGroup], watch: RankWatch
+) -> dict[ReplicaBlock, ContextGroup]:
+    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout.
+
+    Args:
+        new_group: makes one group of global ranks.
+        watch: names who failed.
+    """
+    mine: dict[ReplicaBlock, ContextGroup] = {}
+    for size in block_sizes(layout.dp):
+        if size * layout.cp == 1:
+            continue
+        for pp_rank in range(layout.pp):
+            for tp_rank in range(layout.tp):
+                for first in range(0, layout.dp, size):
+                    members = [
+                        layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
+                        for dp_rank in range(first, first + size)
+                        for cp_rank in range(layout.cp)
+                    ]
+                    made = new_group(members)
+                    if rank in members:
+                        mine[ReplicaBlock(first, size)] = ContextGroup(made, watch)
+    return mine

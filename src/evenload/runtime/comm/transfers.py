@@ -1,0 +1,104 @@
+"""One rank's transfers to and from pipeline neighbours: posted receives, and sends whose tensors may still be needed.
+
+On a GPU "wait" orders the computing stream behind the transfer and the host goes on. Receives are posted on a stream of
+their own: a transfer waits for work queued before it on the stream that posts it, and a receive depends on none.
+"""
+
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenload.runtime.comm.watch import RankWatch
+from evenload.types.transfers import Channel
+
+_WORDS = {"F": "the hidden states of forward", "B": "the gradient of backward"}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Carried:
+    """What all transfers of a rank have in common: [rows, hidden_size] of a dtype on a device.
+
+    Args:
+        watch: names whom a wait is for.
+        stream: receives are posted on it; None = the device has no streams.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    watch: RankWatch
+    stream: torch.cuda.Stream | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One channel's end: what it carries, the process group and the other rank."""
+
+    channel: Channel
+    group: dist.ProcessGroup
+    peer: int
+    carried: Carried
+
+    def post_receive(self, pack: int, rows: int) -> "PostedReceive":
+        """Let a pack's tensor come. Does not wait for it."""
+        carried, name = self.carried, f"{_WORDS[self.channel[0]]} pack {pack}"
+        where = nullcontext() if carried.stream is None else torch.cuda.stream(carried.stream)
+        with where, carried.watch.waiting(f"a connection for {name}", f"rank {self.peer}"):
+            tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
+            work = dist.irecv(tensor, self.peer, group=self.group)
+        assert work is not None
+        return PostedReceive(self, name, tensor, work)
+
+
+@dataclass(frozen=True, eq=False)
+class PostedReceive:
+    """A tensor on its way."""
+
+    line: Line
+    name: str
+    tensor: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there."""
+        carried = self.line.carried
+        with carried.watch.waiting(self.name, f"rank {self.line.peer}"):
+            self.work.wait()
+        if carried.stream is not None:
+            # Made on the stream of receives, read on this one: its memory is not reused before that is done.
+            self.tensor.record_stream(torch.cuda.current_stream(carried.device))
+        return self.tensor
+
+
+@dataclass(eq=False)
+class Sender:
+    """Sends of one channel and what of them may still be on its way."""
+
+    line: Line
+    kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
+    num_sent: int = 0
+    most_kept: int = 0
+
+    def send(self, pack: int, tensor: Tensor) -> None:
+        """Let a tensor go to the peer. Does not wait for its receipt."""
+        line, tensor = self.line, tensor.contiguous()
+        what = f"a connection for {_WORDS[line.channel[0]]} pack {pack}"
+        with line.carried.watch.waiting(what, f"rank {line.peer}"):
+            work = dist.isend(tensor, line.peer, group=line.group)
+        assert work is not None
+        self.kept.append((pack, tensor, work))
+        self.num_sent += 1
+        self.most_kept = max(self.most_kept, len(self.kept))
+
+    def free(self, count: int) -> None:
+        """Wait for the first `count` sends of the step and free their tensors."""
+        line = self.line
+        while self.num_sent - len(self.kept) < count:
+            pack, _, work = self.kept.popleft()
+            what = f"the receipt of {_WORDS[line.channel[0]]} pack {pack}"
+            with line.carried.watch.waiting(what, f"rank {line.peer}"):
+                work.wait()

@@ -1,0 +1,98 @@
+"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes where that is safe.
+
+A pretrained model that is fed bytes trains without an error and learns nothing of use, so bytes are refused for
+pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`).
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
+from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.tokenize import (
+    BYTES,
+    MAX_BYTE_VOCABULARY,
+    ByteTokenizer,
+    DocumentTokenizer,
+    describe_tokenizer,
+    open_tokenizer,
+)
+from evenload.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def model_directory(model_path: str) -> Path | None:
+    """The directory of a model that `model.path` names by its directory or its `config.json`.
+
+    None for a file of another name, because such a file may lie anywhere, beside files of other models.
+    """
+    path = Path(model_path)
+    if path.is_dir():
+        return path
+    return path.parent if path.name == "config.json" else None
+
+
+def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
+    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised.
+
+    Args:
+        model_path: `model.path`.
+    """
+    if data.tokenizer is not None or trains_given_ids(data):
+        return data
+    directory = model_directory(model_path)
+    if directory is not None and (directory / TOKENIZER_FILE).is_file():
+        return msgspec.structs.replace(data, tokenizer=str(directory))
+    return data
+
+
+def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
+    """The run's tokeniser, after everything that depends on it was checked: encoders, templates, ends of documents.
+
+    Args:
+        data: after `with_default_tokenizer`.
+        random_init: the model's weights are random.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
+            weights; see also `open_encoder`.
+    """
+    tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
+    refuse_bytes(data, tokenizer, model_path=model_path, random_init=random_init, vocab_size=vocab_size)
+    for part in mixture_configs(data):
+        open_encoder(part, tokenizer, vocab_size)
+    return tokenizer
+
+
+def refuse_bytes(
+    data: DataConfig, tokenizer: DocumentTokenizer, *, model_path: str, random_init: bool, vocab_size: int
+) -> None:
+    """Raises:
+    ConfigError: bytes for pretrained weights whose vocabulary is another one.
+    """
+    if random_init or trains_given_ids(data) or not isinstance(tokenizer, ByteTokenizer):
+        return
+    if vocab_size <= MAX_BYTE_VOCABULARY:
+        return
+    cause = (
+        f'data.tokenizer is "{BYTES}"'
+        if data.tokenizer == BYTES
+        else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
+    )
+    raise ConfigError(
+        f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
+        "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
+        f"{TOKENIZER_FILE} gets it by AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)), or set "
+        "model.random_init = true to train from scratch. Bytes fit pretrained weights only where vocab_size is at most "
+        f"{MAX_BYTE_VOCABULARY}"
+    )
+
+
+def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:
+    """What a run's first lines and its report say about its tokeniser."""
+    if trains_given_ids(data):
+        return f"none: records hold token ids, checked against the model's vocabulary of {vocab_size:,}"
+    return describe_tokenizer(tokenizer)

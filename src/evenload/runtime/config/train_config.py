@@ -1,0 +1,235 @@
+"""`TrainConfig`: the TOML file of `evenload train`, strict about every key.
+
+Needs no torch: `evenload plan` and `evenload lengths` read the same file.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import PlanOptions
+from evenload.runtime.config.config_keys import converted, require_known
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.config.optimizer_config import OptimizerConfig
+from evenload.runtime.config.overrides import apply_override
+from evenload.runtime.config.plan_options import plan_options
+from evenload.runtime.config.run_tokenizer import with_default_tokenizer
+from evenload.types.base import Frozen
+from evenload.types.cluster import DeviceKind
+from evenload.types.transfers import ChannelMode
+
+# What a killed run may lose by default; a save itself costs training a copy in memory.
+_CHECKPOINT_EVERY_S = 600.0
+
+
+class ModelConfig(Frozen):
+    """The model to train.
+
+    Args:
+        path: a Hugging Face directory, or a `config.json` (then `random_init` is needed).
+        random_init: start from random weights instead of the directory's.
+        dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
+        router_aux_loss_coef: factor of the load-balancing loss of a model with experts; 0 = trained without. Default:
+            that of config.json if it sets `output_router_logits`, else the run is refused until this is set.
+        lora: train LoRA adapters and freeze the model's own weights; default: train all weights.
+    """
+
+    path: str
+    random_init: bool = False
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    router_aux_loss_coef: float | None = None
+    lora: LoraConfig | None = None
+
+
+class ParallelConfig(Frozen):
+    """Sizes of the parallel dimensions; their product is the number of processes.
+
+    Args:
+        dp: replicas that train different documents of the same step (data parallel).
+        pp: pipeline stages.
+        cp: ranks that share the documents of a replica (context parallel); how, the strategy decides.
+        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and every rank keeps
+            all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
+            that are cut travel again with every slice; refused for models with a sliding window.
+        tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
+            model's heads, key/value heads and feed-forward columns. Refused for models with experts and for OLMo 2.
+        virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
+        channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
+            has a process group for each direction, so that no transfer waits for another. "fifo": one group and one
+            queue for each pair of ranks, everything in one order that follows the plan; for devices on which transfers
+            of different groups block each other.
+        stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
+            by cost; default: split evenly. May change when a run is resumed.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    cp_exchange: Literal["all_gather", "ring"] = "all_gather"
+    tp: int = 1
+    virtual: int = 1
+    channels: ChannelMode = "directed"
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.virtual < 1:
+            raise ConfigError(f"parallel.virtual is {self.virtual}, must be at least 1")
+        if self.stage_layers is None:
+            return
+        stages = self.pp * self.virtual
+        if len(self.stage_layers) != stages or min(self.stage_layers, default=0) < 1:
+            raise ConfigError(
+                f"parallel.stage_layers is {list(self.stage_layers)}, must be {stages} numbers of at least 1, one for "
+                "each of parallel.pp x parallel.virtual stages"
+            )
+
+
+class PlanConfig(Frozen):
+    """How steps are planned.
+
+    Args:
+        strategy: a name of `evenload plan`; the same data is trained whatever it is.
+        memory_bytes: what one process may hold; default: its share of the machine's memory.
+        options: limits and search space of the planners.
+    """
+
+    strategy: str = "slimpack"
+    memory_bytes: int | None = None
+    options: PlanOptions = PlanOptions()
+
+
+class RunConfig(Frozen):
+    """The run itself.
+
+    Args:
+        output_dir: metrics, checkpoints, report and final weights go here.
+        steps: optimizer steps in all; None = until `data.epochs` are done.
+        seed: of random weights (data has its own).
+        device: "cpu", or "cuda": one GPU for each process. The GPU path has not been run on hardware yet.
+        attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
+            "varlen_cuda_fa4"; "auto" = the fastest for device and model.
+        threads_per_process: None = the machine's cores divided by the processes on it.
+        cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
+            this device at start, which takes seconds and is cached, so that predictions are in its seconds.
+        checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
+        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one
+            (or since the start); 0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of
+            a run and a signal that stops it always save.
+        stop_grace_s: after SIGTERM, SIGHUP or Ctrl-C the running step is finished and a checkpoint is saved; processes
+            that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
+        keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
+            0 = all.
+        background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
+            (divided by dp) and optimizer state. False = wait until it is written.
+        checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
+        on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
+            "continue" until the next one. The last one of a run has to succeed.
+        resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
+            holds one, so that two runs never mix.
+        on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
+            applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
+            optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
+            steps in a row stop the run in either case.
+        report_every_s: at least so many seconds lie between two versions of `report.html` and the files beside it that
+            are written while the run goes on, and more where writing them takes above 2 % of the time; 0 = only at
+            the end.
+        recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
+        export_hf: write the trained model as a Hugging Face directory at the end.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    output_dir: str
+    steps: int | None = None
+    seed: int = 0
+    device: DeviceKind = "cpu"
+    attention: str = "auto"
+    threads_per_process: int | None = None
+    cost_file: str | None = None
+    checkpoint_every_steps: int = 0
+    checkpoint_every_s: float | None = None
+    stop_grace_s: float = 120.0
+    keep_checkpoints: int = 3
+    background_checkpoints: bool = True
+    checkpoint_timeout_s: float = 3600.0
+    on_failed_checkpoint: Literal["stop", "continue"] = "stop"
+    resume: bool = True
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    report_every_s: float = 60.0
+    recalibrate: bool = False
+    export_hf: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
+        if self.checkpoint_every_steps < 0:
+            raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
+        if self.keep_checkpoints < 0:
+            raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        for field in ("checkpoint_every_s", "report_every_s"):
+            if (getattr(self, field) or 0) < 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be 0 (never) or more")
+        if self.recalibrate and self.cost_file is not None:
+            raise ConfigError(
+                f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
+            )
+        for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
+
+    @property
+    def checkpoint_interval_s(self) -> float:
+        """Most seconds of training between two checkpoints, up to a step; 0 = not by time."""
+        if self.checkpoint_every_s is not None:
+            return self.checkpoint_every_s
+        return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
+
+
+class TrainConfig(Frozen):
+    """The whole file: one table per section."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: RunConfig
+
+    def __post_init__(self) -> None:
+        if self.train.steps is None and self.data.epochs is None:
+            raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
+        if self.train.steps is None and self.optimizer.decay != "constant":
+            raise ConfigError(
+                f"optimizer.decay is '{self.optimizer.decay}', which ends at train.steps, but train.steps is not set"
+            )
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Token limit of a pack: as configured, else the longest document allowed."""
+        return self.plan.options.max_pack_tokens or self.data.max_document_tokens
+
+
+def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
+    """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
+
+    Raises:
+        ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(tree, override)
+    require_known(tree, TrainConfig)
+    plan = tree.get("plan")
+    if isinstance(plan, dict) and isinstance(plan.get("options"), dict):
+        plan["options"] = plan_options(plan["options"])
+    config = converted(tree, TrainConfig)
+    return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))

@@ -1,0 +1,51 @@
+"""The configured model's `config.json`, as transformers and as the cost model read it."""
+
+from pathlib import Path
+
+import msgspec
+from transformers import AutoConfig, PretrainedConfig
+
+from evenload.errors import ConfigError
+from evenload.runtime.config.lora_config import adapter_parameters_per_layer
+from evenload.runtime.config.run_layout import BYTES_PER_ELEMENT
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.supported import check_supported
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import ModelSpec
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The model's configuration from a directory or a `config.json`.
+
+    Raises:
+        ConfigError: no such file, or one that transformers cannot read.
+        UnsupportedModelError: an architecture or option that replay does not run exactly.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path '{path}': no config.json there; give a Hugging Face directory or its config.json"
+        )
+    try:
+        # Code that a directory brings along is never run.
+        config = AutoConfig.from_pretrained(
+            file.parent if file.name == "config.json" else file, trust_remote_code=False
+        )
+    except Exception as error:  # transformers has no common class
+        raise ConfigError(
+            f"model.path '{path}': transformers cannot read {file.name} ({' '.join(str(error).split())})"
+        ) from error
+    check_supported(config)
+    return config
+
+
+def model_spec(config: TrainConfig) -> ModelSpec:
+    """The configured model as the cost model sees it."""
+    hf = load_config(config.model.path)
+    path = Path(config.model.path)
+    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    if config.model.lora is None:
+        return spec
+    adapters = adapter_parameters_per_layer(spec, config.model.lora)
+    return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapters)

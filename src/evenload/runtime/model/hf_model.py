@@ -1,0 +1,245 @@
+"""Unmodified Hugging Face decoders, cut into the units a pipeline stage owns.
+
+A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of
+stages, optimizer shards, checkpoints and live moves. The model is built without memory, cut to the
+stage's units, and only those are filled: from safetensors, or from a seed that depends on the unit and
+not on the layout, so that every layout starts from the same weights. With LoRA, adapters are put into the
+filled layers and everything else is frozen.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.model.hf_weights import fill_constants, initialise_weights, load_weights
+from evenload.runtime.model.lora import add_adapters
+from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
+from evenload.types.architectures.architecture import Architecture
+
+
+@dataclass(eq=False)
+class StageModel:
+    """The part of a decoder that one stage runs.
+
+    Args:
+        layers: by global layer index.
+        embedding: on the first stage (and on the last when tied), else None.
+        norm, head: on the last stage, else None.
+        router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
+    """
+
+    config: PretrainedConfig
+    architecture: Architecture
+    layers: dict[int, nn.Module]
+    rotary: nn.Module
+    embedding: nn.Embedding | None
+    norm: nn.Module | None
+    head: nn.Linear | None
+    is_first: bool
+    is_last: bool
+    router_aux_loss_coef: float = 0.0
+
+    def unit_parameters(self) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
+        """Unit name and its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
+        if self.is_first:
+            assert self.embedding is not None
+            yield "embedding", _trained([("model.embed_tokens.weight", _parameter(self.embedding))])
+        for index, layer in self.layers.items():
+            yield f"layer.{index}", _trained([(f"model.layers.{index}.{n}", p) for n, p in layer.named_parameters()])
+        if self.is_last:
+            assert self.norm is not None
+            assert self.head is not None
+            named = [(f"model.norm.{n}", p) for n, p in self.norm.named_parameters()]
+            if not self.ties_within_stage:
+                named.append(("lm_head.weight", _parameter(self.head)))
+            yield "head", _trained(named)
+
+    def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Rotary cosines and sines of every layer, by layer index; layers share them unless they differ by kind.
+
+        Args:
+            like: [1, T, hidden] of the compute precision and device.
+            positions: int64[1, T].
+        """
+        kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
+        if kinds is None:
+            same = self.rotary(like, positions)
+            return {index: same for index in self.layers}  # noqa: C420 (fromkeys loses the type)
+        by_kind = {kind: self.rotary(like, positions, kind) for kind in kinds}
+        return {index: by_kind[self.config.layer_types[index]] for index in self.layers}
+
+    def cap_logits(self, logits: Tensor) -> Tensor:
+        """The head's output as the loss reads it (Gemma 2 squeezes it by a tanh)."""
+        cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def embedding_factor(self) -> Tensor | None:
+        """What the embedding's rows are multiplied with (Gemma); None = nothing."""
+        factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
+        return None if factor is None else factor.to(_parameter(self.embedding).dtype)  # type: ignore[arg-type]
+
+    def frozen_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that are not trained; one may come twice (a tied embedding)."""
+        for module in (self.embedding, *self.layers.values(), self.norm, self.head):
+            if module is not None:
+                yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
+
+    @property
+    def ties_within_stage(self) -> bool:
+        """Embedding and head are one parameter on this stage."""
+        return self.is_first and self.is_last and bool(self.config.tie_word_embeddings)
+
+
+def _parameter(module: nn.Embedding | nn.Linear) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
+
+
+def _trained(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The whole model without memory.
+
+    Raises:
+        ConfigError: transformers cannot make it from this configuration.
+    """
+    pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
+    if pad is not None and not -vocab_size <= pad < vocab_size:
+        raise ConfigError(
+            f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null; documents are "
+            "never padded, so nothing else depends on it"
+        )
+    for key in ("hidden_act", "hidden_activation"):
+        function = getattr(config, key, None)
+        if isinstance(function, str) and function not in ACT2FN:
+            near = difflib.get_close_matches(function, ACT2FN, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "most decoders have 'silu'"
+            raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # whatever a module does with a number it cannot use
+        raise ConfigError(
+            f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
+        ) from error
+
+
+def require_model(config: PretrainedConfig, weights: str | None) -> None:
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's; reads headers only.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as `empty_model`, `stored_weights` and `require_fitting`.
+    """
+    whole = empty_model(config)
+    if weights is not None:
+        _fitting_weights(config, whole, Path(weights))
+
+
+def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
+    stored = stored_weights(directory)
+    experts = check_supported(config).experts
+    require_fitting(stored, whole, directory, experts, tied=bool(config.tie_word_embeddings))
+    return stored
+
+
+def build_stage_model(
+    config: PretrainedConfig,
+    *,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str | None,
+    seed: int,
+    lora: LoraConfig | None = None,
+    router_aux_loss_coef: float = 0.0,
+    tp_rank: int = 0,
+    tp: int = 1,
+) -> StageModel:
+    """Make one stage's part of the model and fill its weights.
+
+    Args:
+        layers: half-open range of layer indices.
+        weights: directory with safetensors, or None to initialise from `seed`.
+        lora: train adapters and freeze everything else.
+        router_aux_loss_coef: factor of the routers' load-balancing loss.
+        tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
+
+    Raises:
+        UnsupportedModelError: a layer holds a module that replay does not know, or that tp cannot cut.
+        ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
+    """
+    architecture = check_supported(config)
+    require_tensor_parallel(config, tp)
+    whole = empty_model(config, dtype)
+    stored = {} if weights is None else _fitting_weights(config, whole, Path(weights))
+    decoder: Any = whole.model
+    is_first, is_last = layers[0] == 0, layers[1] == config.num_hidden_layers
+    kept = {index: decoder.layers[index] for index in range(*layers)}
+    _refuse_unknown_modules(kept, architecture)
+    tied_copy = is_last and bool(config.tie_word_embeddings)
+    stage = StageModel(
+        config=config,
+        architecture=architecture,
+        layers=kept,
+        # Real memory, and fp32 whatever the model's precision: its frequencies are computed, not loaded.
+        rotary=type(decoder.rotary_emb)(config).to(device),
+        embedding=decoder.embed_tokens if is_first or tied_copy else None,
+        norm=decoder.norm if is_last else None,
+        head=whole.lm_head if is_last else None,
+        is_first=is_first,
+        is_last=is_last,
+        router_aux_loss_coef=router_aux_loss_coef,
+    )
+    modules: dict[str, nn.Module | None] = {f"model.layers.{index}": layer for index, layer in kept.items()}
+    modules |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
+    for name, module in modules.items():
+        if module is None:
+            continue
+        if name == "lm_head" and tied_copy:
+            assert stage.head is not None
+            assert stage.embedding is not None
+            stage.head.weight = stage.embedding.weight
+            continue
+        # One unit after the other, so that no more than one is whole where each is cut.
+        # Random weights are made on the CPU, so that every device starts from the same ones.
+        module.to_empty(device="cpu" if weights is None else device)
+        if weights is None:
+            initialise_weights(whole, {name: module}, seed)
+            module.to(device)
+        else:
+            load_weights({name: module}, Path(weights), stored, tied=tied_copy, experts=architecture.experts)
+        if tp > 1 and lora is None:
+            split_weights([(name, module)], architecture, tp_rank, tp)
+    fill_constants(modules)
+    if lora is not None:
+        add_adapters(whole, kept, lora, seed)
+        if tp > 1:
+            # Adapters take their sizes and random values from whole linears.
+            whole_units = [(name, module) for name, module in modules.items() if module is not None]
+            split_weights(whole_units, architecture, tp_rank, tp)
+    return stage
+
+
+def _refuse_unknown_modules(layers: dict[int, nn.Module], architecture: Architecture) -> None:
+    for index, layer in layers.items():
+        for name, module in layer.named_modules():
+            if type(module).__name__ not in architecture.layer_classes:
+                raise UnsupportedModelError(
+                    f"model.layers.{index}.{name or '(layer)'} is a {type(module).__name__}, which replay does not "
+                    f"know; known: {', '.join(sorted(architecture.layer_classes))}"
+                )

@@ -1,0 +1,79 @@
+"""Weights of a stage's modules: from a Hugging Face directory, or from a seed.
+
+In files every expert has three matrices of its own, in transformers' modules all experts of a layer are two tensors.
+`weight_files.stored_tensors` is the one place that knows: it names the parts of a parameter as files do, as views, so
+that reading copies into them and export copies out of them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from evenload.runtime.model.weight_files import StoredTensor, stored_parts
+from evenload.types.architectures.architecture import ExpertNames
+
+_UNIT_OF_PREFIX = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 2}
+
+
+def initialise_weights(whole: Any, modules: dict[str, nn.Module | None], seed: int) -> None:
+    """Fill every unit by the model's own rules, from a seed of its own.
+
+    Args:
+        whole: the transformers model that the modules belong to.
+        modules: by their name in the model; None is skipped.
+    """
+    tied = bool(whole.config.tie_word_embeddings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in modules.items():
+            if module is None or (name == "lm_head" and tied):
+                continue
+            torch.manual_seed(unit_seed(name, seed))
+            for part in module.modules():
+                whole._init_weights(part)
+
+
+def unit_seed(prefix: str, seed: int) -> int:
+    """The seed of a unit's random weights; depends on the unit and not on the layout."""
+    index = _UNIT_OF_PREFIX[prefix] if prefix in _UNIT_OF_PREFIX else 3 + int(prefix.rsplit(".", 1)[1])
+    return seed * 1_000_003 + index
+
+
+def load_weights(
+    modules: dict[str, nn.Module | None],
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    *,
+    tied: bool,
+    experts: ExpertNames | None,
+) -> None:
+    """Copy tensors from a Hugging Face safetensors directory into the modules.
+
+    Args:
+        modules: by their name in the model; None is skipped.
+        stored: what the directory holds, after `require_fitting`.
+        tied: the head is the embedding.
+        experts: names of experts in files.
+    """
+    by_file: dict[str, list[tuple[str, Tensor]]] = {}
+    for prefix, module in modules.items():
+        if module is None or (prefix == "lm_head" and tied):
+            continue
+        for name, parameter in module.named_parameters(prefix=prefix):
+            for part, view in stored_parts(stored, name, parameter.detach(), experts):
+                by_file.setdefault(stored[part].file, []).append((part, view))
+    with torch.no_grad():
+        for file, wanted in by_file.items():
+            with safe_open(directory / file, framework="pt") as tensors:
+                for name, view in wanted:
+                    view.copy_(tensors.get_tensor(name))
+
+
+def fill_constants(modules: dict[str, nn.Module | None]) -> None:
+    """Buffers that are in no file, and that a model built without memory has lost: Gemma's factor of embeddings."""
+    for module in modules.values():
+        if module is not None and isinstance(getattr(module, "embed_scale", None), Tensor):
+            module.embed_scale.fill_(module.scalar_embed_scale)  # type: ignore[operator,union-attr]

@@ -1,0 +1,174 @@
+"""LoRA adapters by `peft` on an unmodified decoder (Hu et al. 2022): only they are trained, checkpointed and exported.
+
+`peft` wraps a linear W as  W·x + (alpha / rank)·B·(A·x).  Replay records W·x as for a plain linear and computes the
+two thin products again in backward, under autograd; W itself has no gradient and no optimizer state, and its weight
+product is left out of the backward. So a token keeps the same bytes as in full training, and static bytes fall from
+gradient and optimizer state of every weight to those of rank·(in + out) elements a linear.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.config.lora_config import LoraConfig, target_linears
+from evenload.runtime.model.export_files import save_tensors
+from evenload.runtime.model.hf_weights import unit_seed
+from evenload.runtime.model.weight_files import read_header, require_plain
+
+ADAPTER_PARTS = ("lora_A", "lora_B")
+"""Names of the modules that hold an adapter's two matrices."""
+
+_ADAPTER = "default"
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Where a PEFT file's names begin: its own wrapper, then the model.
+_PEFT_PREFIX = "base_model.model."
+
+
+def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraConfig, seed: int) -> None:
+    """Put adapters into the linears of a model's layers and freeze everything else, in place.
+
+    Args:
+        whole: the model that the layers belong to; its other layers may be without memory.
+        layers: filled layers by index; theirs are the adapters that get values.
+        seed: of A's random values, which depend on the layer and not on the layout; B begins as zeros.
+
+    Raises:
+        ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
+    some_layer = next(iter(layers.values()))
+    known = {name.rsplit(".", 1)[-1]: m for name, m in some_layer.named_modules() if type(m) is nn.Linear}
+    # What `linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
+    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
+    for index, layer in layers.items():
+        prefix = f"model.layers.{index}"
+        found = _adapter_parameters(layer, prefix)
+        if lora.path is None:
+            _initialise(found, unit_seed(prefix, seed))
+        else:
+            _load(found, Path(lora.path), lora)
+
+
+def is_adapter(module_name: str) -> bool:
+    """Whether a module inside a layer is one of an adapter's two matrices."""
+    return any(part in ADAPTER_PARTS for part in module_name.split("."))
+
+
+def _peft_config(lora: LoraConfig, targets: list[str], model_path: str | None = None) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import TaskType
+
+    return PeftLoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=model_path,
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+    )
+
+
+def _adapter_parameters(layer: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
+    """An adapter's parameters of one layer by their name in the model."""
+    return {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
+
+
+def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:
+    """As `peft` does: A by He's rule for a slope of sqrt(5), B zeros."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, parameter in parameters.items():
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(parameter, a=5**0.5)
+            else:
+                nn.init.zeros_(parameter)
+
+
+def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig) -> None:
+    if not (directory / _CONFIG_FILE).is_file() or not (directory / _WEIGHTS_FILE).is_file():
+        raise ConfigError(f"model.lora.path '{directory}': no {_CONFIG_FILE} and {_WEIGHTS_FILE} there")
+    stored = read_header(directory / _WEIGHTS_FILE)
+    try:
+        saved = json.loads((directory / _CONFIG_FILE).read_bytes())
+        rank, alpha = saved["r"], float(saved["lora_alpha"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{directory / _CONFIG_FILE} is no configuration of a LoRA adapter ({type(error).__name__}: {error}); "
+            "fetch it again"
+        ) from error
+    _refuse_other_adapters(saved, directory)
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        raise ConfigError(
+            f"model.lora.path '{directory}' has rank {rank} and alpha {alpha}, model.lora.rank is "
+            f"{lora.rank} and model.lora.alpha {lora.alpha}; they must be the same"
+        )
+    wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
+    here = {name.split(".")[2] for name in parameters}
+    for name, tensor in sorted(stored.items()):
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if name not in wanted and (layer is None or layer.group(1) in here):
+            raise ConfigError(f"{directory}: '{name}' is not among the configured model.lora.target_modules")
+        require_plain(tensor, name, directory)
+    with safe_open(directory / _WEIGHTS_FILE, framework="pt") as tensors, torch.no_grad():
+        for name, parameter in wanted.items():
+            if name not in stored:
+                raise ConfigError(f"{directory}: no tensor '{name}'; does model.lora.target_modules fit this adapter?")
+            tensor = tensors.get_tensor(name)
+            if tensor.shape != parameter.shape:
+                raise ConfigError(
+                    f"{directory}: '{name}' has shape {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}"
+                )
+            parameter.copy_(tensor)
+
+
+def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
+    """Variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
+    plain: dict[str, tuple[object, ...]] = {
+        "peft_type": ("LORA",),
+        "use_dora": (False, None),
+        "use_rslora": (False, None),
+        "bias": ("none", None),
+        "lora_bias": (False, None),
+        "modules_to_save": (None, []),
+        "rank_pattern": ({}, None),
+        "alpha_pattern": ({}, None),
+        "target_parameters": (None, []),
+        "trainable_token_indices": (None,),
+    }
+    for key, allowed in plain.items():
+        if saved.get(key, allowed[-1]) not in allowed:
+            raise UnsupportedModelError(
+                f"{directory / _CONFIG_FILE}: {key} is {saved[key]}; only plain LoRA of linear layers is trained"
+            )
+
+
+def peft_name(name: str) -> str:
+    """A parameter's name in a PEFT file, which leaves the adapter's name out."""
+    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+
+
+def write_adapter(directory: Path, tensors: dict[str, Tensor], lora: LoraConfig, model_path: str) -> None:
+    """Write a PEFT directory that `PeftModel.from_pretrained(base, directory)` loads.
+
+    Args:
+        tensors: all adapter tensors by their name in the model.
+        model_path: of the base model, as configured.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[1] for name in tensors})
+    config = _peft_config(lora, targets, model_path)
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    contiguous = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_tensors(contiguous, directory / _WEIGHTS_FILE)

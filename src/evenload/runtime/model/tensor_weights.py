@@ -1,0 +1,138 @@
+"""Which part of every weight a tensor-parallel rank holds, and which models can be cut at all.
+
+    cut by output (rows)     q k v, gate, up, their biases; embedding and head by words
+    cut by input (columns)   o, down
+    whole on every rank      norms, biases behind a sum over ranks
+    adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
+
+A parameter that is cut carries a `TensorSplit`; gradient sums and norms, checkpoints and exports read it. Weights are
+filled whole, unit by unit, and cut at once: so every tp starts from the same weights, and a rank holds one whole unit
+at a time. Words that do not divide give the last ranks fewer, as `torch.distributed.tensor.Shard` would.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.comm.tensor_group import TensorGroup
+from evenload.runtime.model.lora import is_adapter
+from evenload.runtime.model.supported import check_supported
+from evenload.types.architectures.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """A part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all.
+
+    Args:
+        part: rows or columns of the parts of all ranks but the last, which may have fewer.
+    """
+
+    dim: int
+    start: int
+    size: int
+    whole_size: int
+    part: int
+
+
+def tensor_split(parameter: Tensor) -> TensorSplit | None:
+    return getattr(parameter, "tp_split", None)
+
+
+def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
+    """Refuse what would not be cut right.
+
+    Raises:
+        ConfigError: heads or feed-forward columns that do not divide.
+        UnsupportedModelError: an architecture whose blocks mix what lies on different ranks.
+    """
+    if tp == 1:
+        return
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"parallel.tp is {tp}, but {name} of the model is {size}, which does not divide by it; choose a tp "
+                f"that divides {', '.join(f'{n} {s}' for n, s in sizes.items())}"
+            )
+    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
+        raise ConfigError(
+            f"parallel.tp is {tp}, but vocab_size of the model is {config.vocab_size}: some rank would get none of it; "
+            "choose a smaller tp"
+        )
+    if why := check_supported(config).uncut:
+        raise UnsupportedModelError(
+            f"parallel.tp is {tp} and the model {why}; use parallel.dp, parallel.pp or parallel.cp"
+        )
+
+
+def split_weights(modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int) -> None:
+    """Leave in every module, in place, what a tensor-parallel rank holds of it.
+
+    Args:
+        modules: with their names; all modules inside them are cut, too.
+    """
+    for prefix, unit in modules:
+        for name, module in unit.named_modules(prefix=prefix):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                dim = _split_dim(name, parameter_name, architecture)
+                if dim is not None and tensor_split(parameter) is None:
+                    _cut(parameter, dim, rank, tp)
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+
+
+def linear_kind(name: str) -> str:
+    """The last name of a module, which an adapter may be wrapped around."""
+    return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
+
+
+def adapter_of(name: str, part: str, linears: tuple[str, ...]) -> bool:
+    """Whether a module is one of the matrices ("lora_A", "lora_B") of an adapter of such a linear."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[-2] == part and parts[-3] in linears
+
+
+def _split_dim(name: str, parameter_name: str, architecture: Architecture) -> int | None:
+    """The dimension of a module's parameter that is cut; None = every rank holds it whole."""
+    columns, rows = architecture.column_linears, architecture.row_linears
+    if is_adapter(name):
+        # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
+        return 1 if adapter_of(name, "lora_A", rows) else 0 if adapter_of(name, "lora_B", columns) else None
+    kind = linear_kind(name)
+    if kind in (*columns, "embed_tokens", "lm_head"):
+        return 0
+    return 1 if kind in rows and parameter_name == "weight" else None
+
+
+def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int) -> None:
+    whole = parameter.shape[dim]
+    part = -(-whole // tp)
+    start = min(rank * part, whole)
+    size = min(part, whole - start)
+    # A copy, so that the whole tensor is freed.
+    parameter.data = parameter.data.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    parameter.tp_split = TensorSplit(dim, start, size, whole, part)  # type: ignore[attr-defined]
+
+
+def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | None) -> Tensor:
+    """A whole tensor from the parts of a group, on every rank of it. Collective; nothing to do where it is whole.
+
+    Args:
+        local: this rank's part, of the shape that `split` says.
+    """
+    if split is None or group is None:
+        return local
+    rows = local.movedim(split.dim, 0)
+    padded = rows.new_zeros(split.part, *rows.shape[1:])
+    padded[: split.size] = rows
+    whole = group.all_gather(padded, "parts of a tensor")[: split.whole_size]
+    return whole.movedim(0, split.dim).contiguous()

@@ -1,0 +1,199 @@
+"""The tensors of a Hugging Face directory, by the headers of its files, and whether they are the configured model's.
+
+A safetensors file begins with the length of a JSON header that names every tensor with its type, shape and place, so
+damage, quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
+transformers would only warn about is refused here: training from half of a model looks like training.
+
+Price: one short read a file.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.types.architectures.architecture import ExpertNames
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_LENGTH_BYTES = 8
+# safetensors' own limit of a header.
+_MAX_HEADER_BYTES = 100_000_000
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_HARMLESS = {
+    r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)": "rotary tables that old versions of transformers stored; "
+    "they are computed from config.json",
+    r"(.*\.)?position_ids": "positions that old versions of transformers stored; they are counted",
+}
+"""Tensors that no parameter takes and no result depends on, and why."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is stored: the file's name in the directory, its type as safetensors calls it, its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of a directory by name, from the index or from the one file.
+
+    Raises:
+        ConfigError: no such files, or damaged ones.
+    """
+    index = directory / INDEX_FILE
+    if index.is_file():
+        return _indexed_weights(index)
+    if not (directory / SINGLE_FILE).is_file():
+        raise ConfigError(
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; set model.random_init = true to train from scratch"
+        )
+    return read_header(directory / SINGLE_FILE)
+
+
+def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
+    try:
+        content = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{index} is not JSON ({error}); fetch it again") from error
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ConfigError(f"{index} has no 'weight_map' that names a file for every tensor; fetch it again")
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for name, file in places.items():
+        if Path(file).name != file:
+            raise ConfigError(f"{index} names the file '{file}' for '{name}', which is not in its directory")
+        if file not in headers:
+            if not (index.parent / file).is_file():
+                raise ConfigError(f"{index} names '{file}' for '{name}', and there is no such file; fetch it")
+            headers[file] = read_header(index.parent / file)
+        if name not in headers[file]:
+            raise ConfigError(f"{index} says that '{name}' is in {file}, which does not hold it; fetch both again")
+    return {name: headers[file][name] for name, file in places.items()}
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        ConfigError: not a whole safetensors file.
+    """
+    size_bytes = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(_LENGTH_BYTES))
+            if length > min(size_bytes, _MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length:,} bytes")
+            header = json.loads(stream.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        found = {
+            name: StoredTensor(file.name, entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()
+        }
+        stop = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (struct.error, ValueError, LookupError, AttributeError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{file} is not a safetensors file ({what}); fetch it again") from error
+    needed_bytes = _LENGTH_BYTES + length + stop
+    if size_bytes != needed_bytes:
+        raise ConfigError(
+            f"{file} is damaged: it has {size_bytes:,} bytes and its header says {needed_bytes:,}; fetch it again"
+        )
+    return found
+
+
+def require_fitting(
+    stored: Mapping[str, StoredTensor], whole: nn.Module, directory: Path, experts: ExpertNames | None, *, tied: bool
+) -> None:
+    """Refuse weights that are not exactly the model's.
+
+    Args:
+        whole: the model, without memory.
+        experts: names of experts in files.
+        tied: the head is the embedding.
+
+    Raises:
+        UnsupportedModelError: quantised weights.
+        ConfigError: a tensor that is missing, has another shape, or that the model has no place for.
+    """
+    places = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    if tied:
+        places.pop("lm_head.weight", None)
+    # What a head of its own would hold; transformers ignores it as well where embeddings are tied.
+    known = {"lm_head.weight"} if tied else set()
+    for name, parameter in whole.named_parameters():
+        if name not in places:
+            continue
+        for part, view in stored_parts(stored, name, parameter.detach(), experts):
+            if part not in stored:
+                raise ConfigError(
+                    f"{directory}: no tensor '{part}'; is this the directory of the configured model, and whole?"
+                )
+            require_plain(stored[part], part, directory)
+            if stored[part].shape != tuple(view.shape):
+                raise ConfigError(
+                    f"{directory / stored[part].file}: '{part}' has shape {stored[part].shape}, the model needs "
+                    f"{tuple(view.shape)}"
+                )
+            known.add(part)
+    extra = [name for name in stored if name not in known and not _is_harmless(name)]
+    if extra:
+        require_plain(stored[extra[0]], extra[0], directory)
+        raise ConfigError(
+            f"{directory / stored[extra[0]].file}: the model of config.json has no place for {len(extra)} tensors, "
+            f"such as '{extra[0]}' of shape {stored[extra[0]].shape}; training without them would be training another "
+            "model. Correct config.json (biases, quantisation, tied embeddings), or remove these tensors"
+        )
+
+
+def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
+    """Refuse a tensor whose numbers mean something else without a scale beside them.
+
+    Raises:
+        UnsupportedModelError: not a plain floating-point type.
+    """
+    if tensor.dtype not in _FLOATS:
+        raise UnsupportedModelError(
+            f"{directory / tensor.file}: '{name}' is stored as {tensor.dtype}, so the weights are quantised; only "
+            f"{', '.join(_FLOATS)} are read. Dequantise them once (transformers: from_pretrained, dequantize(), "
+            "save_pretrained) and give that directory"
+        )
+
+
+def _is_harmless(name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in _HARMLESS)
+
+
+def stored_parts(
+    stored: Mapping[str, Any], name: str, tensor: Tensor, experts: ExpertNames | None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by one."""
+    if name in stored:
+        yield name, tensor
+    else:
+        yield from stored_tensors(name, tensor, experts)
+
+
+def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
+    """(name in files, view) of the parts of a parameter; itself for all but experts and what stands beside them."""
+    if experts is None or ".mlp." not in name:
+        yield name, tensor
+        return
+    stem, part = name.replace(".mlp.", f".{experts.block}.").rsplit(".", 1)
+    if not stem.endswith(".experts"):
+        yield f"{stem}.{part}", tensor
+        return
+    for index, weight in enumerate(tensor.unbind(0)):
+        if part == "down_proj":
+            yield f"{stem}.{index}.{experts.down}.weight", weight
+        else:
+            gate, up = weight.chunk(2, dim=0)
+            yield f"{stem}.{index}.{experts.gate}.weight", gate
+            yield f"{stem}.{index}.{experts.up}.weight", up

@@ -1,0 +1,114 @@
+"""`ParameterUnit`: one unit's parameters as two flat buffers, cut into data-parallel shards.
+
+Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of
+a flat fp32 buffer (fp64 for fp64), so that reduction, sharding and the optimizer work on a few long
+tensors. Buffers are cut by unit, not by a byte range of the whole model: a change of stages moves whole
+units. One buffer takes weight decay (matrices), the other does not (norms, biases).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.tensor_weights import tensor_split
+
+
+@dataclass(eq=False)
+class FlatBuffer:
+    """Parameters of one unit and one weight-decay group.
+
+    Args:
+        key: "<unit>.decay" or "<unit>.no_decay"; stable across layouts, names optimizer state.
+        names: Hugging Face parameter names, in order.
+        parameters: the parameters, views of `values`.
+        num_elements: real elements; the buffers are padded to a multiple of `dp`.
+        values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
+        tied: the buffer holds the embedding/head weight that another rank holds too.
+        is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
+            hold the same.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    num_elements: int
+    values: Tensor
+    grads: Tensor
+    decays: bool
+    tied: bool
+    is_part: bool = False
+
+    def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
+        """The view of `flat` that a data-parallel rank owns."""
+        size = flat.numel() // dp
+        return flat[dp_rank * size : (dp_rank + 1) * size]
+
+
+def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[FlatBuffer]:
+    """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
+
+    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that
+    autograd produces itself (norm weights, adapters) are added to `main_grad` by a hook; linears and the embedding
+    write there directly. Frozen parameters stay where they are.
+    """
+    stages = [stages] if isinstance(stages, StageModel) else stages
+    is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
+    crosses_ranks = bool(stages[0].config.tie_word_embeddings) and not is_within
+    buffers, seen = [], set()
+    for unit, named in (unit for stage in stages for unit in stage.unit_parameters()):
+        named = [(name, p) for name, p in named if id(p) not in seen]
+        seen |= {id(p) for _, p in named}
+        for decays, is_part in itertools.product((True, False), repeat=2):
+            group = [
+                (name, p) for name, p in named if (p.ndim >= 2) == decays and (tensor_split(p) is not None) == is_part
+            ]
+            if not group:
+                continue
+            tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
+            assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
+            key = f"{unit}.{'decay' if decays else 'no_decay'}"
+            buffers.append(replace(_flatten(key, group, dp, decays, tied), is_part=is_part))
+    return buffers
+
+
+def frozen_bytes(stages: Sequence[StageModel]) -> int:
+    """Weights that one rank holds without gradient or optimizer state."""
+    return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
+
+
+def _flatten(key: str, group: list[tuple[str, nn.Parameter]], dp: int, decays: bool, tied: bool) -> FlatBuffer:
+    num_elements = sum(p.numel() for _, p in group)
+    padded = -(-num_elements // dp) * dp
+    like = group[0][1]
+    values = like.new_zeros(padded)
+    grads = torch.zeros(
+        padded, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32
+    )
+    start = 0
+    for _, parameter in group:
+        stop = start + parameter.numel()
+        values[start:stop].copy_(parameter.detach().flatten())
+        parameter.data = values[start:stop].view(parameter.shape)
+        parameter.main_grad = grads[start:stop].view(parameter.shape)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        start = stop
+    return FlatBuffer(
+        key=key,
+        names=tuple(name for name, _ in group),
+        parameters=tuple(parameter for _, parameter in group),
+        num_elements=num_elements,
+        values=values,
+        grads=grads,
+        decays=decays,
+        tied=tied,
+    )
+
+
+def _add_to_main_grad(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
+    parameter.grad = None

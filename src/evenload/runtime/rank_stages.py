@@ -1,0 +1,79 @@
+"""`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from transformers import PretrainedConfig
+
+from evenload.attention.backends import select_backend
+from evenload.attention.range_attention import RangeAttention
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
+from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
+from evenload.runtime.replay.context_ring import require_no_window
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.model import ModelSpec
+
+Stage = TypeVar("Stage", bound=PipelineStage)
+
+
+@dataclass(frozen=True, eq=False)
+class RankStages(Generic[Stage]):
+    """One rank's part of the model.
+
+    Args:
+        model: as the cost model sees it.
+        stages: virtual stages by index, ascending.
+        buffers: their trained parameters and gradients.
+        frozen_bytes: of parameters that are not trained.
+    """
+
+    hf_config: PretrainedConfig
+    model: ModelSpec
+    stages: dict[int, Stage]
+    buffers: list[FlatBuffer]
+    frozen_bytes: int
+
+
+def build_rank_stages(
+    config: TrainConfig, mesh: Mesh, stage_class: type[Stage] = PipelineStage, backend: RangeAttention | None = None
+) -> RankStages[Stage]:
+    """Make this rank's stages with their weights.
+
+    Args:
+        backend: of attention; default: the configured one.
+
+    Raises:
+        ConfigError, UnsupportedModelError: the model, its weights or its options cannot be trained like this.
+    """
+    hf_config, model = load_config(config.model.path), model_spec(config)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    if config.parallel.cp_exchange == "ring":
+        require_no_window(max(model.windows))
+    models = build_rank_models(
+        hf_config,
+        layout=mesh.layout,
+        pp_rank=mesh.pp_rank,
+        tp_rank=mesh.tp_rank,
+        dtype=dtype,
+        device=mesh.device,
+        weights=None if config.model.random_init else config.model.path,
+        seed=config.train.seed,
+        lora=config.model.lora,
+        router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
+    )
+    buffers = flatten_units(tuple(models.values()), mesh.data_size)
+    if backend is None:
+        backend = select_backend(
+            config.train.attention,
+            mesh.device.type,
+            attention_soft_cap(hf_config),
+            dtype=dtype,
+            head_dim=model.head_dim,
+        )
+    stages = {index: stage_class(part, backend, mesh.tensor) for index, part in models.items()}
+    return RankStages(hf_config, model, stages, buffers, frozen_bytes(tuple(models.values())))

@@ -1,0 +1,341 @@
+"""Attention of one rank's rows of a pack that a context-parallel group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
+
+    forward    start the gather ─► local documents ─► wait ─► shared documents, range by range
+    backward   start the gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
+               and dV (fp32) ─► local ─► wait
+
+Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
+K and V of all ranks' rows of shared slices travel in one all-gather a layer, and go to the positions that the plan
+gives them; one reduce-scatter a layer sums dK and dV of the slices for the ranks that own the rows.
+
+What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
+and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
+cut a rank keeps its own rows and gathers the others again in backward. `cost.memory` charges exactly this.
+
+Documents that lie whole on one rank are computed while transfers of the others run, part of them under each transfer
+in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received
+a layer and transfer, and a copy of the gathered rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenload.attention.range_attention import (
+    KeyRange,
+    RangeAttention,
+    Scoring,
+    first_visible_key,
+    rows_of_all,
+    work_dtype,
+)
+from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
+from evenload.runtime.device import to_device
+from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.replay.store import ActivationStore
+from evenload.stepplan.rank_rows import PackRows, SharedSlice
+from evenload.types.token_range import Range
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One layer's attention in one pass."""
+
+    backend: RangeAttention
+    store: ActivationStore
+    layer: int
+    scoring: Scoring
+
+    def key_ranges(self, ranges: Iterable[tuple[slice, Range]]) -> list[KeyRange]:
+        """What rows of a pack see of stored keys and values."""
+        return [
+            KeyRange(rows, *self.store.keys_and_values(doc_id, self.layer, self.first_key(start), stop))
+            for rows, (doc_id, start, stop) in ranges
+        ]
+
+    def first_key(self, start: int) -> int:
+        """First key that the row at position `start` sees."""
+        return first_visible_key(start, self.scoring.window)
+
+
+class PackAttention(ABC):
+    """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads.
+
+    Args:
+        group: the ranks that share the pack.
+        label: of the pack, for messages.
+    """
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
+        self.group, self._label, self._slices = group, label, rows.shared
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Of the shared slices, in the same order on every rank of the group; one may come twice."""
+        return tuple(piece.document.doc_id for piece in self._slices)
+
+    @abstractmethod
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
+
+    @abstractmethod
+    def backward(
+        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v of own rows; those of k and v summed over all rows that see them. Collective."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalAttention:
+    """The local part of a pack: slices of documents that lie whole on this rank.
+
+    Args:
+        ranges: with their rows of the pack.
+    """
+
+    ranges: tuple[tuple[slice, Range], ...] = ()
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        for rows, (doc_id, start, _) in self.ranges:
+            call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
+        attend_into(call, q, call.key_ranges(self.ranges), out, lse)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        dq, dk, dv = gradients
+        parts = call.backend.backward(grad, q, call.key_ranges(self.ranges), out, lse, call.scoring)
+        for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
+            dq[rows] = part_q
+            dk[rows], dv[rows] = call.store.add_key_grads(
+                doc_id, call.layer, call.first_key(start), part_k, part_v, start, stop
+            )
+
+    def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
+        """The first ranges, with about this share of the rows, and the others."""
+        total = sum(rows.stop - rows.start for rows, _ in self.ranges)
+        row, count = 0, 0
+        for rows, _ in self.ranges:
+            row += rows.stop - rows.start
+            if row > share * total:
+                break
+            count += 1
+        return LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Where rows of some shared slices stand in a gathered buffer.
+
+    Args:
+        slices: indices into the pack's shared slices.
+        rows: of the pack, this rank's rows of these slices.
+        padded: rows that every rank sends, as many as the fullest has.
+        places: per slice int64[stop - start], the gathered row of every token.
+    """
+
+    slices: tuple[int, ...]
+    rows: slice
+    padded: int
+    places: tuple[Tensor, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Rows as they are sent: [num_rows, ...] -> [padded, ...]."""
+        if rows.shape[0] == self.padded:
+            return rows
+        return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
+
+
+class GatherAttention(PackAttention):
+    """All-gather of keys and values (see the module)."""
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
+        super().__init__(rows, group, label)
+        self._ranges: list[list[tuple[slice, Range]]] = []
+        row = 0
+        for piece in self._slices:
+            self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
+            row += _own_rows(piece, group.rank)
+        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
+        # Their rows travel again in backward; they are the first of the pack's.
+        again = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
+        self._all = self._exchange(range(len(self._slices)), device)
+        self._again = self._exchange(again, device)
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mine = self._all.rows
+        under_way = self._gather(self._all, k[mine], v[mine], call)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        self._local.forward(call, q, k, v, out, lse)
+        gathered = under_way.wait()
+        seen: list[KeyRange] = []
+        for index, places in zip(self._all.slices, self._all.places, strict=True):
+            keys, values = (gathered[:, side][places] for side in (0, 1))
+            self._keep(call, index, keys, values, k, v)
+            piece = self._slices[index]
+            if piece.document.is_cut:
+                keys, values = call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
+            for rows, (_, start, stop) in self._ranges[index]:
+                first = call.first_key(start)
+                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
+        attend_into(call, q, seen, out, lse)
+        return out, lse
+
+    def backward(
+        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        store, layer = call.store, call.layer
+        under_way = self._gather_again(call)
+        like = lse.new_empty((0, *self._key_shape(call)))
+        dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
+        # Local work goes under both transfers, by what they move.
+        gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
+        scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
+        first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
+        first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        gathered = under_way.wait() if under_way is not None else None
+        places = dict(zip(self._again.slices, self._again.places, strict=True))
+        sums = like.new_zeros((self.group.size * self._all.padded, 2, *like.shape[1:]))
+        for index, place in zip(self._all.slices, self._all.places, strict=True):
+            piece = self._slices[index]
+            if index in places:
+                assert gathered is not None
+                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
+            else:
+                keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+            first = call.first_key(piece.start)
+            total_k, total_v = (like.new_zeros((piece.stop - first, *like.shape[1:])) for _ in range(2))
+            visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
+            seen = [
+                KeyRange(rows, keys[low:stop], values[low:stop])
+                for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
+            ]
+            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
+            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
+                dq[rows] = part_q
+                total_k[low - first : stop - first] += part_k
+                total_v[low - first : stop - first] += part_v
+            if index in places:
+                sums[place[first:], 0], sums[place[first:], 1] = total_k, total_v
+            else:
+                sums[place, 0], sums[place, 1] = store.add_key_grads(
+                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
+                )
+        scattered = self.group.reduce_scatter(
+            sums, f"the gradients of keys and values of {self._label} (layer {layer})"
+        )
+        then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        own = scattered.wait()[: self._all.num_rows]
+        dk[self._all.rows], dv[self._all.rows] = own[:, 0], own[:, 1]
+        return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+    def _exchange(self, slices: Sequence[int], device: torch.device) -> _Exchange:
+        size = self.group.size
+        counts = [[_own_rows(self._slices[index], rank) for index in slices] for rank in range(size)]
+        padded = max(map(sum, counts))
+        places = []
+        at = [rank * padded for rank in range(size)]
+        for index in slices:
+            piece = self._slices[index]
+            place = np.empty(piece.stop - piece.start, np.int64)
+            for rank in range(size):
+                for _, start, stop in piece.ranges[rank]:
+                    place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
+                    at[rank] += stop - start
+            places.append(to_device(torch.from_numpy(place), device))
+        return _Exchange(tuple(slices), slice(0, sum(counts[self.group.rank])), padded, tuple(places))
+
+    def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
+        rows = exchange.pad(torch.stack([k, v], dim=1))
+        return self.group.all_gather(rows, f"the keys and values of {self._label} (layer {call.layer})")
+
+    def _gather_again(self, call: AttentionCall) -> Transfer | None:
+        if not self._again.slices:
+            return None
+        own = [
+            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
+            for piece in (self._slices[index] for index in self._again.slices)
+        ]
+        keys, values = (torch.cat(parts) for parts in zip(*own, strict=True))
+        return self._gather(self._again, keys, values, call)
+
+    def _keep(self, call: AttentionCall, index: int, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
+        """Of a cut document the gathered slice, of others this rank's rows."""
+        piece = self._slices[index]
+        if piece.document.is_cut:
+            call.store.record_keys(piece.document.doc_id, call.layer, piece.start, keys, values)
+            return
+        own = self._ranges[index]
+        mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
+        call.store.record_keys(piece.document.doc_id, call.layer, 0, k[mine], v[mine])
+
+    def _key_shape(self, call: AttentionCall) -> torch.Size:
+        keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
+        return keys.shape[1:]
+
+
+def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:
+    """Fill the rows of `out` [T, H, D] and `lse` [T, H] that belong to ranges, if there are any."""
+    if seen:
+        rows = rows_of_all(seen)
+        out[rows], lse[rows] = call.backend.forward(q, seen, call.scoring)
+
+
+def join_forward(
+    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
+) -> None:
+    """Take part in the transfers of a forward pack of which this rank computes no rows; the others need it there.
+
+    Args:
+        shared: None = the pack has no transfers.
+        like: of the dtype and device of hidden states.
+    """
+    if shared is not None:
+        for layer in model.layers:
+            q, k = _no_rows(model, layer, like)
+            shared.forward(AttentionCall(backend, store, layer, Scoring(1.0)), q, k, k)
+
+
+def join_backward(
+    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
+) -> None:
+    if shared is not None:
+        for layer in reversed(model.layers):
+            q, _ = _no_rows(model, layer, like)
+            lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
+            shared.backward(AttentionCall(backend, store, layer, Scoring(1.0)), q, q, q, lse)
+
+
+def _no_rows(model: StageModel, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
+    attention: Any = model.layers[layer].self_attn
+    dim: int = attention.head_dim
+    widths = attention.q_proj.out_features, attention.k_proj.out_features
+    return tuple(like.new_empty(0, width // dim, dim) for width in widths)  # type: ignore[return-value]
+
+
+def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
+    row = first_row
+    for r in ranges:
+        stop = row + r.stop - r.start
+        yield slice(row, stop), r
+        row = stop
+
+
+def _own_rows(piece: SharedSlice, rank: int) -> int:
+    return sum(stop - start for _, start, stop in piece.ranges[rank])

@@ -1,0 +1,60 @@
+"""`HeldBytes`: what one rank holds for coming backwards, by kind, counted where it is allocated and freed.
+
+The virtual stages of a rank share one count, because they share the device. `cost/memory.py` predicts the same kinds
+(`types.timeline.MEMORY_KINDS`) by the same rules; tests compare the two after every action. Temporary tensors inside
+a layer are not counted. O(1) a change.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+StoreKind = Literal[
+    "activations_replay",
+    "activations_recompute",
+    "activations_offload",
+    "keys_and_values",
+    "key_value_gradients",
+    "weight_gradient_inputs",
+    "offload_buffers",
+]
+"""What is counted: recorded tensors by activation policy of their document, keys and values of documents, their
+gradients under way, what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
+STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
+
+
+def own_memory(rows: Tensor) -> Tensor:
+    """The tensor, or a copy where it is a part of a larger one, so that what is counted is what is held."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+class HeldBytes:
+    """Bytes held now and at most.
+
+    Args (attributes):
+        held_bytes, peak_bytes: on the device, all kinds.
+        held_by_kind, peak_by_kind: of each kind; peaks of kinds are at different times.
+        host_bytes, peak_host_bytes: offloaded to host memory.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.held_by_kind: dict[StoreKind, int] = dict.fromkeys(STORE_KINDS, 0)
+        self.peak_by_kind = dict(self.held_by_kind)
+        self.host_bytes = 0
+        self.peak_host_bytes = 0
+
+    def count(self, kind: StoreKind, num_bytes: int) -> None:
+        """So many more bytes of a kind on the device; negative when they are freed."""
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.held_by_kind[kind] += num_bytes
+        self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.held_by_kind[kind])
+
+    def count_host(self, num_bytes: int) -> None:
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)

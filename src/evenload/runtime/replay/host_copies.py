@@ -1,0 +1,97 @@
+"""Asynchronous copies of offloaded tensors to host memory and back, beside the computation.
+
+`CudaHostCopies` runs them on a stream of its own, in pinned memory, without stopping the host. A copy out waits for
+the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. A device
+buffer is allocated on the computing stream and handed to the copying one by an event, so the allocator's rule of
+"reuse in stream order" bounds memory without any wait of the host.
+
+`ThreadHostCopies` is the same on a device without streams: one thread copies, in order, into memory of its own.
+On a CPU this saves nothing, since device and host are one memory; it is there so that plans with offloading run, and
+are tested, everywhere.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Copy(NamedTuple):
+    """A copy under way.
+
+    Args:
+        wait: orders what is computed from now on behind the copy.
+        release: its source is needed no more; makes sure that it may be reused.
+    """
+
+    wait: Callable[[], object]
+    release: Callable[[], object]
+
+
+class ThreadHostCopies:
+    """One thread; a copy starts when the one before has ended."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-offload")
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Copy]:
+        """A host tensor and the copy that fills it. `tensor` must not be changed."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return host, self._copy(host, [tensor])
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
+        """A device tensor of the rows of host tensors, one after the other, and the copy that fills it."""
+        buffer = _empty_for(pieces, device)
+        return buffer, self._copy(buffer, pieces)
+
+    def _copy(self, into: Tensor, pieces: Sequence[Tensor]) -> Copy:
+        done = self._thread.submit(_copy_rows, into, pieces)
+        return Copy(done.result, done.result)
+
+
+class CudaHostCopies:
+    """As `ThreadHostCopies`, on a side stream and in pinned memory. Not run on hardware yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Copy]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host, self._copy(host, [tensor], device_side=tensor)
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
+        buffer = _empty_for(pieces, device)
+        return buffer, self._copy(buffer, pieces, device_side=buffer)
+
+    def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy:
+        device = device_side.device
+        # A tensor may still be written, and a new buffer's memory read, by kernels queued before.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            _copy_rows(into, pieces)
+        # Keeps the memory from reuse until the copy has run, so that releasing a source needs nothing more.
+        device_side.record_stream(self._stream)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return Copy(lambda: torch.cuda.current_stream(device).wait_event(done), lambda: None)
+
+
+HostCopies = ThreadHostCopies | CudaHostCopies
+
+
+def host_copies(device: torch.device) -> HostCopies:
+    return CudaHostCopies(device) if device.type == "cuda" else ThreadHostCopies()
+
+
+def _empty_for(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    rows = sum(piece.shape[0] for piece in pieces)
+    return torch.empty(rows, *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
+
+
+def _copy_rows(into: Tensor, pieces: Sequence[Tensor]) -> None:
+    row = 0
+    for piece in pieces:
+        into[row : row + piece.shape[0]].copy_(piece, non_blocking=True)
+        row += piece.shape[0]

@@ -1,0 +1,293 @@
+"""`PipelineStage`: forward and backward of packs on one stage's layers.
+
+Embedding runs in the forward of the first stage; final norm, head and loss run inside the *backward* of
+the last stage (its forward stops at the final hidden states), so the head's cost belongs to the backward
+pack, where the cost model charges it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evenload.attention.range_attention import RangeAttention
+from evenload.cost.memory import HEAD_ROWS
+from evenload.runtime.comm.row_shard import RowShard, row_owners
+from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
+from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.replay.context_attention import (
+    LocalAttention,
+    PackAttention,
+    join_backward,
+    join_forward,
+    rows_of,
+)
+from evenload.runtime.replay.cross_entropy import cross_entropy_and_gradient
+from evenload.runtime.replay.linear import linear_with_known_output
+from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
+from evenload.runtime.replay.router_balance import RouterBalance
+from evenload.runtime.replay.state import ReplayState, TensorRows
+from evenload.runtime.replay.store import ActivationStore, num_rows
+from evenload.runtime.replay.tensor_head import add_embedding_gradient, divided_head, embed
+from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
+from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.token_range import Range
+
+
+@dataclass(frozen=True, eq=False)
+class PackTokens:
+    """Token data of a pack, as the first and the last stage need it.
+
+    Args:
+        ranges: (doc_id, start, stop) per slice, in row order.
+        token_ids, targets, positions: int64[T]; target -100 carries no loss.
+        shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
+        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
+            something of.
+    """
+
+    ranges: tuple[Range, ...]
+    token_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+    shared: PackAttention | None = None
+    closes: tuple[Range, ...] | None = None
+
+
+class PipelineStage:
+    """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py).
+
+    Args:
+        tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
+            between layers and stages and their gradients have this rank's rows of a pack only (`row_shard`).
+    """
+
+    def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None = None) -> None:
+        self.model = model
+        self._like = next(next(iter(model.layers.values())).parameters())
+        self._tensor = tensor
+        self.head_row_sums: Tensor | None = None
+        """On a last stage, sums over every row of the gradient that the last backward pack's head gave."""
+        self._state = ReplayState(backend=backend)
+        if model.architecture.experts is not None and model.router_aux_loss_coef:
+            self._state.balance = RouterBalance(
+                model.router_aux_loss_coef,
+                num_layers=model.config.num_hidden_layers,
+                num_experts=model.config.num_experts,
+                layers=tuple(model.layers),
+            )
+        for index, layer in model.layers.items():
+            make_replayable(layer, index, self._state, model.architecture)
+            if tensor is not None:
+                make_tensor_parallel(layer, self._state, model.architecture)
+
+    @property
+    def backend_name(self) -> str:
+        return self._state.backend.name
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
+    def row_shard(self) -> RowShard | None:
+        """Which rows of hidden states this rank has; None = all."""
+        return None if self._tensor is None else self._tensor.shard
+
+    def num_rows(self, ranges: Iterable[Range]) -> int:
+        """Rows of hidden states that this rank has of token ranges."""
+        return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
+
+    def begin_step(self, num_tokens: dict[int, int]) -> None:
+        """Before a step's first pack.
+
+        Args:
+            num_tokens: of every document of the global batch, without padding.
+        """
+        if self._state.balance is not None:
+            self._state.balance.begin_step(num_tokens)
+
+    @torch.no_grad()
+    def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
+        """Run a forward pack.
+
+        Args:
+            hidden: [T, hidden] from the stage before; None on the first.
+
+        Returns:
+            Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
+        """
+        if hidden is None:
+            rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
+            hidden = embed(self.model, pack.token_ids, rows)
+        hidden = self.forward_layers(pack, hidden, store)
+        if self.model.is_last:
+            store.record_final(hidden)
+        return hidden
+
+    @torch.no_grad()
+    def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+        """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
+        store.open_pack(pack.ranges)
+        if not pack.ranges:
+            join_forward(pack.shared, self.model, self._state.backend, store, hidden)
+            self._end_counts(pack)
+            return hidden
+        with self._pass("record", pack, store):
+            arguments = self._layer_arguments(hidden, pack.positions)
+            for index, layer in self.model.layers.items():
+                store.record((index, "input"), hidden, is_own_rows=True)
+                hidden = layer(hidden[None], **arguments[index])[0]
+                store.end_layer(index)
+        store.close_pack()
+        self._end_counts(pack)
+        return hidden
+
+    def _end_counts(self, pack: PackTokens) -> None:
+        """After a forward pack: tell the ranks that share it which experts its tokens chose."""
+        if self._state.balance is not None:
+            self._state.balance.end_pack(pack.shared, self.device)
+
+    def announce_backward(self, ranges: tuple[Range, ...], store: ActivationStore) -> None:
+        """Let what a coming backward pack has in host memory start to come back."""
+        store.open_backward(ranges, tuple(reversed(self.model.layers)))
+
+    def backward(
+        self,
+        pack: PackTokens,
+        grad: Tensor | None,
+        store: ActivationStore,
+        num_label_tokens: int,
+        products: WeightProducts | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run a backward pack and add to every parameter's `main_grad`.
+
+        Args:
+            grad: [T, hidden] from the stage after; None on the last.
+            num_label_tokens: of the whole global batch, the loss's denominator.
+            products: the weight gradients of the layers' linears wait here (I; `add_all` is W); None = they are added
+                now. Those of norms, embedding and head are added now in any case.
+
+        Returns:
+            Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
+            global mean loss (fp64 scalar; on other stages than the last that of the routers' balance, if any).
+        """
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.head_row_sums = None
+        if self.model.is_last and not pack.ranges:
+            grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        elif self.model.is_last:
+            grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
+            self.head_row_sums = grad.sum(dim=-1)
+        assert grad is not None
+        grad = self.backward_layers(pack, grad, store, products)
+        if self._state.balance is not None:
+            loss = loss + self._state.balance.take_loss()
+        if self.model.is_first:
+            if pack.ranges:
+                rows = self._exchange(pack, "gradients of embeddings")
+                add_embedding_gradient(self.model, pack.token_ids, grad, rows)
+            return None, loss
+        return grad, loss
+
+    def backward_layers(
+        self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
+    ) -> Tensor:
+        """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
+        if not pack.ranges:
+            join_backward(pack.shared, self.model, self._state.backend, store, grad)
+            store.close_backward(pack.closes or ())
+            return grad
+        self.announce_backward(pack.ranges, store)
+        with self._pass("replay", pack, store, products):
+            arguments = self._layer_arguments(grad, pack.positions)
+            for index in reversed(self.model.layers):
+                store.enter_layer(index)
+                hidden = store.read((index, "input"), pack.ranges)[None].detach()
+                if products is not None and not self.model.architecture.norm_first:
+                    # The input of several linears; in memory of its own it is kept once for all of them.
+                    hidden = hidden.clone()
+                hidden.requires_grad_()
+                with torch.enable_grad():
+                    output = self.model.layers[index](hidden, **arguments[index])
+                output.backward(grad[None])
+                assert hidden.grad is not None
+                grad = hidden.grad[0]
+                # What the layer's graph held of offloaded tensors goes with it.
+                del hidden, output
+                store.leave_layer(index)
+        store.close_backward(pack.ranges if pack.closes is None else pack.closes)
+        return grad
+
+    def head(
+        self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only.
+
+        Args:
+            ranges: that the rows belong to.
+        """
+        if self._tensor is not None:
+            owners = row_owners(ranges, self._tensor.shard.size)
+            grad, loss = divided_head(self.model, hidden, targets, num_label_tokens, self._tensor, owners)
+            # All ranks of the group know the loss, and one reports it.
+            return grad, loss if self._tensor.shard.rank == 0 else torch.zeros_like(loss)
+        norm, head = self.model.norm, self.model.head
+        assert norm is not None
+        assert head is not None
+        grads, total = [], torch.zeros((), dtype=torch.float64, device=hidden.device)
+        for start in range(0, hidden.shape[0], HEAD_ROWS):
+            rows = hidden[start : start + HEAD_ROWS].detach().requires_grad_()
+            with torch.enable_grad():
+                normed = norm(rows)
+                with torch.no_grad():
+                    logits = nn.functional.linear(normed, head.weight, head.bias)
+                logits = self.model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
+            # A batch without any label has a zero loss and zero gradients, not 0/0.
+            loss, grad = cross_entropy_and_gradient(
+                logits, targets[start : start + HEAD_ROWS], 1 / max(1, num_label_tokens)
+            )
+            logits.backward(grad)
+            assert rows.grad is not None
+            grads.append(rows.grad)
+            total += loss
+        return torch.cat(grads), total
+
+    def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
+        return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)
+
+    def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict[int, dict]:
+        rows = positions[None]
+        rotary = self.model.position_embeddings(like[None], rows)
+        shared = {"attention_mask": None, "position_ids": rows, "use_cache": False}
+        return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
+
+    @contextmanager
+    def _pass(
+        self, mode, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
+    ) -> Iterator[None]:
+        state = self._state
+        state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
+        state.shared = pack.shared
+        state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
+        state.divide_rows(self.device)
+        exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")
+        state.tensor_rows = None if exchange is None else TensorRows(exchange, pack.ranges)
+        # The configuration is shared with the user's model object, so it is changed only while a pass runs.
+        before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = ATTENTION_NAME
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
+            state.store, state.ranges, state.products, state.shared, state.tensor_rows = None, (), None, None, None

@@ -1,0 +1,121 @@
+"""`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenload.attention.range_attention import RangeAttention
+from evenload.runtime.comm.tensor_group import RowExchange
+from evenload.runtime.device import to_device
+from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
+from evenload.runtime.replay.router_balance import RouterBalance
+from evenload.runtime.replay.store import ActivationStore, num_rows
+from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.token_range import Range
+
+
+class GatherOnce:
+    """Gathers own rows; products that share them (q, k and v; gate and up) follow each other and share the result."""
+
+    def __init__(self, rows: RowExchange) -> None:
+        self._rows = rows
+        self._last: tuple[object, Tensor] | None = None
+
+    def __call__(self, own: Tensor, key: object) -> Tensor:
+        """`key` names the rows. The tensor cannot: where a rank has no rows, all its tensors are alike, and it would
+        leave out transfers that the others make."""
+        if self._last is None or self._last[0] is not key:
+            self._last = key, self._rows.gather(own)
+        return self._last[1]
+
+
+@dataclass(eq=False)
+class TensorRows:
+    """Rows of the running pack on a tensor-parallel group.
+
+    Args:
+        block_input: own rows of the running block's input; block_key names them.
+        again: gathers rows in W.
+    """
+
+    rows: RowExchange
+    ranges: tuple[Range, ...]
+    block_input: Tensor | None = None
+    block_key: object = None
+    again: GatherOnce = field(init=False)
+    _remade: tuple[RowExchange, Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.again = GatherOnce(self.rows)
+
+    def remade(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
+        """Rows of documents whose products are made again: their exchange, and which of own rows are (not) theirs."""
+        if self._remade is None:
+            again = [store.policy(doc_id) == "recompute" for doc_id, _, _ in self.ranges]
+            chosen = np.repeat(np.array(again, bool), [stop - start for _, start, stop in self.ranges])
+            self._remade = self.rows.divide(chosen)
+        return self._remade
+
+
+@dataclass(eq=False)
+class ReplayState:
+    """What the running pass is; shared by the replaced modules of one stage.
+
+    Args:
+        mode: "record" in forward packs, "replay" in backward packs.
+        ranges: of the running pack, in row order; attention: of the rows that no other rank has.
+        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows. `kept` are
+            the other rows, of `kept_ranges`.
+        products: where weight gradients of the running backward pack wait; None = they are added at once.
+        balance: the load-balancing loss of routers; None = none is trained.
+        shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
+        tensor_rows: rows of the running pack on a tensor-parallel group; None = there is none.
+    """
+
+    backend: RangeAttention
+    mode: Literal["record", "replay"] = "record"
+    ranges: tuple[Range, ...] = ()
+    attention: LocalAttention = field(default_factory=LocalAttention)
+    store: ActivationStore | None = None
+    remade: Tensor | None = None
+    kept: Tensor | None = None
+    kept_ranges: tuple[Range, ...] = ()
+    products: WeightProducts | None = None
+    balance: RouterBalance | None = None
+    shared: PackAttention | None = None
+    tensor_rows: TensorRows | None = None
+
+    def divide_rows(self, device: torch.device) -> None:
+        """Find the rows of the running pack whose products are not stored."""
+        assert self.store is not None
+        self.remade, self.kept, self.kept_ranges = None, None, ()
+        again = [self.store.policy(r[0]) == "recompute" for r in self.ranges]
+        if self.mode == "record" or not any(again):
+            return
+        rows = torch.arange(num_rows(self.ranges))
+        is_again = torch.repeat_interleave(torch.tensor(again), torch.tensor([b - a for _, a, b in self.ranges]))
+        self.remade = to_device(rows[is_again], device)
+        if not all(again):
+            self.kept = to_device(rows[~is_again], device)
+            self.kept_ranges = tuple(r for r, remade in zip(self.ranges, again, strict=True) if not remade)
+
+    def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """The product [T, out] of `input` [T, in] at a site of the running backward pack.
+
+        Args:
+            make: input rows -> product rows.
+        """
+        assert self.store is not None
+        if self.remade is None:
+            return self.store.read(site, self.ranges)
+        with torch.no_grad():
+            if self.kept is None:
+                return make(input)
+            made, stored = make(input[self.remade]), self.store.read(site, self.kept_ranges)
+            output = made.new_empty(input.shape[0], *made.shape[1:])
+            output[self.remade], output[self.kept] = made, stored
+            return output

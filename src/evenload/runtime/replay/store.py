@@ -1,0 +1,359 @@
+"""`ActivationStore`: what a stage keeps between a slice's forward and its backward.
+
+Recorded tensors of a forward pack live in *blocks* (`blocks.py`): slices that are freed at the same moment. A pack
+that is one block is kept uncut, so recording and reading copy nothing. Keys and values of a document that is cut in
+forward are one buffer, because a later slice reads the whole prefix; those of the other documents of a block are one
+tensor a layer. (Values may be a view of a recorded product: then they are held once and counted twice.)
+
+What a block keeps depends on the activation policy of its document (`cost/activation.py`):
+
+    replay     everything that is recorded
+    recompute  all but the products of linear layers, which the backward makes again
+    offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
+               next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
+               layers of a pack's offloaded documents are on the device. Final hidden states stay there
+
+Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
+prediction is tested against (cost/memory.py mirrors these rules).
+"""
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
+from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
+from evenload.runtime.replay.host_copies import Copy, HostCopies, host_copies
+from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.micropack import ActivationPolicy
+from evenload.types.token_range import Range
+
+_NO_POLICIES: Mapping[int, ActivationPolicy] = {}
+
+
+def num_rows(ranges: Iterable[Range]) -> int:
+    return sum(stop - start for _, start, stop in ranges)
+
+
+@dataclass(eq=False)
+class _DocumentBuffers:
+    """Keys and values of a document and, while a cut backward is under way, their gradients."""
+
+    num_tokens: int
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    key_grads: dict[int, Tensor] = field(default_factory=dict)
+    value_grads: dict[int, Tensor] = field(default_factory=dict)
+    num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """Offloaded tensors of one layer for the running backward pack, on the device or on their way there."""
+
+    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class ActivationStore:
+    """Activations of one stage during one step.
+
+    Args:
+        num_tokens: tokens of every document the replica trains (padded length where it is padded).
+        backward_packs: their ranges, by which slices of a forward pack are kept together.
+        policies: of documents that do not use `replay`.
+        held: where bytes are counted; the stages of a rank share one.
+        shard: of a tensor-parallel rank, which rows it has of what is recorded as own rows.
+        copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
+    """
+
+    def __init__(
+        self,
+        num_tokens: dict[int, int],
+        backward_packs: Sequence[tuple[Range, ...]],
+        *,
+        policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
+        held: HeldBytes | None = None,
+        copies: HostCopies | None = None,
+        shard: RowShard | None = None,
+    ) -> None:
+        self._own_rows_keys: set[Hashable] = set()
+        self._num_tokens = num_tokens
+        self._policies = policies
+        self._index = BlockIndex(backward_packs, self.policy, shard)
+        self._copies = copies
+        self._device: torch.device | None = None
+        self._buffers: dict[int, _DocumentBuffers] = {}
+        self._open: list[StoredBlock] = []
+        self._leaving: deque[tuple[list[Copy], int]] = deque()
+        self._fetched: dict[int, _Fetch] = {}
+        self._fetch_order: deque[int] = deque()
+        self._fetch_ranges: tuple[Range, ...] = ()
+        self._weight_products: dict[Hashable, WeightProducts] = {}
+        self.held = HeldBytes() if held is None else held
+
+    def policy(self, doc_id: int) -> ActivationPolicy:
+        return self._policies.get(doc_id, "replay")
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def open_pack(self, ranges: tuple[Range, ...]) -> None:
+        self._open = self._index.open_pack(ranges)
+
+    def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False, is_own_rows: bool = False) -> None:
+        """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
+
+        Args:
+            is_product: of a linear layer, which recomputed documents do not keep.
+            is_own_rows: a tensor-parallel rank has own rows only, [n, ...].
+        """
+        if is_own_rows:
+            self._own_rows_keys.add(key)
+        for block in self._open:
+            own = rows if len(self._open) == 1 else rows[block.own_rows if is_own_rows else block.rows]
+            if block.policy == "recompute" and is_product:
+                continue
+            if block.policy == "offload":
+                block.leaving[key] = own
+                self.held.count("offload_buffers", own.nbytes)
+                continue
+            # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
+            self._keep(block, key, own if len(self._open) == 1 else own.clone())
+
+    def record_final(self, rows: Tensor) -> None:
+        """Keep the last layer's output (own rows) of the open pack for the head, on the device in any case."""
+        self._own_rows_keys.add("final")
+        for block in self._open:
+            own = rows[block.own_rows].clone() if len(self._open) > 1 else rows
+            self._keep(block, "final", own)
+
+    def end_layer(self, layer: int) -> None:
+        """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
+        copies, num_bytes = [], 0
+        for block in self._open:
+            for key, rows in block.leaving.items():
+                self._device = rows.device
+                host, copy = self._host_copies(self._device).to_host(rows)
+                block.host.setdefault(layer, {})[key] = host
+                copies.append(copy)
+                num_bytes += rows.nbytes
+            block.num_host_bytes += sum(rows.nbytes for rows in block.leaving.values())
+            block.leaving.clear()
+        if not copies:
+            return
+        self.held.count_host(num_bytes)
+        self._leaving.append((copies, num_bytes))
+        while len(self._leaving) > 1:
+            left, num_bytes = self._leaving.popleft()
+            for copy in left:
+                copy.wait()
+            self.held.count("offload_buffers", -num_bytes)
+
+    def close_pack(self) -> None:
+        while self._leaving:
+            left, num_bytes = self._leaving.popleft()
+            for copy in left:
+                copy.release()
+            self.held.count("offload_buffers", -num_bytes)
+
+    def _keep(self, block: StoredBlock, key: Hashable, rows: Tensor) -> None:
+        block.tensors[key] = rows
+        block.num_bytes += rows.nbytes
+        self.held.count(_ACTIVATIONS[block.policy], rows.nbytes)
+
+    def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows.
+
+        The caller must not change them afterwards.
+        """
+        for block in self._open:
+            row = block.rows.start
+            for is_whole, run in itertools.groupby(block.ranges, self._is_whole):
+                ranges = tuple(run)
+                stop = row + num_rows(ranges)
+                if is_whole:
+                    # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
+                    keep = torch.clone if block.policy == "offload" else own_memory
+                    self._record_whole(layer, ranges, keep(keys[row:stop]), keep(values[row:stop]))
+                    row = stop
+                    continue
+                for doc_id, start, end in ranges:
+                    rows = slice(row, row + end - start)
+                    self.record_keys(doc_id, layer, start, keys[rows], values[rows])
+                    row = rows.stop
+
+    def _is_whole(self, r: Range) -> bool:
+        return r[1] == 0 and r[2] == self._num_tokens[r[0]]
+
+    def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
+        """K and V of neighbouring whole documents of a block, which are freed at the same moment: one tensor each."""
+        sizes = [stop for _, _, stop in ranges]
+        for (doc_id, _, _), own_k, own_v in zip(ranges, keys.split(sizes), values.split(sizes), strict=True):
+            buffers = self._buffers_of(doc_id)
+            buffers.keys[layer], buffers.values[layer] = own_k, own_v
+            buffers.num_bytes["keys_and_values"] += own_k.nbytes + own_v.nbytes
+        self.held.count("keys_and_values", keys.nbytes + values.nbytes)
+
+    def _buffers_of(self, doc_id: int) -> _DocumentBuffers:
+        if doc_id not in self._buffers:
+            self._buffers[doc_id] = _DocumentBuffers(self._num_tokens[doc_id])
+        return self._buffers[doc_id]
+
+    def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
+        buffers = self._buffers_of(doc_id)
+        if layer not in buffers.keys:
+            buffers.keys[layer], buffers.values[layer] = (
+                like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values)
+            )
+            num_bytes = buffers.keys[layer].nbytes + buffers.values[layer].nbytes
+            self._count_document(buffers, "keys_and_values", num_bytes)
+        stop = start + keys.shape[0]
+        buffers.keys[layer][start:stop], buffers.values[layer][start:stop] = keys, values
+
+    def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
+        buffers = self._buffers[doc_id]
+        keys, values = buffers.keys[layer], buffers.values[layer]
+        if first == 0 and stop == keys.shape[0]:
+            return keys, values
+        return keys[first:stop], values[first:stop]
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
+        """Announce a backward pack, so that offloaded tensors of its first layer start to come back. May be called
+        ahead of the pack; a second call does nothing.
+
+        Args:
+            layers: in the order in which they will be entered.
+        """
+        offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
+        if not offloaded or self._fetch_ranges:
+            return
+        self._fetch_ranges, self._fetch_order = offloaded, deque(layers)
+        self._start_fetch()
+
+    def enter_layer(self, layer: int) -> None:
+        """Have the offloaded tensors of a layer on the device, and those of the next layer on their way."""
+        if not self._fetch_ranges:
+            return
+        for copy in self._fetched[layer].copies:
+            copy.wait()
+        self._start_fetch()
+
+    def leave_layer(self, layer: int) -> None:
+        fetch = self._fetched.pop(layer, None)
+        if fetch is not None:
+            self.held.count("offload_buffers", -fetch.num_bytes)
+
+    def _start_fetch(self) -> None:
+        """Start to fetch the next layer's offloaded rows of the announced pack."""
+        if not self._fetch_order:
+            return
+        layer = self._fetch_order.popleft()
+        pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for part in self._index.parts(self._fetch_ranges):
+            for key, tensor in part.block.host[layer].items():
+                pieces[key].append(part.of(tensor, own=key in self._own_rows_keys))
+        fetch = self._fetched[layer] = _Fetch()
+        assert self._device is not None, "rows to fetch were sent away from some device"
+        for key, parts in pieces.items():
+            fetch.tensors[key], copy = self._host_copies(self._device).to_device(parts, self._device)
+            fetch.copies.append(copy)
+            fetch.num_bytes += fetch.tensors[key].nbytes
+        self.held.count("offload_buffers", fetch.num_bytes)
+
+    def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
+        """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
+        own = key in self._own_rows_keys
+        fetched = next((f.tensors[key] for f in self._fetched.values() if key in f.tensors), None)
+        if fetched is None:
+            parts = [part.of(part.block.tensors[key], own=own) for part in self._index.parts(ranges)]
+        elif ranges == self._fetch_ranges:
+            parts = [fetched]
+        else:
+            parts, row = [], 0
+            for r in ranges:
+                here = self._index.parts((r,))
+                if r not in self._fetch_ranges:
+                    parts += [part.of(part.block.tensors[key], own=own) for part in here]
+                    continue
+                stop = row + sum(part.num_rows(own=own) for part in here)
+                parts.append(fetched[row:stop])
+                row = stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def add_key_grads(
+        self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add a range's gradients of K and V `[first, stop)` and return the now final ones of `[start, stop)`.
+
+        Ranges of a document come last-first, so nothing after `start` will be added to again. A document
+        whose backward is one range needs no accumulator.
+        """
+        buffers = self._buffers[doc_id]
+        if start == 0 and stop == buffers.num_tokens and layer not in buffers.key_grads:
+            return grad_k, grad_v
+        if layer not in buffers.key_grads:
+            shape = (buffers.num_tokens, *grad_k.shape[1:])
+            # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
+            buffers.key_grads[layer], buffers.value_grads[layer] = (grad_k.new_zeros(shape) for _ in range(2))
+            self._count_document(buffers, "key_value_gradients", 2 * buffers.key_grads[layer].nbytes)
+        all_k, all_v = buffers.key_grads[layer], buffers.value_grads[layer]
+        all_k[first:stop] += grad_k
+        all_v[first:stop] += grad_v
+        return all_k[start:stop], all_v[start:stop]
+
+    def defer_weights(self, pack: Hashable) -> WeightProducts:
+        """Where the weight gradients of a backward pack wait until `add_deferred_weights`."""
+        products = self._weight_products[pack] = WeightProducts(self.held)
+        return products
+
+    def add_deferred_weights(self, pack: Hashable) -> None:
+        """Add the weight gradients that a backward pack has deferred, and free what they needed."""
+        self._weight_products.pop(pack).add_all()
+
+    def close_backward(self, ranges: tuple[Range, ...]) -> None:
+        """Free what no later backward range needs."""
+        self._fetch_ranges = ()
+        for block in self._index.close(ranges):
+            block.tensors.clear()
+            block.host.clear()
+            self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
+            self.held.count_host(-block.num_host_bytes)
+        freed: dict[StoreKind, int] = defaultdict(int)
+        for doc_id, start, _ in ranges:
+            if start == 0:
+                for kind, num_bytes in self._buffers.pop(doc_id).num_bytes.items():
+                    freed[kind] += num_bytes
+        for kind, num_bytes in freed.items():
+            self.held.count(kind, -num_bytes)
+
+    def check_empty(self) -> None:
+        """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
+        left = sorted(self._index.unfinished() | set(self._buffers))
+        assert not left, f"documents {left} are not finished"
+        assert not self._weight_products, f"weight gradients of packs {list(self._weight_products)} are not added"
+
+    def _count_document(self, buffers: _DocumentBuffers, kind: StoreKind, num_bytes: int) -> None:
+        buffers.num_bytes[kind] += num_bytes
+        self.held.count(kind, num_bytes)
+
+    def _host_copies(self, device: torch.device) -> HostCopies:
+        if self._copies is None:
+            self._copies = host_copies(device)
+        return self._copies
+
+
+_ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
+    "replay": "activations_replay",
+    "recompute": "activations_recompute",
+    "offload": "activations_offload",
+}

@@ -1,0 +1,103 @@
+"""Weight gradients of linear layers, at once or deferred to a later action (zero bubble: I and W).
+
+A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits
+for, and that of its weight, which nobody waits for before the optimizer. `WeightProducts` keeps the operands of the
+second one for a whole backward pack, so that I can go on and W adds them later.
+
+Kept per linear: its input and the gradient of its output. Layers that share an input (q, k and v; gate and up) share
+the kept tensor, as `cost.split_backward` counts. A tensor that is a part of a larger one is copied, so that what is
+counted is what is held.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenload.runtime.replay.held_bytes import HeldBytes, own_memory
+
+AddRows = Callable[[Tensor, Tensor], None]
+"""Adds a weight gradient from (input rows, rows of the output's gradient)."""
+
+
+class _Product(NamedTuple):
+    add: AddRows
+    input_rows: Tensor
+    grad_rows: Tensor
+
+
+def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
+    """Add to `main_grad` of weight [out, in] and bias [out].
+
+    Args:
+        input_rows: [T, in]; grad_rows: [T, out], the gradient of the linear layer's output.
+    """
+    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if total.dtype == grad_rows.dtype:
+        total.addmm_(grad_rows.t(), input_rows)
+    else:
+        total += grad_rows.t() @ input_rows
+    if bias is not None:
+        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Not trained (the model's own weights under LoRA): it has no `main_grad`."""
+    return getattr(weight, "main_grad", None) is None
+
+
+class WeightProducts:
+    """The products one backward pack has deferred.
+
+    Args:
+        held: where their operands are counted.
+    """
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._products: list[_Product] = []
+        self._num_bytes = 0
+        self._kept: dict[tuple, Tensor] = {}
+
+    def defer(self, add: AddRows, input_rows: Tensor, grad_rows: Tensor) -> None:
+        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards.
+
+        Args:
+            add: holds no activations itself; they would not be counted.
+        """
+        self._products.append(_Product(add, self._keep(input_rows), self._keep(grad_rows)))
+
+    @torch.no_grad()
+    def add_all(self) -> None:
+        for add, input_rows, grad_rows in self._products:
+            add(input_rows, grad_rows)
+        self._products.clear()
+        self._kept.clear()
+        self._held.count("weight_gradient_inputs", -self._num_bytes)
+        self._num_bytes = 0
+
+    def _keep(self, rows: Tensor) -> Tensor:
+        rows = own_memory(rows)
+        # Alive tensors have addresses of their own, so an equal address is the same tensor.
+        key = (rows.data_ptr(), rows.shape, rows.stride())
+        if key in self._kept:
+            return self._kept[key]
+        self._kept[key] = rows
+        self._num_bytes += rows.nbytes
+        self._held.count("weight_gradient_inputs", rows.nbytes)
+        return rows
+
+
+def add_now_or_later(
+    products: WeightProducts | None, weight: Tensor, add: AddRows, input_rows: Tensor, grad_rows: Tensor
+) -> None:
+    """Add a weight's gradient, or defer it where products are kept for W; a frozen weight has none."""
+    if is_frozen(weight):
+        return
+    if products is None:
+        add(input_rows, grad_rows)
+    else:
+        products.defer(add, input_rows, grad_rows)

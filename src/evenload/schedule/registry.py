@@ -1,0 +1,25 @@
+"""All schedules by name; packages add theirs by entry points, a program by `register`. Adding one: CONTRIBUTING.md."""
+
+from evenload.schedule.gpipe import GPIPE
+from evenload.schedule.interleaved import INTERLEAVED
+from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC
+from evenload.schedule.schedule_rule import ScheduleRule
+from evenload.schedule.zero_bubble import ZB_H1
+from evenload.types.registry import Registry
+
+SCHEDULES: Registry[ScheduleRule] = Registry(
+    "schedule",
+    ScheduleRule,
+    "evenload.schedules",
+    (ONE_F_ONE_B, INTERLEAVED, GPIPE, ZB_H1, STATIC, LIST, LIST_SPLIT),
+)
+
+
+def register(rule: ScheduleRule) -> None:
+    """Add a schedule in this process.
+
+    Raises:
+        ConfigError: its name is taken.
+    """
+    SCHEDULES.register(rule)

@@ -1,0 +1,185 @@
+"""The plan file of `evenload plan --emit-plan`: StepPlans as JSON anyone can re-simulate without our code.
+
+The shape is fixed. Beyond it we write a few optional keys so that a file reads back to the very
+same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `left_out`,
+`mean_token_delay_steps`, `digest`. Slices of a forward pack that a context-parallel group shares say how: `sharding` is
+the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole, -1 = all ranks
+(`stepplan.rank_ranges`). Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not stored: it is
+the largest of its durations.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from evenload.errors import ConfigError, InvalidPlanError
+from evenload.types.document import Document, Slice
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import Direction, MicroPack, PackPlan, PackSharding
+from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, plan_digest
+from evenload.types.schedule import Schedule, parse_action
+
+
+def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
+    """Plans as one JSON object."""
+    return json.dumps({"plans": [_plan_to_json(plan) for plan in plans]}, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_plan_file(data: bytes) -> tuple[StepPlan, ...]:
+    """Inverse of `encode_plan_file`.
+
+    Raises:
+        InvalidPlanError: not a plan file, a needed key is missing, or a digest does not match its content.
+    """
+    try:
+        plans = json.loads(data)["plans"]
+        return tuple(_plan_from_json(plan) for plan in plans)
+    except (KeyError, IndexError) as error:
+        raise InvalidPlanError(f"plan file: key {error} is missing") from error
+    except (TypeError, AttributeError, ValueError, msgspec.MsgspecError, ConfigError) as error:
+        raise InvalidPlanError(f"plan file: not a plan file: {error}") from error
+
+
+def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
+    out = {
+        "step": plan.step,
+        "strategy": plan.strategy,
+        "layout": msgspec.to_builtins(plan.layout),
+        "num_label_tokens": plan.num_label_tokens,
+        "documents": [msgspec.to_builtins(document) for document in plan.documents],
+        "replicas": [
+            _replica_to_json(packs, schedule, times)
+            for packs, schedule, times in zip(plan.pack_plans, plan.schedules, plan.times, strict=True)
+        ],
+        "predicted": msgspec.to_builtins(plan.predicted),
+        "digest": plan.digest,
+    }
+    if plan.left_out:
+        out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
+    if plan.mean_token_delay_steps:
+        out["mean_token_delay_steps"] = plan.mean_token_delay_steps
+    return out
+
+
+def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "dp_rank": packs.dp_rank,
+        "forward": [_pack_to_json(pack) for pack in packs.forward],
+        "backward": [_pack_to_json(pack) for pack in packs.backward],
+        "schedule": [[str(action) for action in row] for row in schedule.ranks],
+        "durations_forward_s": times.forward_s,
+        "durations_backward_s": times.backward_s,
+        "p2p_forward_s": times.p2p_forward_s,
+        "p2p_backward_s": times.p2p_backward_s,
+    }
+    if times.input_s:
+        out["durations_input_s"], out["durations_weight_s"] = times.input_s, times.weight_s
+    if packs.policies:
+        out["policies"] = {str(doc_id): policy for doc_id, policy in packs.policies.items()}
+    return out
+
+
+def _pack_to_json(pack: MicroPack) -> list[dict[str, Any]]:
+    extra: dict[str, Any] = {}
+    if pack.pad_to:
+        extra["pad_to"] = pack.pad_to
+    if isinstance(pack.sharding, str) and pack.sharding:
+        extra["sharding"] = pack.sharding
+    slices = [
+        {"doc_id": piece.doc_id, "start": piece.start, "stop": piece.stop, "cp": piece.cp, **extra}
+        for piece in pack.slices
+    ]
+    if isinstance(pack.sharding, tuple):
+        slices = [one | {"owner": owner} for one, owner in zip(slices, pack.sharding, strict=True)]
+    return slices
+
+
+def _plan_from_json(data: dict[str, Any]) -> StepPlan:
+    replicas = data["replicas"]
+    plan = StepPlan(
+        step=data["step"],
+        strategy=data["strategy"],
+        layout=msgspec.convert(data["layout"], ParallelLayout),
+        documents=tuple(
+            Document(
+                doc_id=document["doc_id"],
+                num_tokens=document["num_tokens"],
+                num_label_tokens=document.get("num_label_tokens", document["num_tokens"] - 1),
+            )
+            for document in data["documents"]
+        ),
+        num_label_tokens=data["num_label_tokens"],
+        pack_plans=tuple(_packs_from_json(replica) for replica in replicas),
+        schedules=tuple(
+            Schedule(ranks=tuple(tuple(map(parse_action, row)) for row in replica["schedule"])) for replica in replicas
+        ),
+        times=tuple(
+            PackTimes(
+                forward_s=_rows(replica["durations_forward_s"]),
+                backward_s=_rows(replica["durations_backward_s"]),
+                p2p_forward_s=tuple(replica["p2p_forward_s"]),
+                p2p_backward_s=tuple(replica["p2p_backward_s"]),
+                input_s=_rows(replica.get("durations_input_s", [])),
+                weight_s=_rows(replica.get("durations_weight_s", [])),
+            )
+            for replica in replicas
+        ),
+        predicted=msgspec.convert(data["predicted"], Prediction),
+        left_out=msgspec.convert(data.get("left_out", []), tuple[LeftOut, ...]),
+        mean_token_delay_steps=data.get("mean_token_delay_steps", 0.0),
+        digest=data.get("digest", ""),
+    )
+    if plan.digest and plan.digest != plan_digest(plan):
+        raise InvalidPlanError(
+            f"plan file: step {plan.step} says digest {plan.digest}, its content gives {plan_digest(plan)}; "
+            "the file was changed after planning"
+        )
+    return plan
+
+
+def _packs_from_json(replica: dict[str, Any]) -> PackPlan:
+    return PackPlan(
+        dp_rank=replica["dp_rank"],
+        forward=_direction_from_json(replica["forward"], "forward", replica["durations_forward_s"]),
+        backward=_direction_from_json(replica["backward"], "backward", replica["durations_backward_s"]),
+        policies={int(doc_id): policy for doc_id, policy in replica.get("policies", {}).items()},
+    )
+
+
+def _direction_from_json(
+    packs: list[list[dict[str, Any]]], direction: Direction, durations: list[list[float]]
+) -> tuple[MicroPack, ...]:
+    if len(packs) != len(durations):
+        raise InvalidPlanError(f"plan file: {len(packs)} {direction} packs but {len(durations)} rows of durations")
+    return tuple(
+        MicroPack(
+            index=index,
+            direction=direction,
+            slices=tuple(
+                Slice(doc_id=piece["doc_id"], start=piece["start"], stop=piece["stop"], cp=piece.get("cp", 1))
+                for piece in pack
+            ),
+            pad_to=pack[0].get("pad_to", 0) if pack else 0,
+            sharding=_sharding_from_json(pack, f"{direction} pack {index}"),
+            cost_s=max(durations[index], default=0.0),
+        )
+        for index, pack in enumerate(packs)
+    )
+
+
+def _sharding_from_json(pack: list[dict[str, Any]], where: str) -> PackSharding:
+    if any("owner" in piece for piece in pack):
+        return tuple(piece["owner"] for piece in pack)
+    rule = pack[0].get("sharding", "") if pack else ""
+    if rule not in ("", "per_sequence", "per_document"):
+        raise InvalidPlanError(
+            f"plan file: {where} has sharding '{rule}', which does not say which rank computes what; choose "
+            "per_sequence, per_document or an owner for every slice (a file of an older evenload: plan again)"
+        )
+    return rule
+
+
+def _rows(rows: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, rows)))

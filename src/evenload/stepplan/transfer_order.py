@@ -1,0 +1,178 @@
+"""`transfer_order`: when a rank posts its receives, so that all its transfers can share one first-in-first-out queue.
+
+Where transfers of a rank do not run side by side, two ranks must post what they exchange in the same order. Each rank's
+own order of work does not give one: a stage receives hidden states while it sends gradients. So both follow one order
+of all actions of the plan, in which every action comes after what it needs:
+
+    a transfer stands where the action stands that sends it
+    before an action a rank posts all receives that stand before it, in their order
+    when a channel has sent LAG more, a rank waits for a send and lets its tensor go (`freed_sends.py`)
+
+Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order.
+
+Nothing deadlocks, even if every rank's device ran one transfer at a time in the order of posting, with whatever peer.
+Let A be the first action of the order that has not run, on any rank. All that it waits for, its input and the receipt
+of its rank's earlier sends, stands before it, so it was sent. Of all transfers that were sent and have not arrived,
+take the first; it stands before A. Its sender posted it and all before it. Its receiver's next action stands at A or
+later, so the receiver posted it and all before it, too; and those have arrived. So it arrives, and then the next one,
+until A runs. Any order that follows the plan will do; durations decide only how long transfers wait for each other.
+
+The order is by predicted ends. A transfer then stands behind those alone that are sent earlier in the prediction, so
+while ranks run as predicted none waits for one that is not there yet; an order that counts actions would put hidden
+states that are ready behind the gradient of a long pack. Taking the earliest end of all actions whose needs are placed
+(Kahn's algorithm with a heap) follows the plan whatever the predictions are. Replicas that share packs meet in them,
+so their actions are placed together, a shared one as one action of all members.
+
+Price: a rank keeps LAG sent tensors a channel, and receives that are under way in the prediction (directed channels
+leave these with the sender). O(actions log actions), of all replicas that share packs with this one.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import InvalidPlanError
+from evenload.simulate.simulate import simulate
+from evenload.stepplan.freed_sends import freed_before, freed_sends, runs_of
+from evenload.stepplan.plan_tasks import timed_tasks
+from evenload.stepplan.validate_groups import block_of
+from evenload.types.pipeline import action_columns
+from evenload.types.plan import StepPlan
+from evenload.types.replica_block import ReplicaBlock
+from evenload.types.schedule import Action
+from evenload.types.transfers import Channel, ChannelMode, Receive, TransferOrder, sending_channels
+
+
+def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:
+    """What a pipeline rank posts and waits for.
+
+    Raises:
+        InvalidPlanError: as `queued_order`.
+    """
+    if channels == "fifo":
+        return queued_order(plan, dp_rank, pp_rank)
+    return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank))
+
+
+def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
+    """The same where all transfers of a rank share a queue.
+
+    Raises:
+        InvalidPlanError: actions that wait for each other in a circle.
+    """
+    actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
+    places = action_places(plan, dp_rank)
+    own = places[int(actions.rank_offset[pp_rank]) : int(actions.rank_offset[pp_rank + 1])]
+    over: dict[Channel, NDArray[np.int64]] = {}
+    for kind, stage in sending_channels(plan.layout, pp_rank):
+        over[kind, stage] = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]
+    due: list[tuple[int, Receive]] = []
+    for stage in (stage for stage, rank in enumerate(ranks) if rank == pp_rank):
+        for kind, source in (("F", stage - 1), ("B", stage + 1)):
+            if 0 <= source < len(ranks) and ranks[source] != pp_rank:
+                sent = places[runs_of(actions, kind, source)].tolist()
+                due += [(place, ((kind, stage), pack)) for pack, place in enumerate(sent)]
+    due.sort()
+    stops = np.searchsorted([place for place, _ in due], own).tolist()
+    receives = [tuple(receive for _, receive in due[lo:hi]) for lo, hi in itertools.pairwise([0, *stops])]
+    return TransferOrder(tuple(receives), freed_before(over, own))
+
+
+def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:
+    """Each action's place in the one order; int64[n], aligned with `action_columns` of the replica's schedule.
+
+    The same on every rank of all replicas that share packs with this one.
+
+    Raises:
+        InvalidPlanError: actions that wait for each other in a circle.
+    """
+    packs = plan.pack_plans[dp_rank]
+    blocks = (block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward))
+    # Blocks are nested, so the largest one holds all replicas that share packs with any of its members.
+    largest = max(blocks, key=lambda block: block.size, default=ReplicaBlock(dp_rank, 1))
+    graph = _Graph()
+    replicas = {member: graph.add_replica(plan, member) for member in largest.replicas}
+    return np.array(graph.order(), np.int64)[replicas[dp_rank]]
+
+
+class _Graph:
+    """Actions as nodes, each with the actions that wait for it."""
+
+    def __init__(self) -> None:
+        self._end_s: list[float] = []
+        self._waiting: list[list[int]] = []
+        self._num_needed: list[int] = []
+        self._shared: dict[tuple, int] = {}
+
+    def add_replica(self, plan: StepPlan, dp_rank: int) -> list[int]:
+        """The nodes of a replica's actions, rank by rank."""
+        end_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).end_s.tolist()
+        nodes: list[int] = []
+        outputs: dict[tuple[bool, int, int], int] = {}
+        for rank, row in enumerate(plan.schedules[dp_rank].ranks):
+            names = _shared_names(plan, dp_rank, rank, row)
+            own = [self._node(name, end_s[len(nodes) + at]) for at, name in enumerate(names)]
+            nodes += own
+            for before, after in itertools.pairwise(own):
+                self._edge(before, after)
+            outputs |= {(a.kind == "F", a.stage, a.pack): n for a, n in zip(row, own, strict=True) if a.kind != "W"}
+        for (is_forward, stage, pack), node in outputs.items():
+            source = outputs.get((is_forward, stage - 1 if is_forward else stage + 1, pack))
+            if source is not None:
+                self._edge(source, node)
+        return nodes
+
+    def order(self) -> list[int]:
+        places, num_placed = [0] * len(self._end_s), 0
+        ready = [(self._end_s[node], node) for node, count in enumerate(self._num_needed) if not count]
+        heapq.heapify(ready)
+        while ready:
+            _, node = heapq.heappop(ready)
+            places[node], num_placed = num_placed, num_placed + 1
+            for after in self._waiting[node]:
+                self._num_needed[after] -= 1
+                if not self._num_needed[after]:
+                    heapq.heappush(ready, (self._end_s[after], after))
+        if num_placed < len(places):
+            raise InvalidPlanError(
+                f"{len(places) - num_placed} of {len(places)} actions of replicas that share packs wait for each other "
+                "in a circle, so no order of transfers lets the step end; members have to run shared packs in one order"
+            )
+        return places
+
+    def _node(self, name: tuple | None, end_s: float) -> int:
+        node = self._shared.get(name, len(self._end_s)) if name is not None else len(self._end_s)
+        if node == len(self._end_s):
+            self._end_s.append(end_s)
+            self._waiting.append([])
+            self._num_needed.append(0)
+            if name is not None:
+                self._shared[name] = node
+        self._end_s[node] = max(self._end_s[node], end_s)
+        return node
+
+    def _edge(self, before: int, after: int) -> None:
+        self._waiting[before].append(after)
+        self._num_needed[after] += 1
+
+
+def _shared_names(plan: StepPlan, dp_rank: int, rank: int, row: Sequence[Action]) -> list[tuple | None]:
+    """For each action of a rank what all members call it; None where no other replica takes part.
+
+    Members run the packs that they share in the same order, so a count names them. W meets nobody.
+    """
+    packs, seen = plan.pack_plans[dp_rank], Counter()
+    names: list[tuple | None] = []
+    for action in row:
+        listed = packs.forward if action.kind == "F" else packs.backward
+        block = block_of(plan, dp_rank, listed[action.pack])
+        if action.kind == "W" or block.size == 1:
+            names.append(None)
+            continue
+        names.append((*block, rank, seen[block]))
+        seen[block] += 1
+    return names

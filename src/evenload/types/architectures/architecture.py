@@ -1,0 +1,107 @@
+"""`Architecture`: all that Evenload knows of one kind of decoder, by name; nothing here needs torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Functions of single elements, so any of them replays exactly.
+_ACTIVATIONS = frozenset({"SiLUActivation", "SiLU", "GELUTanh", "GELUActivation", "NewGELUActivation"})
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How an architecture's experts are called in safetensors files; transformers fuses them when it loads.
+
+    Args:
+        block: the name of the block in files, in the place of "mlp".
+        gate, up, down: an expert's three matrices.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One `model_type` of Hugging Face configurations.
+
+    Planning reads how config.json is to be understood: what it leaves out, or names in its own way. Layers must be
+    those that `ModelSpec` describes: alike, with attention over keys and values of every head, and one feed-forward
+    block or one block of experts. tests/types counts the weights of every architecture against transformers' own.
+
+    Training also needs the names of transformers' classes, because replay runs the layers of transformers as they are:
+    an unknown module might mix tokens of different documents, draw random numbers, or depend on the length of the
+    pack. Modules and linears are named as Llama's. tests/runtime compares gradients with plain training.
+
+    Args:
+        tied: the head shares the embedding's weights where the configuration does not say.
+        gated: three matrices in the feed-forward block.
+        ffn_factor: width of the feed-forward block in hidden sizes where the configuration does not say; 0 = it must.
+        post_norm: norms behind attention and feed-forward block.
+        causal: False for encoders.
+        full_every: every layer whose number, from 1, this divides has no window; 0 = all have it.
+        pattern_key: the key that says `full_every`, where there is one.
+        optional_window: a window counts only with `use_sliding_window`.
+        first_layers_full: the first `max_window_layers` have no window.
+        nested_in: `model_type` of a model of text and pictures that has this decoder in `text_config`. The pictures'
+            encoder is not counted.
+        keys: this architecture's name of a key, where it has another.
+        defaults: of keys that a configuration nested in another leaves out.
+        classes: what transformers' class names begin with; "" = planned only, not trained.
+        norm_first: a norm stands between a layer's input and its first linears.
+        soft_cap_key: of the limit that attention scores are squeezed below by a tanh.
+        experts: of a block of experts in every layer; None = dense.
+        column_linears, row_linears: cut by output and by input under tensor parallelism.
+        blocks: that a tensor-parallel rank gives all rows of a pack.
+        uncut: why tensor parallelism cannot cut it; "" = it can.
+    """
+
+    model_type: str
+    tied: bool = False
+    gated: bool = True
+    ffn_factor: int = 0
+    post_norm: bool = False
+    causal: bool = True
+    full_every: int = 0
+    pattern_key: str = ""
+    optional_window: bool = False
+    first_layers_full: bool = False
+    nested_in: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    classes: str = ""
+    norm_first: bool = True
+    soft_cap_key: str = ""
+    experts: ExpertNames | None = None
+    column_linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    row_linears: tuple[str, ...] = ("o_proj", "down_proj")
+    blocks: tuple[str, ...] = ("self_attn", "mlp")
+    uncut: str = ""
+
+    @property
+    def causal_class(self) -> str:
+        """transformers' class of the whole model."""
+        return f"{self.classes}ForCausalLM"
+
+    @property
+    def layer_classes(self) -> frozenset[str]:
+        """Classes of modules that a layer may hold."""
+        block = ("SparseMoeBlock", "TopKRouter", "Experts") if self.experts else ("MLP",)
+        own = {f"{self.classes}{part}" for part in ("DecoderLayer", "Attention", "RMSNorm", *block)}
+        return _ACTIVATIONS | own | {"Linear"}
+
+    @property
+    def unused_outputs(self) -> tuple[str, ...]:
+        """Linears inside a layer whose output no backward reads: a pre-norm layer's down projection only feeds the
+        residual sum. With a norm behind it, the norm's backward reads it."""
+        return () if self.post_norm or self.experts else ("mlp.down_proj",)
+
+    def windows(self, config: Mapping[str, Any], window: int, num_layers: int) -> tuple[int, ...]:
+        """Attention window of every layer in tokens, 0 = none, by the pattern of the architecture."""
+        period = config.get(self.pattern_key) or self.full_every
+        first = (config.get("max_window_layers") or 0) if self.first_layers_full else 0
+        return tuple(
+            0 if index < first or (period and (index + 1) % period == 0) else window for index in range(num_layers)
+        )

@@ -1,0 +1,62 @@
+"""Signals that ask a rank to stop: the first is noted, one right after it is the same, a later one ends at once."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from evenload.cli.resume_command import resume_command
+from evenload.cli.stop_request import STOP_SIGNALS, StopLine, StopRequest
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_is_noted_and_nothing_else(number) -> None:
+    before = signal.getsignal(number)
+    request = StopRequest()
+    with request.listening():
+        assert request.signal == 0
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # at once: the same request, told twice
+        assert request.signal == number
+    assert signal.getsignal(number) == before
+
+
+def test_the_launchers_word_is_a_request_too() -> None:
+    line = StopLine()
+    request = StopRequest(line)
+    assert not line.is_training
+    with request.listening():
+        assert line.is_training
+        line.ask(signal.SIGTERM)
+        assert request.signal == signal.SIGTERM
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    program = (
+        "import os, signal, time\n"
+        "from evenload.cli.stop_request import SAME_REQUEST_S, StopRequest\n"
+        "with StopRequest().listening():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(SAME_REQUEST_S)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_resumed", "expected"),
+    [
+        (["python", "bin/evenload", "train", "a b.toml"], True, "bin/evenload train 'a b.toml'"),
+        (["python", "-m", "evenload.cli.main", "train", "c.toml"], True, "python -m evenload.cli.main train c.toml"),
+        (["python", "evenload", "train", "c.toml", "train.resume=false"], False,
+         "evenload train c.toml train.resume=false train.resume=true"),
+    ],
+    ids=["script", "module", "resume off"],
+)  # fmt: skip
+def test_the_command_that_goes_on_is_the_one_that_was_typed(typed, is_resumed, expected) -> None:
+    assert resume_command(typed, is_resumed=is_resumed) == expected

@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.time_split import split_proposal
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.runtime.config.plan_options import plan_options
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, Timeline
+from predicted_timeline import predicted_timeline
+
+LINK = LinkSpec(bandwidth_bytes_per_s=200.0, latency_s=0.1)
+SLOW = LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=0.1)
+LENGTHS = [150, 90, 60, 30, 20, *([3] * 12)]
+LAYOUTS = [
+    even_layout(3, dp=2, pp=3),
+    even_layout(4, dp=2, pp=2, virtual=2),
+    even_layout(3, dp=2, cp=2, tp=2),
+    even_layout(3, dp=4),
+    even_layout(3, dp=9, pp=3),
+]
+
+
+def propose(layout: ParallelLayout, strategy: str, *, host=LINK, lengths=LENGTHS, **options) -> Proposal:
+    coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=host, devices_per_node=64)
+    settings = {"max_pack_tokens": 400, "dp_merge": True, "fixed_exact": {"solver_time_limit_s": 1.0}} | options
+    planner = StepPlanner(
+        sample_model(num_layers=layout.num_layers), coefficients, layout, None, plan_options(settings)
+    )
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
+    return planner.propose(0, documents, strategy)
+
+
+def side_of(timeline: Timeline, kind: str) -> np.ndarray:
+    assert timeline.side is not None
+    return np.flatnonzero(timeline.side.kind == SIDE_KINDS.index(kind))
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [(one, name) for one in LAYOUTS for name in STRATEGIES if one.pp == 1 or not STRATEGIES[name].needs_one_stage],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
+)
+@pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])
+def test_details_agree_with_what_the_planner_simulated(layout, strategy, policy) -> None:
+    """Times, bytes and peak of every strategy, layout and policy are the planner's to the bit; kinds add up."""
+    proposal = propose(layout, strategy, policy=policy)
+    plan = proposal.plan
+    detailed, plain = detailed_timeline(plan, proposal.costs), predicted_timeline(plan, proposal.costs.model)
+    for name in ("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s", "memory_time_s", "memory_bytes"):
+        assert np.array_equal(getattr(detailed, name), getattr(plain, name)), name
+    assert detailed.step_time_s == plan.predicted.step_time_s
+    assert detailed.peak_bytes() == plan.predicted.peak_memory_bytes
+    kinds = detailed.memory_kind_bytes
+    assert kinds is not None
+    assert np.array_equal(kinds.sum(axis=1), detailed.memory_bytes)
+    assert kinds.min() >= 0
+    for dp_rank, choice in enumerate(proposal.choices):
+        for rank, peak in enumerate(choice.candidate.simulation.peak_bytes.tolist()):
+            own = (detailed.memory_dp_rank == dp_rank) & (detailed.memory_rank == rank)
+            assert kinds[own].sum(axis=1).max() == peak
+            assert np.array_equal(kinds[own][0], kinds[own][-1]), "everything is given back"
+
+
+def test_bytes_by_policy_are_of_their_kind() -> None:
+    plain = even_layout(3, dp=2, pp=3)
+    for policy in ("replay", "recompute", "offload"):
+        timeline = detailed_timeline(*_with_costs(propose(plain, "slimpack", policy=policy, dp_merge=False)))
+        assert timeline.memory_kind_bytes is not None
+        most = dict(zip(MEMORY_KINDS, timeline.memory_kind_bytes.max(axis=0).tolist(), strict=True))
+        for other in ("replay", "recompute", "offload"):
+            assert (most[f"activations_{other}"] > 0) == (policy == other)
+        assert (most["recompute_buffers"] > 0) == (policy == "recompute")
+        assert (most["offload_buffers"] > 0) == (policy == "offload")
+        assert most["key_value_gradients"] > 0, "slimpack cuts backwards"
+        assert most["gathered_keys_and_values"] == 0
+    merged = detailed_timeline(*_with_costs(propose(plain, "slimpack")))
+    assert merged.memory_kind_bytes is not None
+    assert merged.memory_kind_bytes[:, MEMORY_KINDS.index("gathered_keys_and_values")].max() > 0
+
+
+def _with_costs(proposal: Proposal):
+    return proposal.plan, proposal.costs
+
+
+def test_copies_fit_into_their_actions_and_stick_out_by_what_the_plan_charges() -> None:
+    """Slow host link: forward and backward last as long as their copies; a fast one costs nothing."""
+    layout = even_layout(3, dp=2, pp=3)
+    slow = propose(layout, "balanced", host=SLOW, policy="offload")
+    timeline = detailed_timeline(*_with_costs(slow))
+    side = timeline.side
+    assert side is not None
+    for name, kind in (("offload", "F"), ("reload", "B")):
+        rows = side_of(timeline, name)
+        assert len(rows) == (timeline.kind == KINDS.index(kind)).sum(), "every pack is copied on every stage"
+        for row in rows.tolist():
+            at = task_of(timeline, row, kind)
+            assert timeline.start_s[at] <= side.start_s[row] + 1e-9
+            assert side.end_s[row] <= timeline.end_s[at] + 1e-9
+    copied_s = sum(float((side.end_s - side.start_s)[side_of(timeline, name)].sum()) for name in ("offload", "reload"))
+    hidden_s = copied_s - split_proposal(slow).offload_s * 6  # six pipeline ranks in all
+    busy_s = float((timeline.end_s - timeline.start_s).sum())
+    compute_s = busy_s - split_proposal(slow).offload_s * 6
+    assert 0 < hidden_s <= compute_s + 1e-6
+    assert copied_s > compute_s
+    fast = propose(layout, "balanced", host=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0), policy="offload")
+    assert split_proposal(fast).offload_s == 0
+
+
+def test_reloads_fit_into_the_input_gradients_of_split_backwards() -> None:
+    """I reads what comes back from the host, so it cannot be shorter than the copy, however short W leaves it."""
+    proposal = propose(even_layout(3, dp=2, pp=3), "auto", host=SLOW, lengths=LENGTHS * 3, policy="offload")
+    timeline = detailed_timeline(*_with_costs(proposal))
+    side, rows = timeline.side, side_of(timeline, "reload")
+    assert side is not None
+    split = 0
+    for row in rows.tolist():
+        at = task_of(timeline, row, "B", "I")
+        split += int(timeline.kind[at] == KINDS.index("I"))
+        assert side.start_s[row] == timeline.start_s[at]
+        assert side.end_s[row] <= timeline.end_s[at] * (1 + 1e-12)
+    assert split > 10
+
+
+def task_of(timeline: Timeline, row: int, *kinds: str) -> int:
+    side = timeline.side
+    assert side is not None
+    found = (timeline.dp_rank == side.dp_rank[row]) & (timeline.pack == side.pack[row])
+    found &= (timeline.stage == side.stage[row]) & np.isin(timeline.kind, [KINDS.index(kind) for kind in kinds])
+    (at,) = np.flatnonzero(found)
+    return int(at)
+
+
+def test_copies_of_a_rank_never_overlap() -> None:
+    timeline = detailed_timeline(*_with_costs(propose(even_layout(3, dp=2, pp=3), "best_fit", policy="offload")))
+    side = timeline.side
+    assert side is not None
+    rows = np.concatenate([side_of(timeline, "offload"), side_of(timeline, "reload")])
+    for dp_rank in range(2):
+        for rank in range(3):
+            own = rows[(side.dp_rank[rows] == dp_rank) & (side.rank[rows] == rank)]
+            own = own[np.argsort(side.start_s[own])]
+            assert (side.start_s[own][1:] >= side.end_s[own][:-1] - 1e-9).all()
+
+
+@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
+def test_recompute_is_the_front_of_its_backward_and_what_the_plan_charges(strategy) -> None:
+    proposal = propose(even_layout(3, dp=2, pp=3), strategy, lengths=LENGTHS * 3, policy="recompute")
+    timeline = detailed_timeline(*_with_costs(proposal))
+    side, rows = timeline.side, side_of(timeline, "recompute")
+    assert side is not None
+    for row in rows.tolist():
+        at = task_of(timeline, row, "B", "I")
+        assert side.start_s[row] == timeline.start_s[at]
+        assert side.end_s[row] < timeline.end_s[at]
+    total_s = float((side.end_s - side.start_s)[rows].sum())
+    assert total_s == pytest.approx(6 * split_proposal(proposal).recompute_s)
+
+
+def test_every_replica_reduces_and_updates_after_the_slowest() -> None:
+    proposal = propose(even_layout(3, dp=9, pp=3), "best_fit")
+    timeline = detailed_timeline(*_with_costs(proposal))
+    side = timeline.side
+    assert side is not None
+    slowest_s = max(proposal.plan.predicted.per_replica_s)
+    reduction, optimizer = side_of(timeline, "reduction"), side_of(timeline, "optimizer")
+    lanes = {(dp_rank, rank) for dp_rank in range(9) for rank in range(3)}
+    for rows in (reduction, optimizer):
+        assert set(zip(side.dp_rank[rows].tolist(), side.rank[rows].tolist(), strict=True)) == lanes
+        assert (side.pack[rows] == -1).all()
+    assert (side.start_s[reduction] == slowest_s).all()
+    assert (side.start_s[optimizer] == side.end_s[reduction]).all()
+    assert side.end_s[optimizer].tolist() == pytest.approx([proposal.plan.predicted.step_time_s] * 27)
+
+
+def test_critical_tasks_fill_the_slowest_replica_without_a_gap() -> None:
+    proposal = propose(even_layout(3, dp=2, pp=3), "auto", lengths=LENGTHS * 3)
+    timeline = detailed_timeline(*_with_costs(proposal))
+    slowest = int(np.argmax(proposal.plan.predicted.per_replica_s))
+    assert timeline.is_critical is not None
+    at = np.flatnonzero(timeline.is_critical & (timeline.dp_rank == slowest))
+    at = at[np.argsort(timeline.start_s[at], kind="stable")]
+    dp_rank, path = proposal.critical_path()
+    assert dp_rank == slowest
+    assert len(at) == len(path.actions)
+    busy_s = float((timeline.end_s - timeline.start_s)[at].sum())
+    assert busy_s + path.communication_s == pytest.approx(max(proposal.plan.predicted.per_replica_s))
+    assert (timeline.start_s[at][1:] >= timeline.end_s[at][:-1]).all()
+
+
+def test_every_pack_crosses_every_border_of_stages() -> None:
+    proposal = propose(even_layout(4, dp=1, pp=2, virtual=2), "slimpack")
+    timeline = detailed_timeline(*_with_costs(proposal))
+    side = timeline.side
+    assert side is not None
+    rows = np.concatenate([side_of(timeline, "send_forward"), side_of(timeline, "send_backward")])
+    packs = proposal.plan.pack_plans[0]
+    assert len(rows) == 3 * (len(packs.forward) + len(packs.backward)), "every pack crosses three borders"
+    assert (side.peer[rows] != side.rank[rows]).all()

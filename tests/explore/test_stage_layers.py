@@ -1,0 +1,212 @@
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import parameters_per_rank, static_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.explore.default_layout import STATIC_SHARE, usable_bytes
+from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.stage_layers import balanced_layout
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.model import ModelSpec
+from evenload.types.model_catalog import model_from
+
+
+def step_seconds(model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, lengths: list[int]) -> float:
+    """What a split is judged by, from the costs of its own layout: the slowest rank's documents, then the reduction."""
+    costs = PackCosts(model, coefficients, layout)
+    tokens, matrix = np.array(lengths), costs.stage_seconds["forward"] + costs.stage_seconds["backward"]
+    stage_s = np.zeros(layout.num_stages)
+    for stage in range(layout.num_stages):
+        one = matrix.copy()
+        one[2] = 0.0  # constants of packs
+        stage_s[stage] = (costs._slice_features(np.zeros_like(tokens), tokens) @ one)[:, stage].sum()
+    rank_s = np.zeros(layout.pp)
+    np.add.at(rank_s, np.array(layout.stage_to_rank), stage_s)
+    return float(rank_s.max()) / layout.dp + costs.reduction_seconds() + costs.optimizer_seconds()
+
+
+def splits(num_layers: int, stages: int):
+    for edges in itertools.combinations(range(1, num_layers), stages - 1):
+        yield np.diff([0, *edges, num_layers]).tolist()
+
+
+def test_head_worth_two_layers_takes_two_layers_from_the_last_stage() -> None:
+    """Layers cost 3 s a token without attention, the head 6 s: 10 layers and a head on three ranks are four each."""
+    model = sample_model(num_layers=10)
+    plain = sample_coefficients(
+        embedding_s_per_token=0.0,
+        head_s_per_token=6.0,
+        optimizer_s_per_parameter=0.0,
+    )
+    free = {"attention_s_per_pair": 0.0, "slice_s": 0.0}
+    coefficients = sample_coefficients(
+        embedding_s_per_token=0.0,
+        head_s_per_token=6.0,
+        optimizer_s_per_parameter=0.0,
+        forward=type(plain.forward)(linear_s_per_token=1.0, **free),
+        backward=type(plain.backward)(linear_s_per_token=2.0, **free),
+    )
+    layout = balanced_layout(model, coefficients, [7, 1], pp=3)
+    assert layout.stage_counts == (4, 4, 2)
+    assert not layout.is_even
+    assert layout.describe() == "pp=3 layers=4+4+2"
+
+
+def test_first_of_equal_splits_has_fewer_layers_early() -> None:
+    """Early stages keep the most activations, so 3+4 is as fast as 4+3 and holds less."""
+    model = sample_model(num_layers=7)
+    coefficients = sample_coefficients(
+        embedding_s_per_token=0.0, head_s_per_token=0.0, optimizer_s_per_parameter=0.0, head_pack_s=0.0
+    )
+    assert balanced_layout(model, coefficients, [5, 9], pp=2).stage_counts == (3, 4)
+
+
+def test_no_pipeline_and_no_documents_give_the_even_split() -> None:
+    model, coefficients = sample_model(num_layers=5), sample_coefficients()
+    assert balanced_layout(model, coefficients, [4], dp=2) == even_layout(5, dp=2)
+    assert balanced_layout(model, coefficients, [], dp=2, pp=3) == even_layout(5, dp=2, pp=3)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 layers cannot fill 4 stages"):
+        balanced_layout(sample_model(num_layers=3), sample_coefficients(), [4], pp=4)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_one_stage_a_rank_is_as_fast_as_brute_force(data) -> None:
+    """With windows that differ between layers, any weight of the head, a reduction that may matter, and adapters."""
+    num_layers = data.draw(st.integers(3, 9))
+    pp, dp = data.draw(st.integers(2, min(4, num_layers))), data.draw(st.sampled_from([1, 2]))
+    windows = data.draw(st.lists(st.sampled_from([0, 2, 5]), min_size=num_layers, max_size=num_layers))
+    adapters = data.draw(st.sampled_from([0, 0, 30]))
+    model = sample_model(num_layers=num_layers, sliding_windows=tuple(windows), adapter_parameters_per_layer=adapters)
+    coefficients = sample_coefficients(
+        head_s_per_token=data.draw(st.floats(0, 40)),
+        embedding_s_per_token=data.draw(st.floats(0, 5)),
+        optimizer_s_per_parameter=data.draw(st.sampled_from([0.0, 1e-3, 0.1])),
+    )
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    found = balanced_layout(model, coefficients, lengths, dp=dp, pp=pp)
+    best_s = min(
+        step_seconds(model, coefficients, split_layout(counts, dp=dp, pp=pp), lengths)
+        for counts in splits(num_layers, pp)
+    )
+    assert step_seconds(model, coefficients, found, lengths) == pytest.approx(best_s, rel=1e-5)
+
+
+@given(st.integers(4, 10), st.floats(0, 40), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_virtual_stages_of_equal_layers_are_as_fast_as_brute_force(num_layers, head_s, lengths) -> None:
+    model, coefficients = sample_model(num_layers=num_layers), sample_coefficients(head_s_per_token=head_s)
+    found = balanced_layout(model, coefficients, lengths, pp=2, virtual=2)
+    assert found.stage_to_rank == (0, 1, 0, 1)
+    best_s = min(
+        step_seconds(model, coefficients, split_layout(counts, pp=2), lengths) for counts in splits(num_layers, 4)
+    )
+    assert step_seconds(model, coefficients, found, lengths) == pytest.approx(best_s, rel=1e-5)
+
+
+def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_worse_than_even() -> None:
+    """Descents end in valleys: 0.3 % above the optimum in the mean, where the even split is 14 % above."""
+    rng, gaps = np.random.default_rng(0), []
+    for _ in range(60):
+        num_layers = int(rng.integers(4, 11))
+        model = sample_model(num_layers=num_layers, sliding_windows=tuple(rng.choice([0, 4], num_layers).tolist()))
+        coefficients = sample_coefficients(head_s_per_token=float(rng.uniform(0, 40)))
+        lengths = rng.integers(1, 40, int(rng.integers(1, 6))).tolist()
+        found, *rest = (
+            step_seconds(model, coefficients, layout, lengths)
+            for layout in (
+                balanced_layout(model, coefficients, lengths, pp=2, virtual=2),
+                even_layout(num_layers, pp=2, virtual=2),
+                *(split_layout(counts, pp=2) for counts in splits(num_layers, 4)),
+            )
+        )
+        assert found <= rest[0] * (1 + 1e-6)
+        gaps.append(found / min(rest) - 1)
+    assert np.mean(gaps) < 0.005
+    assert max(gaps) < 0.08
+
+
+@given(
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 10.0, 100.0]),
+    st.integers(1, 30),
+    st.sampled_from([0, 30]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_rank_outgrows_memory_that_the_even_split_leaves(pp, virtual, head_s, kilobytes, adapters) -> None:
+    """A split that moves layers to other ranks must not take the memory of their activations."""
+    model = sample_model(num_layers=12, vocab_size=50, adapter_parameters_per_layer=adapters)
+    coefficients = sample_coefficients(head_s_per_token=head_s)
+    memory_bytes = kilobytes * 4096
+    layout = balanced_layout(model, coefficients, [30, 4], pp=pp, virtual=virtual, memory_bytes=memory_bytes)
+    even = even_layout(12, pp=pp, virtual=virtual)
+    assert static_bytes(model, layout).max() <= max(static_bytes(model, even).max(), STATIC_SHARE * memory_bytes)
+    free = balanced_layout(model, coefficients, [30, 4], pp=pp, virtual=virtual)
+    if static_bytes(model, free).max() <= STATIC_SHARE * memory_bytes:
+        assert layout == free
+
+
+def test_reduction_keeps_layers_away_from_the_embedding() -> None:
+    """The fullest rank reduces the most gradients: where that is slow, few parameters beat even seconds."""
+    model = sample_model(num_layers=8, vocab_size=200)
+    quick = sample_coefficients(optimizer_s_per_parameter=0.0)
+    slow = sample_coefficients(optimizer_s_per_parameter=1.0)
+    fullest = [
+        int(parameters_per_rank(model, balanced_layout(model, coefficients, [50], pp=4)).max())
+        for coefficients in (quick, slow)
+    ]
+    assert fullest[1] < fullest[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster_name", "sizes", "most"),
+    [
+        ("qwen2.5-7b", "h100x16", {"dp": 4, "pp": 4}, 0.97),
+        ("qwen2.5-0.5b", "h100x8", {"dp": 2, "pp": 4}, 0.85),
+        ("qwen2.5-7b", "h100x16", {"dp": 4, "pp": 4, "virtual": 2}, 0.97),
+        ("llama-7b", "h100x16", {"dp": 4, "pp": 4}, 1.0),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
+def test_simulated_steps_take_less_time_where_the_head_is_heavy(name, cluster_name, sizes, most, strategy) -> None:
+    model, cluster = model_from(name), cluster_from(cluster_name)
+    lengths = np.random.default_rng(0).lognormal(7.5, 1.3, 4000).astype(np.int64) + 1
+    (batch,) = sample_global_batches(lengths, steps=1, seed=0, num_documents=128, context=16384, overlong="truncate")
+    even = even_layout(model.num_layers, **sizes)
+    coefficients = analytic_coefficients(model, cluster, even)
+    memory_bytes = usable_bytes(cluster)
+    tokens = [document.num_tokens for document in batch.documents]
+    balanced = balanced_layout(model, coefficients, tokens, **sizes, memory_bytes=memory_bytes)
+    options = PlanOptions(max_pack_tokens=16384)
+    even_s, balanced_s = (
+        StepPlanner(model, coefficients, layout, memory_bytes, options)
+        .propose(0, batch.documents, strategy)
+        .require_feasible()
+        .predicted.step_time_s
+        for layout in (even, balanced)
+    )
+    assert balanced_s <= most * even_s
+
+
+def test_many_layers_and_deep_pipelines_are_split_in_milliseconds() -> None:
+    model, cluster = model_from("llama-150b"), cluster_from("h100x128")
+    coefficients = analytic_coefficients(model, cluster, even_layout(model.num_layers, dp=8, pp=16))
+    started_s = time.process_time()
+    balanced_layout(model, coefficients, [4096] * 512, dp=8, pp=16, memory_bytes=usable_bytes(cluster))
+    assert time.process_time() - started_s < 5

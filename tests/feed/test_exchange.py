@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corpus_files import all_batches, data_config, write_corpus
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.peers import Alone
+from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.types.document import Document, Slice
+from evenload.types.layout import even_layout
+from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.plan import Prediction, StepPlan
+from rank_threads import run_ranks
+
+
+def pack(index, direction, *slices):
+    return MicroPack(
+        index=index,
+        direction=direction,
+        slices=tuple(Slice(doc_id=doc, start=start, stop=stop) for doc, start, stop in slices),
+    )
+
+
+@pytest.fixture
+def plan():
+    """Replica 0: document 5 cut in two, and 3; replica 1: document 4 and a part of 5 (DP-Merge)."""
+    return StepPlan(
+        step=0,
+        strategy="test",
+        layout=even_layout(1, dp=2),
+        documents=tuple(Document(doc_id=d, num_tokens=d, num_label_tokens=d - 1) for d in (3, 4, 5)),
+        num_label_tokens=9,
+        pack_plans=(
+            PackPlan(
+                dp_rank=0,
+                forward=(pack(0, "forward", (5, 0, 2)), pack(1, "forward", (5, 2, 5), (3, 0, 3))),
+                backward=(pack(0, "backward", (5, 0, 5), (3, 0, 3)),),
+            ),
+            PackPlan(
+                dp_rank=1,
+                forward=(pack(0, "forward", (5, 2, 5), (4, 0, 4)),),
+                backward=(pack(0, "backward", (5, 2, 5), (4, 0, 4)),),
+            ),
+        ),
+        schedules=(),
+        times=(),
+        predicted=Prediction(step_time_s=0.0, per_replica_s=(), peak_memory_bytes=0),
+    )
+
+
+def test_each_replica_wants_the_documents_of_its_packs(plan):
+    assert documents_by_replica(plan) == ((3, 5), (4, 5))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_rank_gets_exactly_the_documents_it_wants(tmp_path_factory, data):
+    """Whoever read them, however many want them; with labels that differ from tokens, too."""
+    with_labels = data.draw(st.booleans())
+    size = data.draw(st.sampled_from([1, 2, 3, 4]))
+    texts = [f"{number}" * (1 + number % 7) for number in range(data.draw(st.integers(1, 20)))]
+    root = write_corpus(tmp_path_factory.mktemp("corpus"), "prompts" if with_labels else "jsonl", texts)
+    config = data_config(
+        root, record="prompt_completion" if with_labels else "text", batch_documents=7, shuffle_window=12, lanes=3
+    )
+    alone = all_batches(GlobalBatchLoader(config))
+    assert any(batch.tokens.labels is not None for batch in alone) == with_labels
+    wishes = data.draw(st.lists(st.lists(st.integers(0, 6), unique=True), min_size=size, max_size=size))
+
+    def run(rank, peers):
+        loader = GlobalBatchLoader(config, peers=peers)
+        tables = []
+        while (batch := loader.next_batch()) is not None:
+            ids = [document.doc_id for document in batch.documents]
+            wanted = [[ids[index] for index in wish if index < len(ids)] for wish in wishes]
+            table = exchange_tokens(batch, wanted, peers)
+            assert sorted(table) == sorted(wanted[rank])
+            tables.append(table)
+        return tables
+
+    for tables in run_ranks(size, run):
+        for table, batch in zip(tables, alone, strict=True):
+            for doc_id in table:
+                assert table[doc_id].tolist() == batch.tokens[doc_id].tolist()
+                assert table.labels_of(doc_id).tolist() == batch.tokens.labels_of(doc_id).tolist()
+
+
+def test_a_single_rank_sends_nothing(tmp_path):
+    (batch,) = all_batches(GlobalBatchLoader(data_config(write_corpus(tmp_path, "text", ["ab", "c"]))))
+    table = exchange_tokens(batch, [[1]], Alone())
+    assert list(table) == [1]
+    assert np.array_equal(table[1], batch.tokens[1])

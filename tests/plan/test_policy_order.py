@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.activation import OFFLOAD, RECOMPUTE, REPLAY
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.search.policy_order import policies_in_order
+from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
+from evenload.stepplan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from predicted_timeline import predicted_timeline
+
+LENGTHS = [250, 240, 230, *[20] * 30]
+
+
+def propose(policy, cap=None, strategy="slimpack", host=True, **layout) -> Proposal:
+    link = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3) if host else None
+    planner = StepPlanner(
+        sample_model(),
+        sample_coefficients(host_link=link),
+        even_layout(3, **{"dp": 2, "pp": 1, **layout}),
+        cap,
+        PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
+    )
+    step = tuple(Document(doc_id=100 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    return planner.propose(0, step, strategy)
+
+
+def test_levels_take_long_documents_first() -> None:
+    lengths = np.array([10, 60, 10, 20])
+    levels = policies_in_order(lengths, "choose", can_offload=True)
+    assert levels[0] is None
+    assert levels[1] is not None
+    assert levels[1].tolist() == [REPLAY, OFFLOAD, REPLAY, REPLAY]  # 60 of 100 tokens
+    assert [level.tolist() for level in levels if level is not None and (level == level[0]).all()] == [
+        [RECOMPUTE] * 4,
+        [OFFLOAD] * 4,
+    ]
+    without = policies_in_order(lengths, "choose", can_offload=False)
+    assert not any((level == OFFLOAD).any() for level in without if level is not None)
+    assert [policies_in_order(lengths, name, can_offload=True)[0] is None for name in ("replay", "offload")] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["padded", "best_fit", "balanced", "slimpack"])
+def test_steps_beyond_memory_fit_with_a_chosen_policy(strategy) -> None:
+    """A user who sees 'not feasible' where recomputing would do buys machines they do not need."""
+    free = propose("replay", strategy=strategy)
+    assert not any(packs.policies for packs in free.plan.pack_plans)
+    cap = propose("recompute", strategy=strategy).plan.predicted.peak_memory_bytes
+    assert not propose("replay", cap, strategy).feasible
+    chosen = propose("choose", cap, strategy)
+    assert chosen.feasible
+    assert chosen.plan.predicted.peak_memory_bytes <= cap
+    assert any(packs.policies for packs in chosen.plan.pack_plans)
+    assert chosen.plan.predicted.step_time_s <= propose("recompute", cap, strategy).plan.predicted.step_time_s
+    validate_plan(chosen.plan, max_pack_tokens=256)
+
+
+def test_choose_keeps_replay_where_it_fits() -> None:
+    assert propose("choose").plan == propose("replay").plan
+
+
+def test_policies_survive_the_plan_file_and_the_timeline() -> None:
+    """Bytes are not stored in a plan; a reader who forgot the policies would draw replay's memory."""
+    found = propose("recompute")
+    (read,) = decode_plan_file(encode_plan_file([found.plan]))
+    assert read == found.plan
+    assert {name for packs in read.pack_plans for name in packs.policies.values()} == {"recompute"}
+    assert sum(len(packs.policies) for packs in read.pack_plans) == len(LENGTHS)
+    timeline = predicted_timeline(read, sample_model())
+    assert timeline.memory_bytes.max() == found.plan.predicted.peak_memory_bytes
+    assert timeline.memory_bytes.max() < propose("replay").plan.predicted.peak_memory_bytes
+
+
+def test_static_context_parallelism_travels_with_the_plan() -> None:
+    links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0), "devices_per_node": 8}
+    planner = StepPlanner(
+        sample_model(), sample_coefficients(**links), even_layout(3, dp=2, cp=2, pp=3), None, PlanOptions()
+    )
+    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    found = planner.propose(0, step, "slimpack")
+    validate_plan(found.plan)
+    packs = [pack for replica in found.plan.pack_plans for pack in (*replica.forward, *replica.backward)]
+    assert {piece.cp for pack in packs for piece in pack.slices} == {2}
+    assert {bool(pack.sharding) for pack in packs if pack.direction == "forward"} == {True}
+    assert {pack.sharding for pack in packs if pack.direction == "backward"} == {""}
+    (read,) = decode_plan_file(encode_plan_file([found.plan]))
+    assert predicted_timeline(read, sample_model()).memory_bytes.max() == found.plan.predicted.peak_memory_bytes

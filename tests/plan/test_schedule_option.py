@@ -1,0 +1,97 @@
+"""`plan.options.schedule`: every registered schedule under every strategy that can run it, and ZB-H1 in `auto`."""
+
+import dataclasses
+
+import pytest
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.errors import ConfigError
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.auto import AutoOptions
+from evenload.plan.strategies.registry import STRATEGIES, require_trainable
+from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.zero_bubble import ZB_H1
+from evenload.stepplan.validate import validate_plan
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+
+MODEL = model_from("qwen2.5-0.5b")
+EVEN = (1500,) * 8
+UNEVEN = (1536, 1592, 1786, 1347, 1205, 1721, 1421, 1976)
+
+
+def propose(
+    lengths, strategy: str, schedule: str = "choose", *, cap: int | None = None, pp=8, virtual=1, dp=1, **options
+):
+    layout = even_layout(MODEL.num_layers, dp=dp, pp=pp, virtual=virtual)
+    asked = PlanOptions(**{"max_pack_tokens": 2048, "policy": "replay", "schedule": schedule, **options})
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    costs = analytic_coefficients(MODEL, cluster_from("h100x8"), layout)
+    return StepPlanner(MODEL, costs, layout, cap, asked).propose(0, documents, strategy)
+
+
+def kinds_of(proposal: Proposal) -> set[str]:
+    return {action.kind for schedule in proposal.plan.schedules for rank in schedule.ranks for action in rank}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("strategy", [name for name, one in STRATEGIES.items() if one.search is None])
+def test_strategies_run_the_schedule_that_was_asked_for_or_say_why_not(strategy, schedule):
+    rule, asked = SCHEDULES[schedule], STRATEGIES[strategy]
+    if asked.needs_one_stage or (rule.needs_equal_packs and asked.cuts_documents):
+        with pytest.raises(ConfigError, match=r"has a pipeline|its backward packs are not its forward packs"):
+            propose(EVEN, strategy, schedule, pp=2)
+        return
+    found = propose(EVEN, strategy, schedule, pp=2)
+    validate_plan(found.plan)
+    assert {choice.candidate.schedule for choice in found.choices} == {schedule}
+    assert ("W" in kinds_of(found)) == rule.splits_backward
+    usual = propose(EVEN, strategy, pp=2)
+    assert len(usual.plan.pack_plans[0].forward) == len(found.plan.pack_plans[0].forward) or strategy in (
+        "balanced", "flexpipe", "wlb",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "static", "list", "list_split"])
+@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
+def test_a_search_keeps_to_the_schedule_that_was_asked_for(strategy, schedule):
+    found = propose(UNEVEN[:4], strategy, schedule, pp=2, candidates=2)
+    validate_plan(found.plan)
+    assert {choice.candidate.schedule for choice in found.choices} == {schedule}
+
+
+def test_zero_bubble_is_refused_where_a_rank_has_two_stages():
+    with pytest.raises(ConfigError, match=r"schedule is 'zb_h1': it is of one stage a rank, layout .* has several"):
+        propose(EVEN, "balanced", "zb_h1", pp=2, virtual=2)
+    with pytest.raises(ConfigError, match="of one stage a rank"):
+        require_trainable("balanced", even_layout(4, pp=2, virtual=2), PlanOptions(schedule="zb_h1"))
+    with pytest.raises(ConfigError, match="strategy skrull has no pipeline"):
+        require_trainable("skrull", even_layout(4), PlanOptions(schedule="gpipe"))
+    with pytest.raises(ConfigError, match="unknown schedule 'zbh1'; did you mean 'zb_h1'"):
+        PlanOptions(schedule="zbh1")
+
+
+def test_auto_takes_zero_bubble_where_memory_is_tight(monkeypatch):
+    """As much memory as ZB-H1 needs: the list schedule, which runs W when it must free memory, is 4 % slower there."""
+    published = propose(UNEVEN, "balanced", "zb_h1")
+    cap = published.plan.predicted.peak_memory_bytes
+    options = {"cap": cap, "min_slice_tokens": 2048}
+    found = propose(UNEVEN, "auto", **options)
+    assert {choice.candidate.schedule for choice in found.choices} == {"zb_h1"}
+    assert found.plan.predicted.step_time_s <= published.plan.predicted.step_time_s
+    assert found.plan.predicted.peak_memory_bytes <= cap
+    validate_plan(found.plan)
+    whole = propose(UNEVEN, "auto", **options, strategies=(AutoOptions(split_backward=False),))
+    assert kinds_of(whole) == {"F", "B"}
+    monkeypatch.setitem(SCHEDULES.built_in, "zb_h1", dataclasses.replace(ZB_H1, tried_by_auto=False))
+    without = propose(UNEVEN, "auto", **options)
+    assert without.plan.predicted.step_time_s > 1.03 * found.plan.predicted.step_time_s
+
+
+def test_a_replica_without_documents_has_nothing_to_order():
+    for schedule in SCHEDULES:
+        found = propose((1500,), "balanced", schedule, pp=1, dp=2)
+        assert [len(schedule.ranks[0]) > 0 for schedule in found.plan.schedules] == [True, False]

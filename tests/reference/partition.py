@@ -1,0 +1,194 @@
+"""Packs of nearly equal work: documents in a given order, cut exactly where the work is spent.
+
+SlimPack §4.1: long documents are *slimmed* into slices, short ones *packed* whole, so that every pack
+carries `total / num_packs` of work; forward and backward packs are made by two calls with their own
+work curves, backward with `last_first`.
+
+Algorithm. All work lies on one line, document after document; a pack ends where the line reaches the
+pack's target. Whole documents are taken while they end before it. In the document that crosses it, the
+pack ends at the boundary nearest to the target: before the document, after it, or at a cut, found by
+binary search because work is monotone. The next target is `position + remaining work / packs left`, so
+rounding never drifts and the error of an indivisible document is spread over all later packs. (Targets
+at fixed multiples of the share, the other reading of SlimPack, charge that error to the next pack alone.)
+When the token cap closes a pack early, the packs left are recounted so that none is asked for more than
+the first share. A slice's constant is on the line once per document, not again after a cut: nearly every
+pack begins with a cut, so it is even anyway.
+
+Price: O(n + packs log(longest document)). SlimPack states a MILP; in a fixed order this fill is exact up
+to `align`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import ConfigError
+from evenload.types.columns import SliceColumns
+from evenload.types.work import WorkCurve
+
+LONGEST_DOCUMENT = 2**31 - 1
+"""Tokens; pair counts of longer documents would not fit int64."""
+
+
+def partition_by_work(
+    num_tokens: NDArray[np.int64],
+    order: NDArray[np.int32],
+    work: WorkCurve,
+    num_packs: int,
+    *,
+    align: int = 1,
+    min_slice_tokens: int = 1,
+    max_pack_tokens: int | None = None,
+    last_first: bool = False,
+) -> SliceColumns:
+    """Fill packs of equal work in document order, cutting only documents that cross a target.
+
+    Every token of the ordered documents lies in exactly one slice; a pack holds at most one slice of a
+    document; there are no empty packs, and at most `num_packs` packs unless the token cap forces more.
+
+    Args:
+        num_tokens: int64[n], 1..2^31-1 each.
+        order: int32[<= n], document indices in fill order, each at most once.
+        work: seconds of a token range.
+        num_packs: packs wanted.
+        align: cuts lie on multiples of this, counted from the document's start.
+        min_slice_tokens: both pieces of a cut have at least this many tokens.
+        max_pack_tokens: hard cap; also cuts documents longer than it.
+        last_first: take a document's slices from its end towards 0 (FILO, backward packs).
+
+    Raises:
+        ConfigError: settings out of range, or a cap so small that a longer document cannot be cut legally.
+    """
+    lengths = np.ascontiguousarray(num_tokens, dtype=np.int64)
+    sequence = np.ascontiguousarray(order, dtype=np.int32)
+    cap = np.iinfo(np.int64).max if max_pack_tokens is None else max_pack_tokens
+    _check(lengths, sequence, num_packs, align, min_slice_tokens, cap)
+    rule = _CutRule(work=work, align=align, min_slice_tokens=min_slice_tokens, last_first=last_first)
+    doc, start, stop, offset = _fill(lengths.tolist(), sequence.tolist(), rule, num_packs, int(cap))
+    return SliceColumns(
+        doc=np.asarray(doc, dtype=np.int32),
+        start=np.asarray(start, dtype=np.int64),
+        stop=np.asarray(stop, dtype=np.int64),
+        pack_offset=np.asarray(offset, dtype=np.int64),
+        pad_to=np.zeros(len(offset) - 1, dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class _CutRule:
+    work: WorkCurve
+    align: int
+    min_slice_tokens: int
+    last_first: bool
+
+    def dealt_s(self, num_tokens: int, taken: int) -> float:
+        """Work of the first `taken` tokens in dealing order; monotone in `taken`."""
+        if self.last_first:
+            return self.work.slice_work_s(num_tokens - taken, num_tokens)
+        return self.work.slice_work_s(0, taken)
+
+    def nearest(self, num_tokens: int, taken: int, room: int, base_s: float, target_s: float, forced: bool) -> int:
+        """Tokens dealt out after this pack: no more, all, or a legal cut, whichever lies nearest the target.
+
+        On a tie the one named first, so a document is never cut for nothing; of two cuts the smaller.
+        `forced`: "no more" is not allowed, because an empty pack could never take the document whole.
+        """
+        best, distance = taken, math.inf
+        if not forced:
+            distance = abs(base_s + self.dealt_s(num_tokens, taken) - target_s)
+        candidates = [num_tokens] if num_tokens - taken <= room else []
+        first = taken + self.min_slice_tokens
+        first += ((num_tokens if self.last_first else 0) - first) % self.align
+        last = min(num_tokens - self.min_slice_tokens, taken + room)
+        if first <= last:
+            low, high = 0, (last - first) // self.align  # first step at or beyond the target, else the last step
+            while low < high:
+                middle = (low + high) // 2
+                if base_s + self.dealt_s(num_tokens, first + middle * self.align) >= target_s:
+                    high = middle
+                else:
+                    low = middle + 1
+            candidates += [first + step * self.align for step in (low - 1, low) if step >= 0]
+        for candidate in candidates:
+            away = abs(base_s + self.dealt_s(num_tokens, candidate) - target_s)
+            if away < distance:
+                best, distance = candidate, away
+        return best
+
+
+def _fill(
+    num_tokens: list[int], order: list[int], rule: _CutRule, num_packs: int, cap: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    doc: list[int] = []
+    start: list[int] = []
+    stop: list[int] = []
+    offset = [0]
+    total_s = 0.0
+    for index in order:
+        total_s += rule.work.slice_work_s(0, num_tokens[index])
+    share_s = total_s / num_packs
+    packs_left = num_packs
+    target_s = total_s if packs_left == 1 else share_s
+    room, base_s = cap, 0.0
+    for index in order:
+        n = num_tokens[index]
+        end_s = base_s + rule.work.slice_work_s(0, n)
+        taken = 0
+        while taken < n:
+            fits = n - taken <= room
+            if fits and end_s <= target_s:
+                upto = n
+            else:
+                upto = rule.nearest(n, taken, room, base_s, target_s, forced=not fits and room == cap)
+            # The cap, not the target, closes the pack when even a full pack ends before the target.
+            capped = not fits and base_s + rule.dealt_s(n, taken + room) < target_s
+            if upto > taken:
+                doc.append(index)
+                start.append(n - upto if rule.last_first else taken)
+                stop.append(n - taken if rule.last_first else upto)
+                room -= upto - taken
+            taken = upto
+            at_s = base_s + rule.dealt_s(n, taken)
+            # The last pack takes everything that the cap lets it take.
+            if taken < n or (at_s >= target_s and packs_left > 1):
+                if len(doc) > offset[-1]:
+                    offset.append(len(doc))
+                room = cap
+                packs_left = max(packs_left - 1, 1)
+                if capped:
+                    # 1e-9: rounding in the division must not ask for one pack more.
+                    packs_left = max(packs_left, math.ceil((total_s - at_s) / share_s - 1e-9))
+                target_s = total_s if packs_left == 1 else at_s + (total_s - at_s) / packs_left
+        base_s = end_s
+    if len(doc) > offset[-1]:
+        offset.append(len(doc))
+    return doc, start, stop, offset
+
+
+def _check(
+    lengths: NDArray[np.int64], order: NDArray[np.int32], num_packs: int, align: int, min_slice_tokens: int, cap: int
+) -> None:
+    if lengths.ndim != 1 or order.ndim != 1:
+        raise ConfigError(f"partition: num_tokens {lengths.shape} and order {order.shape} must be columns")
+    limits = {"num_packs": num_packs, "align": align, "min_slice_tokens": min_slice_tokens}
+    for name, value in limits.items():
+        if not 1 <= value <= LONGEST_DOCUMENT:
+            raise ConfigError(f"partition: {name} is {value}, must be in 1..{LONGEST_DOCUMENT}")
+    if cap < 1:
+        raise ConfigError(f"partition: max_pack_tokens is {cap}, must be at least 1")
+    if not len(order):
+        return
+    if order.min() < 0 or order.max() >= len(lengths) or np.bincount(order).max() > 1:
+        raise ConfigError(f"partition: order must name each of the {len(lengths)} documents at most once")
+    used = lengths[order]
+    if used.min() < 1 or used.max() > LONGEST_DOCUMENT:
+        worst = int(used.min() if used.min() < 1 else used.max())
+        raise ConfigError(f"partition: a document of {worst} tokens; lengths must be in 1..{LONGEST_DOCUMENT}")
+    if used.max() > cap and cap < 2 * min_slice_tokens + align - 2:
+        raise ConfigError(
+            f"partition: a document of {int(used.max())} tokens cannot be cut into packs of {cap} with slices of "
+            f"at least {min_slice_tokens} tokens on multiples of {align}; raise max_pack_tokens to "
+            f"{2 * min_slice_tokens + align - 2} or lower the others"
+        )

@@ -1,0 +1,82 @@
+"""Packs priced in numpy: what the core's prices (`native/price.cpp`) must equal to the last bit."""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.memory import pipeline_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.split_backward import divide_backward, gather_seconds, pack_tokens, weight_share
+from evenload.types.columns import SliceColumns
+from evenload.types.pipeline import PipelineTasks, SplitBackward
+
+
+def pipeline_tasks(
+    costs: PackCosts,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None = None,
+    *,
+    split: bool = False,
+) -> PipelineTasks:
+    """As `evenload.cost.pipeline_tasks`."""
+    held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens, policy)
+    tasks = PipelineTasks(
+        forward_s=costs.pack_seconds(forward, "forward", policy),
+        backward_s=costs.pack_seconds(backward, "backward", policy),
+        p2p_forward_s=p2p_seconds(costs, forward),
+        p2p_backward_s=p2p_seconds(costs, backward),
+        forwards_needed=forwards_needed(forward, backward, num_tokens),
+        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
+        held=held,
+    )
+    return replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
+
+
+def p2p_seconds(costs: PackCosts, columns: SliceColumns) -> NDArray[np.float64]:
+    """One transfer of every pack's hidden states (or their gradient) to the next stage; float64[num_packs]."""
+    if costs.layout.num_stages == 1:
+        return np.zeros(columns.num_packs)
+    link = costs.coefficients.stage_link()
+    token_bytes = costs.model.hidden_size * costs.model.bytes_per_element / costs.layout.tp
+    pack_bytes = pack_tokens(columns, costs.layout) * token_bytes
+    return pack_bytes / link.bandwidth_bytes_per_s + link.latency_s
+
+
+def forwards_needed(forward: SliceColumns, backward: SliceColumns, num_tokens: NDArray[np.int64]) -> NDArray[np.int32]:
+    """`D[j]`: forward packs that hold any slice of a document of backward pack j; int32[m_b]."""
+    last = np.zeros(len(num_tokens), np.int32)
+    is_last = forward.stop == num_tokens[forward.doc]
+    last[forward.doc[is_last]] = forward.pack_of_slice()[is_last] + 1
+    needed = np.zeros(backward.num_packs, np.int32)
+    # `at`, not `reduceat`: an empty pack must give 0, not its neighbour's value.
+    np.maximum.at(needed, backward.pack_of_slice(), last[backward.doc])
+    return needed
+
+
+def split_backward(
+    costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns, policy: NDArray[np.int8] | None = None
+) -> SplitBackward:
+    """How the backward packs of `tasks` divide. O(slices + packs·stages).
+
+    Args:
+        tasks: priced packs, whole backwards.
+        backward: the same packs.
+        policy: int8[num_documents] with which they were priced; None = all replay.
+    """
+    layout, per_layer = costs.layout, costs.coefficients.backward
+    share = weight_share(costs.model)
+    weight_s = share * np.outer(
+        pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
+        np.array(layout.stage_counts, np.float64),
+    )
+    # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
+    weight_s = np.minimum(weight_s, share * tasks.backward_s)
+    if policy is not None:
+        # I needs all that comes back from the host; while it waits, a part of W's work is done.
+        weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
+    input_s = tasks.backward_s - weight_s
+    gather_s = gather_seconds(costs.model, costs.coefficients, layout, backward)
+    return divide_backward(costs.model, layout, tasks, backward, input_s, weight_s + gather_s)

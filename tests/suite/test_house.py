@@ -1,0 +1,60 @@
+"""The shape of the source: rooms that a reader can take in at a glance, and functions that fit on a screen."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "evenload"
+
+MAX_ENTRIES = {"plan": 10, "runtime": 14}
+MAX_LINES, MAX_PARAMETERS = 80, 10
+
+
+def too_large(source: str) -> list[str]:
+    """Names of functions over a limit; parameters count whatever their kind, `self` and `*args` included."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines(node) > MAX_LINES or parameters(node.args) > MAX_PARAMETERS)
+    ]
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def parameters(arguments: ast.arguments) -> int:
+    named = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+    return named + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+@pytest.mark.parametrize(("room", "limit"), MAX_ENTRIES.items())
+def test_a_room_has_few_entries(room, limit):
+    hidden = {"__init__.py", "__pycache__"}
+    entries = sorted(path.name for path in (SRC / room).iterdir() if path.name not in hidden)
+    assert len(entries) <= limit, entries
+
+
+def test_no_function_is_over_the_limits():
+    found = {
+        f"{path.relative_to(SRC).as_posix()}:{name}"
+        for path in SRC.rglob("*.py")
+        for name in too_large(path.read_text())
+    }
+    assert found == set(), "split these"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(a, /, b, *c, d, e, **g): ...", []),
+        ("def f(a, b, c, d, e, /, f, g, *h, i, j, **k): ...", ["f"]),
+        ("class A:\n    def f(self):\n" + "        x = 1\n" * 79, []),
+        ("class A:\n    async def f(self):\n" + "        x = 1\n" * 80, ["f"]),
+    ],
+)
+def test_the_measure(source, found):
+    assert too_large(source) == found

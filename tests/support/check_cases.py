@@ -1,0 +1,95 @@
+"""Checks of a small run as one rank of a `GlooPool`, right and broken on purpose."""
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from dist_training import COSTS
+from evenload.attention.backends import select_backend
+from evenload.check.invariance import check_invariance
+from evenload.check.isolation import check_isolation
+from evenload.check.resume import check_resume
+from evenload.check.run_checks import _shared_plans
+from evenload.check.smaller_run import checked_scope
+from evenload.check.step_runner import StepRunner
+from evenload.check.verdict import Verdict
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.trainer import Trainer
+from gloo_pool import TIMEOUT_S
+from single_range import attend
+
+CAP_BYTES = 2**34
+
+
+class LeakyAttention:
+    """Attention whose output carries a little of whatever was attended to before: of the neighbour in the pack."""
+
+    name = "leaky"
+
+    def __init__(self) -> None:
+        self._inner = select_backend("auto", "cpu")
+        self._left = 0.0
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def forward(self, q, ranges, scoring):
+        parts = [self._leak(q[r.rows], r, scoring) for r in ranges]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _leak(self, q, r, scoring):
+        out, lse = attend(self._inner, q, r.keys, r.values, scoring)
+        leaked, self._left = out + 1e-3 * self._left, float(r.values.double().mean())
+        return leaked, lse
+
+
+def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh]:
+    """The scope of a check, its files shared by the ranks."""
+    config = load_train_config(Path(config_file), overrides)
+    directory = Path(config_file).parent / "check"
+    directory.mkdir(exist_ok=True)
+    smaller = checked_scope(config, directory).config
+    mesh = create_mesh(layout_of(smaller, model_spec(smaller).num_layers), torch.device("cpu"), TIMEOUT_S)
+    return smaller, mesh
+
+
+def isolation_verdict(config_file: str, overrides: list[str], leaky: bool) -> Verdict:
+    config, mesh = small_run(config_file, overrides)
+    batch = GlobalBatchLoader(config.data).next_batch()
+    plans, _ = _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)
+    runner = StepRunner(config, mesh, LeakyAttention() if leaky else None)
+    return check_isolation(runner, [plan for _, plan in plans], batch.tokens, model_spec(config).vocab_size, mesh)
+
+
+def invariance_verdict(config_file: str, overrides: list[str], wrong_labels: bool) -> Verdict:
+    config, mesh = small_run(config_file, overrides)
+    batch = GlobalBatchLoader(config.data).next_batch()
+    plans, left_out = _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)
+    if wrong_labels:
+        # The mean over one label too few, as where ranks divide by what they count for themselves.
+        title, plan = plans[-1]
+        plans[-1] = (title, msgspec.structs.replace(plan, num_label_tokens=plan.num_label_tokens - 1))
+    return check_invariance(config, StepRunner(config, mesh), plans, left_out, batch.tokens, mesh)
+
+
+def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool) -> Verdict:
+    config, mesh = small_run(config_file, overrides)
+    resume = Trainer.resume
+
+    def resume_without_the_loader(trainer: Trainer):
+        fresh = trainer._loader.state()
+        found = resume(trainer)
+        trainer._loader.load_state(fresh)
+        return found
+
+    if forgets_loader:
+        Trainer.resume = resume_without_the_loader
+    try:
+        return check_resume(config, COSTS, CAP_BYTES, mesh)
+    finally:
+        Trainer.resume = resume

@@ -1,0 +1,114 @@
+"""Saves that fail and states that come back, as one rank of a `GlooPool`."""
+
+import resource
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dist_training import COSTS
+from evenload.errors import CheckpointError, ConfigError, DataError
+from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
+from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.trainer import Trainer
+from gloo_pool import TIMEOUT_S
+
+
+def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:
+    config = load_train_config(Path(config_file), overrides)
+    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    return Trainer(config, mesh), mesh
+
+
+def train_with_a_full_disk(
+    config_file: str, overrides: list[str], full_on_rank: int, full_from_step: int, full_until_step: int
+) -> tuple[list[str], list[float], str]:
+    """Train to the end while one rank's disk takes no more than 1,000 bytes a file between two steps.
+
+    Returns:
+        Failures that were reported, losses (rank 0), and the error that ended the run, or "".
+    """
+    trainer, mesh = make_trainer(config_file, overrides)
+    failures, losses = [], []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for report in trainer.train(COSTS, 2**34):
+            if report is not None:
+                losses.append(report.row["loss"])
+                failures += [report.failed_save] if report.failed_save else []
+            is_full = full_from_step <= trainer.steps_done < full_until_step
+            if mesh.rank == full_on_rank:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if is_full else before[0], before[1]))
+        trainer.save()
+    except CheckpointError as error:
+        return failures, losses, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    return failures, losses, ""
+
+
+def random_numbers_after_resume(config_file: str, saved_with: list[str], resumed_with: list[str] | None) -> tuple:
+    """Save; (numbers drawn next, numbers drawn next after a resume, cost file after the resume)."""
+    trainer, mesh = make_trainer(config_file, saved_with)
+    for _ in trainer.train(COSTS, 2**34, 1):
+        pass
+    torch.manual_seed(100 + mesh.rank)
+    torch.rand(3 + mesh.rank)
+    trainer.save()
+    expected = torch.rand(5).tolist()
+    torch.manual_seed(7)
+    again, _ = make_trainer(config_file, resumed_with or saved_with)
+    assert again.coefficients is None
+    again.resume()
+    return expected, torch.rand(5).tolist(), again.coefficients == COSTS
+
+
+def save_while_everything_changes(config_file: str, overrides: list[str]) -> list[str]:
+    """Rank 0 starts a save that cannot write before rank 1 joins, and changes all its tensors meanwhile.
+
+    Returns:
+        Names of rank 0's tensors that come back changed.
+    """
+    trainer, mesh = make_trainer(config_file, overrides)
+    for _ in trainer.train(COSTS, 2**34, 1):
+        pass
+    held = run_tensors(trainer._buffers, trainer._optimizer, mesh)
+    tensors = {(name, piece.offsets): piece.local for name, part in held.items() for piece in part.pieces}
+    before = {key: local.clone() for key, local in tensors.items()}
+    if mesh.rank == 0:
+        trainer._saves._start(0.0)
+        for local in tensors.values():
+            local.add_(1.0)
+    dist.barrier(group=mesh.control)
+    trainer.save()
+    load_checkpoint(trainer._checkpoints / "step-00000001", trainer._buffers, trainer._optimizer, mesh)
+    return [
+        name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
+    ]
+
+
+def resume_error(config_file: str, overrides: list[str]) -> str:
+    """What refuses to resume, or ""."""
+    trainer, _ = make_trainer(config_file, overrides)
+    try:
+        trainer.resume()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def training_error(config_file: str, overrides: list[str]) -> str:
+    """What ends a step in words, or ""."""
+    trainer, _ = make_trainer(config_file, overrides)
+    try:
+        for _ in trainer.train(COSTS, 2**34, 1):
+            pass
+    except DataError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,95 @@
+"""Attention of shared packs as one rank of a `GlooPool`, without a model around it."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenload.attention.backends import select_backend
+from evenload.attention.range_attention import Scoring, work_dtype
+from evenload.runtime.comm.cp_groups import create_context_groups
+from evenload.runtime.comm.watch import RankWatch
+from evenload.runtime.rank_packs import RankPacks
+from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.plan import decode_plan
+
+HEADS, GROUPS, DIM = 4, 2, 8
+
+
+def document_tensors(num_tokens: int, doc_id: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """q, k, v and the output's gradient of a document, [n, heads, D] each, the same on every rank."""
+    generator = torch.Generator().manual_seed(doc_id)
+    heads = {"q": HEADS, "k": GROUPS, "v": GROUPS, "grad": HEADS}
+    return {
+        name: torch.randn(num_tokens, count, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for name, count in heads.items()
+    }
+
+
+def attend_shared_packs(
+    plans: list[bytes], exchange: str, dtype: torch.dtype, window: int, backend: str
+) -> list[tuple[dict, int]]:
+    """Per plan what this rank computed of every document, `name -> [n, heads, D]` with NaN where another rank did, and
+    the bytes that it received."""
+    rank = dist.get_rank()
+    watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
+    decoded = [decode_plan(plan) for plan in plans]
+    groups = create_context_groups(decoded[0].layout, rank, dist.new_group, watch)
+    results = []
+    for plan in decoded:
+        before = sum(group.moved_bytes for group in groups.values())
+        dp_rank = rank // plan.layout.cp
+        packs = RankPacks(plan, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
+        of_replica = plan.pack_plans[dp_rank]
+        store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
+        lengths = {document.doc_id: document.num_tokens for document in plan.documents}
+        given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
+        names = ("out", "q", "k", "v")
+        found = {
+            doc: {n: torch.full_like(t["q" if n == "out" else n], float("nan")) for n in names}
+            for doc, t in given.items()
+        }
+        packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
+        for pack in (*of_replica.forward, *of_replica.backward):
+            _attend(pack.direction, packs.load(pack), store, given, found, AttentionCall(
+                select_backend(backend, "cpu"), store, 0, Scoring(DIM**-0.5, window)
+            ), dtype)  # fmt: skip
+        store.check_empty()
+        results.append((found, sum(group.moved_bytes for group in groups.values()) - before))
+    return results
+
+
+def _attend(direction, pack, store, given, found, call, dtype) -> None:
+    def rows(name):
+        heads = GROUPS if name in "kv" else HEADS
+        return torch.cat([torch.empty(0, heads, DIM, dtype=dtype), *(given[d][name][a:b] for d, a, b in pack.ranges)])
+
+    def spread(name, values):
+        for place, (doc, start, stop) in rows_of(pack.ranges):
+            assert found[doc][name][start:stop].isnan().all(), "computed twice"
+            found[doc][name][start:stop] = values[place]
+
+    q, k, v = rows("q"), rows("k"), rows("v")
+    local = LocalAttention(tuple(rows_of(pack.ranges)))
+    if direction == "forward":
+        store.open_pack(pack.ranges)
+        if pack.shared is not None:
+            out, lse = pack.shared.forward(call, q, k, v)
+        else:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+            local.forward(call, q, k, v, out, lse)
+        store.record("out", out)
+        store.record("lse", lse)
+        spread("out", out)
+        return
+    out, lse = q, q.new_empty(q.shape[:2], dtype=work_dtype(q))
+    if pack.ranges:
+        out, lse = store.read("out", pack.ranges), store.read("lse", pack.ranges)
+    if pack.shared is not None:
+        dq, dk, dv = pack.shared.backward(call, rows("grad"), q, out, lse)
+    else:
+        dq, dk, dv = torch.empty_like(q), *(torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
+        local.backward(call, rows("grad"), q, out, lse, (dq, dk, dv))
+    for name, values in (("q", dq), ("k", dk), ("v", dv)):
+        spread(name, values)
+    store.close_backward(pack.ranges if pack.closes is None else pack.closes)

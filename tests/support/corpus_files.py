@@ -1,0 +1,107 @@
+"""Small corpora on disk in every format, a naive reading of them, and minimal plans, for the data tests."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from evenload.data.batch.global_batch import GlobalBatch
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.config import DataConfig
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.plan import LeftOut, Prediction, StepPlan
+
+FORMATS = ("text", "jsonl", "jsonl.gz", "parquet")
+EOS = 256
+
+
+def write_corpus(root: Path, format: str, texts: list[str], num_files: int = 2) -> str:
+    """Deal the texts over files of a format; returns the directory."""
+    root.mkdir(parents=True, exist_ok=True)
+    if format == "text":
+        for index, text in enumerate(texts):
+            (root / f"{index:03}.txt").write_text(text, encoding="utf-8", newline="")
+        return str(root)
+    for index in range(num_files):
+        part = texts[index::num_files]
+        if format == "parquet":
+            table = pa.table({"id": list(range(len(part))), "text": pa.array(part, pa.string())})
+            pq.write_table(table, root / f"{index}.parquet", row_group_size=3)
+            continue
+        rows = [{"id": number, "text": text} for number, text in enumerate(part)]
+        if format == "prompts":
+            rows = [{"prompt": text, "completion": f"-{text}!"} for text in part]
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (root / f"{index}.{'jsonl' if format == 'prompts' else format}").write_bytes(
+            gzip.compress(lines) if format.endswith("gz") else lines
+        )
+    return str(root)
+
+
+def naive_documents(texts: list[str], limit: int, overlong: str) -> list[tuple[int, ...]]:
+    """Token documents of one epoch in reading order, by the plainest means."""
+    documents = []
+    for text in texts:
+        tokens = [*text.encode(), EOS] if text else []
+        if not tokens or (overlong == "drop" and len(tokens) > limit):
+            continue
+        pieces = [tokens[at : at + limit] for at in range(0, len(tokens), limit)]
+        documents += [tuple(piece) for piece in (pieces[:1] if overlong == "truncate" else pieces)]
+    return documents
+
+
+def data_config(source: str, **changes: object) -> DataConfig:
+    """Settings with small defaults: one epoch, three documents a batch."""
+    settings: dict = {"sources": (source,), "max_document_tokens": 64, "epochs": 1, "shuffle_window": 4, "workers": 0}
+    if "batch_tokens" not in changes:
+        settings["batch_documents"] = 3
+    return DataConfig(**(settings | changes))
+
+
+def all_batches(loader: GlobalBatchLoader) -> list[GlobalBatch]:
+    """Every batch that is left, none of them noted."""
+    batches = []
+    while (batch := loader.next_batch()) is not None:
+        batches.append(batch)
+    return batches
+
+
+def documents_of(batch: GlobalBatch) -> list[tuple[int, ...]]:
+    """Tokens of the new documents, in order."""
+    return [tuple(batch.tokens[document.doc_id].tolist()) for document in batch.documents]
+
+
+def fingerprint_of(batch: GlobalBatch) -> tuple:
+    """Everything about a batch that has to be equal after a resume."""
+    tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
+    places = [batch.place(document.doc_id) for document in batch.documents + batch.carried]
+    return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, places, tokens)
+
+
+def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[int] = frozenset()) -> StepPlan:
+    """A plan that trains everything but the documents named (its packs are left out: the loader ignores them)."""
+    documents: tuple[Document, ...] = batch.documents + batch.carried
+    out = deferred | dropped
+    return StepPlan(
+        step=batch.step,
+        strategy="test",
+        layout=even_layout(1),
+        documents=tuple(document for document in documents if document.doc_id not in out),
+        num_label_tokens=1,
+        pack_plans=(),
+        schedules=(),
+        times=(),
+        predicted=Prediction(step_time_s=0.0, per_replica_s=(), peak_memory_bytes=0),
+        left_out=tuple(
+            LeftOut(
+                doc_id=document.doc_id,
+                num_tokens=document.num_tokens,
+                reason="deferred" if document.doc_id in deferred else "too_long",
+            )
+            for document in documents
+            if document.doc_id in out
+        ),
+    )

@@ -1,0 +1,62 @@
+"""Small models, round cost coefficients and hand-written packs for tests of costs and planners."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.types.columns import SliceColumns
+from evenload.types.model import ModelSpec
+
+FORWARD = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.1, slice_s=0.01, pack_s=5.0)
+BACKWARD = PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.25, slice_s=0.02, pack_s=7.0)
+
+
+def sample_coefficients(**changes: Any) -> CostCoefficients:
+    """Numbers that are easy to multiply by hand."""
+    fields: dict[str, Any] = {
+        "source": "calibrated",
+        "device": "cpu",
+        "peak_flops_per_s": 1e12,
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "embedding_s_per_token": 0.5,
+        "head_s_per_token": 3.0,
+        "head_pack_s": 11.0,
+        "optimizer_s_per_parameter": 1e-3,
+        "p2p_bandwidth_bytes_per_s": 100.0,
+        "p2p_latency_s": 0.5,
+        "reduce_bandwidth_bytes_per_s": 1000.0,
+        "reduce_latency_s": 0.25,
+    }
+    return CostCoefficients(**{**fields, **changes})
+
+
+def sample_model(**changes: Any) -> ModelSpec:
+    """A layer has 192 attention, 384 feed-forward and 16 norm weights; the embedding has 256."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "num_layers": 3,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "ffn_hidden_size": 16,
+        "vocab_size": 32,
+    }
+    return ModelSpec(**{**fields, **changes})
+
+
+@st.composite
+def cut_documents(draw) -> tuple[list[int], SliceColumns, SliceColumns]:
+    """Random documents, cut independently in both directions, a slice a pack."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    packs = []
+    for reverse in (False, True):
+        rows = []
+        for doc, length in enumerate(lengths):
+            inner = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
+            pieces = [(doc, a, b) for a, b in zip([0, *inner], [*inner, length], strict=True)]
+            rows += [[piece] for piece in (pieces[::-1] if reverse else pieces)]
+        packs.append(SliceColumns.from_ranges(rows))
+    return lengths, packs[0], packs[1]

@@ -1,0 +1,178 @@
+"""Functions that run on every rank of a `GlooPool`."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenload.attention.backends import select_backend
+from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.executor import Executor, RankRun
+from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.model.tensor_weights import join_parts, tensor_split
+from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.rank_packs import RankStep
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.simulate.simulate import simulate
+from evenload.types.plan import StepPlan, decode_plan
+from gloo_pool import TIMEOUT_S
+from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
+
+
+class StoredBytes(NamedTuple):
+    """The stores' own accounting of one rank: the peak, the peak of each kind, what is held after every action in all
+    and by kind, the most in host memory, the most sent tensors a channel kept, and what came from ranks that share
+    documents."""
+
+    peak: int
+    peak_by_kind: dict[str, int]
+    after_actions: list[int]
+    after_kinds: dict[str, list[int]]
+    peak_host: int
+    most_sends_kept: int
+    context: int
+
+
+def gradients_of_plans(
+    kind: str,
+    changes: dict,
+    plans: list[bytes],
+    tokens: list[dict],
+    dtype: torch.dtype,
+    exchange: str,
+    channels: ChannelMode = "directed",
+) -> list:
+    """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
+    stored activations). `exchange`: how keys and values of shared documents travel."""
+    with casts_of(kind, dtype):
+        decoded = [decode_plan(data) for data in plans]
+        mesh = create_mesh(decoded[0].layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
+        rank = RankUnderTest(mesh, kind, changes, dtype)
+        weights = rank.weights()
+        results = []
+        for plan, batch in zip(decoded, tokens, strict=True):
+            loss, gradients, norm, stored = rank.run(plan, batch, exchange)
+            results.append((loss, gradients, norm, weights, stored))
+        return results
+
+
+def casts_of(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Under which a kind of model is compared with plain training."""
+    return exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext()
+
+
+class RankUnderTest:
+    """One rank's part of a tiny model, as `Trainer` builds it, without data and optimizer."""
+
+    def __init__(
+        self, mesh: Mesh, kind: str, changes: Mapping, dtype: torch.dtype, lora: LoraConfig | None = None
+    ) -> None:
+        config = tiny_config(kind, **changes)
+        models = build_rank_models(
+            config,
+            layout=mesh.layout,
+            pp_rank=mesh.pp_rank,
+            tp_rank=mesh.tp_rank,
+            dtype=dtype,
+            device=mesh.device,
+            weights=None,
+            seed=3,
+            lora=lora,
+            router_aux_loss_coef=balance_factor(config),
+        )
+        self._mesh = mesh
+        self._buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
+        backend = select_backend("auto", "cpu", attention_soft_cap(config))
+        self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
+        self._executor = Executor(self.stages, mesh)
+
+    def run(self, plan: StepPlan, batch: dict, exchange: str) -> tuple[float, dict, float, StoredBytes]:
+        """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes."""
+        mesh = self._mesh
+        tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+        run = self.run_prepared(prepare_step(plan, tokens, mesh, exchange))  # type: ignore[arg-type]
+        shards = reduce_gradients(self._buffers, mesh)
+        norm, _ = global_norm_and_loss(self._buffers, shards, torch.zeros(()), mesh)
+        gradients = {}
+        for buffer, shard in zip(self._buffers, shards, strict=True):
+            flat = torch.empty_like(buffer.grads)
+            if mesh.data_size > 1:
+                dist.all_gather_single(flat, shard, group=mesh.data)
+            else:
+                flat.copy_(shard)
+            start = 0
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
+                gradients[name] = join_parts(own, split, mesh.tensor).numpy().copy()
+                start += parameter.numel()
+        by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
+        after = run.trace.memory_bytes.tolist()
+        stored = StoredBytes(
+            *(run.peak_bytes, run.peak_by_kind, after, by_kind),
+            *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
+        )
+        return run.loss, gradients, norm, stored
+
+    def run_prepared(self, step: RankStep) -> RankRun:
+        """A prepared step on a fresh gradient."""
+        for buffer in self._buffers:
+            buffer.grads.zero_()
+        return self._executor.run(step)
+
+    def weights(self) -> dict:
+        """Trained weights by name."""
+        found = {}
+        for buffer in self._buffers:
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                value = join_parts(parameter.detach(), tensor_split(parameter), self._mesh.tensor)
+                # numpy knows no bfloat16.
+                found[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+        return found
+
+
+def run_prepared_without_simulator(plan: bytes, batch: dict, channels: ChannelMode) -> tuple[str, float, float]:
+    """What preparing the step says while nobody may simulate, its loss when it runs meanwhile, and its loss else."""
+    decoded = decode_plan(plan)
+    mesh = create_mesh(decoded.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
+    rank = RankUnderTest(mesh, "llama", {}, torch.float64)
+    tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+    prepared = prepare_step(decoded, tokens, mesh)
+    with no_simulation():
+        banned = rank.run_prepared(prepared).loss
+        try:
+            refused = str(prepare_step(decoded, tokens, mesh))
+        except AssertionError as error:
+            refused = str(error)
+    return refused, banned, rank.run_prepared(prepare_step(decoded, tokens, mesh)).loss
+
+
+@contextmanager
+def no_simulation() -> Iterator[None]:
+    """Whoever calls the simulator, under whatever name it was imported, fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the simulator was asked")
+
+    holders = [
+        (module, name)
+        for module in list(sys.modules.values())
+        if module.__name__.startswith("evenload.")
+        for name, value in list(vars(module).items())
+        if value is simulate
+    ]
+    for module, name in holders:
+        setattr(module, name, refuse)
+    try:
+        yield
+    finally:
+        for module, name in holders:
+            setattr(module, name, simulate)

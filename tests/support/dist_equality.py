@@ -1,0 +1,66 @@
+"""Plans through the real executor, compared with plain training."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from dist_cases import gradients_of_plans
+from evenload.types.plan import encode_plan
+from reference_training import (
+    ROUNDS_TO_FLOAT32,
+    exact_casts,
+    make_tokens,
+    plain_loss_and_gradients,
+    relative_error,
+    tiny_config,
+)
+
+
+def assert_plans_equal_plain(
+    pool,
+    plans,
+    *,
+    kind="llama",
+    changes=None,
+    dtype=torch.float64,
+    tolerance=1e-10,
+    channels="directed",
+    exchange="all_gather",
+):
+    """Run the plans in one process group and compare each with transformers' sdpa.
+
+    Args:
+        exchange: how keys and values of shared documents travel.
+
+    Returns:
+        `StoredBytes`, [plan][rank].
+    """
+    config = tiny_config(kind, **(changes or {}))
+    tokens = [
+        make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
+    ]
+    layout = plans[0].layout
+    encoded = [encode_plan(p) for p in plans]
+    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels
+    ranks = pool.run(layout.world_size, gradients_of_plans, *case)
+    for index, batch in enumerate(tokens):
+        results = [rank[index] for rank in ranks]
+        weights = {n: torch.from_numpy(w) for r in results for n, w in r[3].items()}
+        if config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        with exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext():
+            loss, plain = plain_loss_and_gradients(config, weights, batch, dtype)
+        assert abs(sum(r[0] for r in results) - loss) <= tolerance * max(abs(loss), 1e-12)
+        seen = set()
+        for result in results:
+            for name, gradient in result[1].items():
+                name = "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else name
+                seen.add(name)
+                assert relative_error(torch.from_numpy(gradient), plain[name]) <= tolerance, (index, name)
+        assert seen == set(plain)
+        norm = np.sqrt(sum(g.double().square().sum().item() for g in plain.values()))
+        for result in results:
+            assert result[2] == pytest.approx(norm, rel=max(tolerance, 1e-9))
+    return [[rank[index][4] for rank in ranks] for index in range(len(plans))]

@@ -1,0 +1,87 @@
+"""A training run as one rank of a `GlooPool`."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.trainer import StepReport, Trainer
+from evenload.types.cluster import LinkSpec
+from evenload.types.plan import StepPlan
+from gloo_pool import TIMEOUT_S
+
+COSTS = CostCoefficients(
+    source="analytic",
+    device="test",
+    peak_flops_per_s=1e9,
+    forward=PassCoefficients(linear_s_per_token=1e-3, attention_s_per_pair=1e-5, slice_s=1e-5, pack_s=1e-4),
+    backward=PassCoefficients(linear_s_per_token=2e-3, attention_s_per_pair=2.5e-5, slice_s=2e-5, pack_s=2e-4),
+    head_s_per_token=5e-4,
+    p2p_bandwidth_bytes_per_s=1e9,
+    p2p_latency_s=1e-5,
+    reduce_bandwidth_bytes_per_s=1e9,
+    reduce_latency_s=1e-5,
+    intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
+    host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
+    devices_per_node=64,
+)
+
+
+def shared_steps(config_file: str, overrides: list[str], stop_after: int) -> list[tuple[float, int]]:
+    """As `train_steps`; per step the loss and the most ranks that shared a slice."""
+    return _train(config_file, overrides, stop_after, lambda report: (report.row["loss"], _most_ranks(report.plan)))
+
+
+def _most_ranks(plan: StepPlan) -> int:
+    return max(piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
+
+
+class StepMemory(NamedTuple):
+    """Of one step: measured and predicted peak, policies of its documents, kinds of its actions."""
+
+    loss: float
+    peak_bytes: int
+    predicted_bytes: int
+    policies: frozenset[str]
+    kinds: frozenset[str]
+
+
+def memory_steps(config_file: str, overrides: list[str], stop_after: int) -> list[StepMemory]:
+    """As `train_steps`; under `plan.memory_bytes` where it is set."""
+    return _train(config_file, overrides, stop_after, _memory)
+
+
+def _memory(report: StepReport) -> StepMemory:
+    plan, row = report.plan, report.row
+    policies = {p.policies.get(d.doc_id, "replay") for p in plan.pack_plans for pack in p.forward for d in pack.slices}
+    kinds = {action.kind for schedule in plan.schedules for rank in schedule.ranks for action in rank}
+    numbers = row["peak_memory_bytes"], row["predicted_peak_memory_bytes"]
+    return StepMemory(row["loss"], *numbers, frozenset(policies), frozenset(kinds))  # type: ignore[arg-type]
+
+
+def train_steps(config_file: str, overrides: list[str], stop_after: int, export: bool = False) -> list[float]:
+    """Resume if there is a checkpoint, train until `stop_after` steps are done, save; losses on rank 0.
+
+    The learning rate follows the configured number of steps, so a run may stop early and go on.
+    """
+    return _train(config_file, overrides, stop_after, lambda report: report.row["loss"], export)
+
+
+def _train(config_file: str, overrides: list[str], stop_after: int, of_report, export: bool = False) -> list:
+    config = load_train_config(Path(config_file), overrides)
+    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    trainer = Trainer(config, mesh)
+    trainer.resume()
+    found = []
+    for report in trainer.train(COSTS, config.plan.memory_bytes or 2**34, stop_after):
+        if report is not None:
+            found.append(of_report(report))
+    trainer.save()
+    if export:
+        trainer.export()
+    return found

@@ -1,0 +1,63 @@
+"""Ranks that only listen to their launcher; `python launch_cases.py CASE GRACE_S` launches two of them."""
+
+import os
+import random
+import signal
+import sys
+import time
+
+from evenload.cli.child_process import call_in_child, start_fork_server
+from evenload.cli.launch import run_local
+from evenload.cli.stop_request import STOP_SIGNALS, StopLine, StopRequest
+from evenload.errors import EvenloadError
+
+
+def ends_when_asked(line: StopLine) -> int:
+    """As a run that finishes its step and saves at once."""
+    request = StopRequest(line)
+    with request.listening():
+        print("listening", flush=True)
+        while not request.signal:
+            time.sleep(0.01)
+    return request.signal
+
+
+def never_ends(line: StopLine) -> int:
+    """As a run whose step hangs."""
+    with StopRequest(line).listening():
+        print("listening", flush=True)
+        time.sleep(3600)
+    return 0
+
+
+def shows_how_it_began(line: StopLine) -> int:
+    """What a process that was forked could have of the one before it."""
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in STOP_SIGNALS]
+    print(f"{handlers == expected} {'' in sys.path} {os.getcwd()} {random.random()}", flush=True)
+    return 0
+
+
+def errand(how: str) -> None:
+    """What is asked of a process before ranks start."""
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("listening", flush=True)
+    time.sleep(3600)
+
+
+def main(case: str, grace_s: float) -> None:
+    """Launch two ranks, or for `errand-...` one errand."""
+    if case.startswith("errand-"):
+        start_fork_server()
+        try:
+            call_in_child(errand, case.removeprefix("errand-"))
+        except EvenloadError as error:
+            print(error)
+        return
+    ranks = {"ends": ends_when_asked, "hangs": never_ends, "begins": shows_how_it_began}
+    run_local(ranks[case], (), 2, grace_s=grace_s)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

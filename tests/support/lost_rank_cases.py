@@ -1,0 +1,81 @@
+"""A rank of a training run in a process of its own; one of them is killed or stopped by a signal to itself."""
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dist_training import COSTS
+from evenload.errors import EvenloadError
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.trainer import Trainer
+
+PLACES = {"transfer": (PipelineStage, "forward"), "planning": (StepPlanner, "propose")}
+"""What the lost rank was about to call."""
+
+STUCK = 0
+"""Instead of a signal: the thread that calls never returns, the process lives."""
+
+
+def run_rank(
+    rank: int,
+    port: int,
+    directory: str,
+    config_file: str,
+    overrides: list[str],
+    timeout_s: float,
+    lost: int,
+    place: str,
+    how: int,
+) -> None:
+    """Train until the lost rank is lost; survivors leave `error-<rank>.txt`."""
+    torch.set_num_threads(1)
+    config = load_train_config(Path(config_file), overrides)
+    layout = layout_of(config, model_spec(config).num_layers)
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("localhost", port),
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=300),
+    )
+    signs = dist.PrefixStore("signs", dist.TCPStore("localhost", port))
+    if rank == lost:
+        owner, name = PLACES[place]
+        # The first steps go well, so that everything is under way.
+        setattr(owner, name, _lose(getattr(owner, name), os.getpid(), how, calls_before=4))
+    try:
+        mesh = create_mesh(layout, torch.device("cpu"), timeout_s, signs=signs)
+        for _ in Trainer(config, mesh).train(COSTS, 2**34):
+            pass
+        outcome = "the run ended as if nothing had happened"
+    except EvenloadError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    except BaseException:
+        outcome = traceback.format_exc()
+    Path(f"{directory}/error-{rank}.txt").write_text(outcome)
+    os._exit(0)
+
+
+def _lose(function: Callable, pid: int, how: int, calls_before: int) -> Callable:
+    calls = [0]
+
+    def lost(*arguments, **options):
+        calls[0] += 1
+        if calls[0] > calls_before:
+            if how == STUCK:
+                threading.Event().wait()
+            os.kill(pid, how)
+        return function(*arguments, **options)
+
+    return lost

@@ -1,0 +1,141 @@
+"""Rows of tests/support/matrix.py as one rank of a `GlooPool`, and what plain training makes of the same batch."""
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
+from dist_cases import RankUnderTest, StoredBytes
+from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.types.plan import decode_plan
+from gloo_pool import TIMEOUT_S
+from matrix import MODELS
+from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, tiny_config
+
+
+class RowTask(NamedTuple):
+    """What a rank must know of a row.
+
+    Args:
+        plan: encoded.
+        adapter: holds the PEFT directories of the row's model, one a precision; or None.
+        exchange: how keys and values of shared documents travel.
+        channels: between pipeline ranks.
+    """
+
+    model: str
+    lengths: tuple[int, ...]
+    plan: bytes
+    adapter: str | None
+    exchange: str
+    channels: ChannelMode
+
+
+class RankResult(NamedTuple):
+    """Of one row on one rank: its share of the loss, its gradients by name, the norm of the whole gradient, bytes of
+    stored activations; loss and gradients in bfloat16, where asked for."""
+
+    loss: float
+    gradients: dict
+    norm: float
+    stored: StoredBytes
+    bf16: tuple[float, dict] | None
+
+
+def batch_of(lengths: tuple[int, ...], model: str) -> dict[int, torch.Tensor]:
+    """The batch of all rows of a model with such documents."""
+    return make_tokens(list(lengths), tiny_config(MODELS[model].kind).vocab_size, seed=1)
+
+
+def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
+    """Rows of one layout, one after the other, on the same process groups."""
+    plans = [decode_plan(task.plan) for task in tasks]
+    meshes: dict[str, Mesh] = {}
+    results = []
+    for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
+        if task.channels not in meshes:
+            meshes[task.channels] = create_mesh(
+                plan.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
+            )
+        mesh = meshes[task.channels]
+        case, batch = MODELS[task.model], batch_of(task.lengths, task.model)
+
+        def rank_in(dtype: torch.dtype, case=case, task=task, mesh=mesh) -> RankUnderTest:
+            lora = None
+            if task.adapter is not None:
+                lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(adapter_path(Path(task.adapter), dtype)))
+            return RankUnderTest(mesh, case.kind, case.changes, dtype, lora)
+
+        with exact_casts(case.kind):
+            rank = rank_in(torch.float64)
+            loss, gradients, norm, stored = rank.run(plan, batch, task.exchange)
+        bf16 = None
+        if twice:
+            rank = rank_in(torch.bfloat16)
+            bf16 = rank.run(plan, batch, task.exchange)[:2]
+        results.append(RankResult(loss, gradients, norm, stored, bf16))
+    return results
+
+
+class Expected(NamedTuple):
+    """Plain training of a model's batch."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def adapter_path(directory: Path, dtype: torch.dtype) -> Path:
+    """Where the adapter in a precision lies."""
+    return directory / str(dtype).removeprefix("torch.")
+
+
+@cache
+def expected_of(model: str, lengths: tuple[int, ...], adapter: Path) -> Expected:
+    """In float64, under the casts of `exact_casts`.
+
+    Args:
+        adapter: directory that gets the model's adapter (`adapter_path`), where it has one.
+    """
+    case, batch = MODELS[model], batch_of(lengths, model)
+    config = tiny_config(case.kind, **case.changes)
+    with exact_casts(case.kind):
+        if case.lora:
+            tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, torch.float64)
+            return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
+        weights = _weights(config, torch.float64)
+        return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64))
+
+
+@cache
+def expected_in_bf16(model: str, lengths: tuple[int, ...], adapter: Path) -> tuple[Expected, Expected]:
+    """Of the weights rounded to bfloat16: in float64, and as plain bfloat16 autograd computes it."""
+    case, batch = MODELS[model], batch_of(lengths, model)
+    config = tiny_config(case.kind, **case.changes)
+    if case.lora:
+        tensors = adapter_tensors(config, torch.bfloat16)
+        doubles = {name: tensor.double() for name, tensor in tensors.items()}
+        with exact_casts(case.kind):
+            exact = Expected(*adapter_loss_and_gradients(config, doubles, adapter / "exact", batch, torch.float64))
+        path = adapter_path(adapter, torch.bfloat16)
+        return exact, Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.bfloat16))
+    weights = _weights(config, torch.bfloat16)
+    with exact_casts(case.kind):
+        doubles = {name: weight.double() for name, weight in weights.items()}
+        exact = Expected(*plain_loss_and_gradients(config, doubles, batch, torch.float64))
+    return exact, Expected(*plain_loss_and_gradients(config, weights, batch, torch.bfloat16))
+
+
+def _weights(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every layout's random weights are those of one rank."""
+    layers = (0, config.num_hidden_layers)
+    model = build_stage_model(
+        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=None, seed=3, router_aux_loss_coef=0.0
+    )
+    weights = {name: p.detach().clone() for _, named in model.unit_parameters() for name, p in named}
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    return weights

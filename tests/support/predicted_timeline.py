@@ -1,0 +1,25 @@
+"""`predicted_timeline`: the simulator's timeline of a whole StepPlan, all replicas, memory included.
+
+`explore.detailed_timeline` shows more to users, and needs the costs with which the plan was made.
+"""
+
+from evenload.simulate.simulate import simulate
+from evenload.simulate.timeline import join_timelines, to_timeline
+from evenload.stepplan.plan_tasks import replica_tasks
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import action_columns
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import Timeline
+
+
+def predicted_timeline(plan: StepPlan, model: ModelSpec) -> Timeline:
+    """Simulate a plan from its own durations; O(actions).
+
+    Args:
+        model: decides the bytes, which a plan does not store.
+    """
+    parts = []
+    for dp_rank, schedule in enumerate(plan.schedules):
+        tasks, actions = replica_tasks(plan, dp_rank, model), action_columns(schedule)
+        parts.append(to_timeline(tasks, actions, simulate(tasks, actions), dp_rank, plan.predicted.step_time_s))
+    return join_timelines(parts, step_time_s=plan.predicted.step_time_s)

@@ -1,0 +1,120 @@
+"""One stage that holds the whole model, run pack by pack without executor or processes."""
+
+import itertools
+
+import torch
+
+from evenload.attention.backends import select_backend
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.token_range import Range
+from reference_training import balance_factor, plain_loss_and_gradients, relative_error, tiny_config
+
+
+def head_dim(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def pack_tokens(ranges, tokens, device="cpu"):
+    """Collate by hand: the slow, obvious way. Tokens beyond a document's end are padding."""
+    ids, targets, positions = [], [], []
+    for doc, start, stop in ranges:
+        for t in range(start, stop):
+            ids.append(tokens[doc][t].item() if t < len(tokens[doc]) else 0)
+            targets.append(tokens[doc][t + 1].item() if t + 1 < len(tokens[doc]) else -100)
+            positions.append(t)
+    return PackTokens(
+        tuple(Range(*r) for r in ranges), *(torch.tensor(x, device=device) for x in (ids, targets, positions))
+    )
+
+
+def cut_documents(lengths, cuts):
+    """Slices of every document at the given fractions; ascending."""
+    slices = {}
+    for doc, n in enumerate(lengths):
+        edges = sorted({0, n, *(round(c * n) for c in cuts)})
+        slices[doc] = list(itertools.pairwise(edges))
+    return slices
+
+
+def packs_of(lengths, cuts, budget, *, last_first):
+    """Greedy packs of at most `budget` tokens (or one slice), at most one slice of a document each."""
+    packs, current, size = [], [], 0
+    for doc, pieces in cut_documents(lengths, cuts).items():
+        for start, stop in reversed(pieces) if last_first else pieces:
+            if current and (size + stop - start > budget or current[-1][0] == doc):
+                packs.append(current)
+                current, size = [], 0
+            current.append((doc, start, stop))
+            size += stop - start
+    return [*packs, current]
+
+
+def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None):
+    """Loss, gradients and the store after all forwards, then all backwards.
+
+    Args:
+        backend: of attention; default: what `auto` takes.
+    """
+    model = build_stage_model(
+        config,
+        layers=(0, config.num_hidden_layers),
+        dtype=dtype,
+        device=torch.device(device),
+        weights=None,
+        seed=3,
+        router_aux_loss_coef=balance_factor(config),
+    )
+    buffers = flatten_units(model, dp=1)
+    weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    if backend is None:
+        backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))
+    stage = PipelineStage(model, backend)
+    stage.begin_step({d: len(t) for d, t in tokens.items()})
+    stored = {d: max(stop for pack in forward for doc, _, stop in pack if doc == d) for d in tokens}
+    store = ActivationStore(stored, [tuple(p) for p in backward])
+    labels = sum(len(t) - 1 for t in tokens.values())
+    for pack in forward:
+        stage.forward(pack_tokens(pack, tokens, device), None, store)
+    loss = sum(stage.backward(pack_tokens(pack, tokens, device), None, store, labels)[1].item() for pack in backward)
+    store.check_empty()
+    gradients = {n: p.main_grad.clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    return loss, gradients, weights, store
+
+
+def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
+    loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward)
+    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, dtype)
+    assert abs(loss - plain_loss) <= tolerance * abs(plain_loss)
+    assert set(gradients) == set(plain)
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, plain[name]) <= tolerance, name
+
+
+def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
+    """Loss and gradients of asymmetric packs in bf16 err at most twice as much as plain bf16 autograd does."""
+    window = {"sliding_window": 40} if kind == "mistral" else {}
+    config = tiny_config(kind, hidden_size=64, **window)
+    generator = torch.Generator().manual_seed(5)
+    lengths = [150, 37, 90, 1, 64]
+    tokens = {d: torch.randint(0, 97, (n,), generator=generator) for d, n in enumerate(lengths)}
+    forward = packs_of(lengths, [0.3, 0.6], 90, last_first=False)
+    backward = packs_of(lengths, [0.5], 110, last_first=True)
+    loss, gradients, weights, _ = run_single_stage(
+        config, torch.bfloat16, tokens, forward, backward, device=device, backend=backend
+    )
+    weights = {name: value.cpu() for name, value in weights.items()}
+    exact_loss, exact = plain_loss_and_gradients(
+        config, {n: w.double() for n, w in weights.items()}, tokens, torch.float64
+    )
+    plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
+
+    def error(found):
+        off = sum(float((found[n].cpu().double() - exact[n].double()).square().sum()) for n in exact)
+        return (off / sum(float(exact[n].double().square().sum()) for n in exact)) ** 0.5
+
+    assert error(gradients) <= 2 * error(plain)
+    assert abs(loss - exact_loss) <= max(2 * abs(plain_loss - exact_loss), 2e-3 * abs(exact_loss))

@@ -1,0 +1,149 @@
+"""What happens when transfers wait for each other: ranks as lists of events, under the strictest rules.
+
+A rank has a queue of posted transfers (one, or one for each peer). A transfer ends when it is at the head of its queue
+on both ends, sent on one and received on the other. Posting waits for nothing; nothing else ever lets a rank go on.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from evenload.stepplan.transfer_order import queued_order
+from evenload.stepplan.validate_groups import block_of
+from evenload.types.plan import StepPlan
+from evenload.types.transfers import Channel, TransferOrder
+
+Rank = tuple[int, int]
+"""(dp_rank, pp_rank)."""
+
+
+class Transfer(NamedTuple):
+    """A pack's tensor on a channel."""
+
+    source: Rank
+    target: Rank
+    channel: Channel
+    pack: int
+
+
+class Event(NamedTuple):
+    """What a rank does next: "post" a transfer, "wait" until one has ended, or "meet" all ranks that name the same."""
+
+    does: str
+    what: Hashable
+
+
+def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder) -> list[Event]:
+    """The events of a rank that follows `order`."""
+    names = node_names(plan, rank[0])
+    dp_rank, pp_rank = rank
+    ranks, num_stages = plan.layout.stage_to_rank, plan.layout.num_stages
+    events, sent = [], {}
+    for at, action in enumerate(plan.schedules[dp_rank].ranks[pp_rank]):
+        for channel, pack in order.receives[at]:
+            events.append(Event("post", incoming(plan, rank, channel, pack)))
+        for channel, count in order.frees[at]:
+            # The channel is first in, first out, so the last one stands for all.
+            events.append(Event("wait", sent[channel][count - 1]))
+        kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
+        if action.kind != "W" and 0 <= action.stage - step < num_stages and ranks[action.stage - step] != pp_rank:
+            events.append(Event("wait", incoming(plan, rank, (kind, action.stage), action.pack)))
+        if action.kind != "W":
+            events.append(Event("meet", names[pp_rank, at]))
+        if action.kind != "W" and 0 <= action.stage + step < num_stages and ranks[action.stage + step] != pp_rank:
+            channel = kind, action.stage + step
+            transfer = Transfer(rank, (dp_rank, ranks[channel[1]]), channel, action.pack)
+            sent.setdefault(channel, []).append(transfer)
+            events.append(Event("post", transfer))
+    return events
+
+
+def incoming(plan: StepPlan, rank: Rank, channel: Channel, pack: int) -> Transfer:
+    """What a rank receives."""
+    kind, stage = channel
+    source = plan.layout.stage_to_rank[stage - 1 if kind == "F" else stage + 1]
+    return Transfer((rank[0], source), rank, channel, pack)
+
+
+def plan_events(
+    plan: StepPlan, order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order
+) -> dict[Rank, list[Event]]:
+    """All ranks, as the runtime runs them with `parallel.channels = "fifo"` or in another order."""
+    return {
+        (dp_rank, pp_rank): rank_events(plan, (dp_rank, pp_rank), order_of(plan, dp_rank, pp_rank))
+        for dp_rank in range(plan.layout.dp)
+        for pp_rank in range(plan.layout.pp)
+    }
+
+
+def node_names(plan: StepPlan, dp_rank: int) -> dict[tuple[int, int], tuple]:
+    """By (rank, place): an action's name, the same for all replicas that share its pack."""
+    packs, names = plan.pack_plans[dp_rank], {}
+    for rank, row in enumerate(plan.schedules[dp_rank].ranks):
+        for at, action in enumerate(row):
+            pack = (packs.forward if action.kind == "F" else packs.backward)[action.pack]
+            block = block_of(plan, dp_rank, pack)
+            names[rank, at] = (*block, action.kind, action.stage, tuple(map(str, pack.slices)))
+    return names
+
+
+def stuck_ranks(events: dict[Rank, list[Event]], *, one_queue: bool) -> list[Rank]:
+    """Ranks that do not reach the end of their events.
+
+    Args:
+        one_queue: a rank runs one transfer at a time, with whatever peer; False = one with each peer.
+    """
+    queues: dict[Rank, dict[Rank | None, deque[tuple[Transfer, bool]]]] = {rank: {} for rank in events}
+    ended: set[Hashable] = set()
+    members = _members(events)
+    met: dict[Hashable, set[Rank]] = {}
+    done = dict.fromkeys(events, 0)
+
+    def end_transfers(rank: Rank) -> None:
+        """End what is at the heads of a rank's queues, and what that lets end elsewhere."""
+        look = deque([rank])
+        while look:
+            rank = look.popleft()
+            for queue in queues[rank].values():
+                while queue:
+                    transfer, is_send = queue[0]
+                    peer = transfer.target if is_send else transfer.source
+                    theirs = queues[peer].get(None if one_queue else rank)
+                    if not theirs or theirs[0] != (transfer, not is_send):
+                        break
+                    queue.popleft()
+                    theirs.popleft()
+                    ended.add(transfer)
+                    look.append(peer)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in events.items():
+            while done[rank] < len(mine):
+                does, what = mine[done[rank]]
+                if does == "post":
+                    assert isinstance(what, Transfer)
+                    is_send = what.source == rank
+                    peer = what.target if is_send else what.source
+                    queues[rank].setdefault(None if one_queue else peer, deque()).append((what, is_send))
+                    end_transfers(rank)
+                elif does == "wait":
+                    if what not in ended:
+                        break
+                else:
+                    met.setdefault(what, set()).add(rank)
+                    if met[what] != members[what]:
+                        break
+                done[rank] += 1
+                moved = True
+    return [rank for rank, count in done.items() if count < len(events[rank])]
+
+
+def _members(events: dict[Rank, list[Event]]) -> dict[Hashable, set[Rank]]:
+    members: dict[Hashable, set[Rank]] = {}
+    for rank, mine in events.items():
+        for does, what in mine:
+            if does == "meet":
+                members.setdefault(what, set()).add(rank)
+    return members

@@ -1,0 +1,55 @@
+"""What a tensor-parallel rank of a `GlooPool` sends in each action, counted at the group."""
+
+import torch
+from torch import Tensor
+
+from dist_cases import RankUnderTest
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.replay.stage import PackTokens
+from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.layout import even_layout
+from evenload.types.token_range import Range
+from gloo_pool import TIMEOUT_S
+
+TOKENS = 24
+
+
+def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
+    """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
+    mesh = create_mesh(even_layout(num_layers, tp=2), torch.device("cpu"), timeout_s=TIMEOUT_S)
+    rank = RankUnderTest(mesh, "llama", {}, torch.float64)
+    (stage,) = rank.stages.values()
+    group = mesh.tensor
+    assert group is not None
+    counted, whole = [0.0], TOKENS * stage.hidden_size
+    gather, scatter = group.all_gather, group.all_to_all
+
+    def all_gather(rows: Tensor, what: str) -> Tensor:
+        counted[0] += rows.numel() * group.shard.size / whole
+        return gather(rows, what)
+
+    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Tensor:
+        counted[0] += rows.numel() / whole
+        return scatter(rows, counts, what)
+
+    group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
+    ranges, found = (Range(0, 0, TOKENS),), {}
+    positions = torch.arange(TOKENS)
+    pack = PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
+
+    def count(name: str, action) -> None:
+        counted[0] = 0.0
+        action()
+        found[name] = counted[0] / num_layers
+
+    for split in (False, True):
+        stage.begin_step({0: TOKENS})
+        store = ActivationStore({0: TOKENS}, [ranges], shard=stage.row_shard)
+        products = WeightProducts(store.held) if split else None
+        hidden, grad = (torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=torch.float64) for _ in range(2))
+        count("F", lambda h=hidden, s=store: stage.forward_layers(pack, h, s))
+        count("I" if split else "B", lambda g=grad, s=store, p=products: stage.backward_layers(pack, g, s, p))
+        if products is not None:
+            count("W", products.add_all)
+    return found

@@ -1,0 +1,88 @@
+"""A short training run, as a configuration file and as plain transformers and AdamW."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.configured import load_config
+from evenload.runtime.model.hf_model import build_stage_model
+from reference_training import tiny_config
+
+STEPS = 6
+
+
+def write_training_config(directory: Path, sources: Path, data: str = "") -> Path:
+    """A configuration of six steps of a tiny Llama in float64.
+
+    Args:
+        data: more lines of the data table.
+    """
+    model = directory / "model"
+    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        random_init = true
+        dtype = "float64"
+        [data]
+        sources = ["{sources}"]
+        max_document_tokens = 256
+        overlong = "split"
+        batch_documents = 7
+        shuffle_window = 16
+        {data}
+        [plan]
+        options = {{ max_pack_tokens = 256 }}
+        [optimizer]
+        learning_rate = 1e-2
+        clip_norm = 0.5
+        warmup_steps = 2
+        decay = "cosine"
+        [train]
+        output_dir = "{directory / "run"}"
+        steps = {STEPS}
+        """
+    )
+    return file
+
+
+def plain_losses(config: TrainConfig) -> list[float]:
+    """The same batches by transformers and torch.optim.AdamW, nothing of ours but the reader."""
+    hf = load_config(config.model.path)
+    ours = build_stage_model(
+        hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
+    )
+    weights = {n: p.detach() for _, named in ours.unit_parameters() for n, p in named}
+    hf._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
+    model.load_state_dict(weights, strict=False)
+    o = config.optimizer
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
+    )  # fmt: skip
+    loader, losses = GlobalBatchLoader(config.data), []
+    for step in range(STEPS):
+        batch = loader.next_batch()
+        assert batch is not None
+        total = torch.zeros((), dtype=torch.float64)
+        for doc_id, tokens in batch.tokens.items():
+            labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
+            logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
+            total = total + nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
+        adamw.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = o.rate(step, STEPS)
+        adamw.step()
+        losses.append(total.item())
+    return losses

@@ -1,0 +1,150 @@
+"""Random plans with activation policies, split backwards and virtual stages, under every kind of schedule; and the
+memory the simulator expects of them."""
+
+import random
+
+import msgspec
+import numpy as np
+
+from evenload.cost.memory_kinds import bytes_by_kind
+from evenload.schedule.packflow import packflow_list
+from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.simulate.memory_ledger import memory_ledger
+from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
+from evenload.stepplan.validate import validate_plan
+from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
+from evenload.types.plan import PackTimes, StepPlan, seal
+from evenload.types.schedule import Schedule
+from evenload.types.timeline import MEMORY_KINDS
+from pipeline_cases import with_split
+from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
+
+SCHEDULES = ("static", "list", "list_split", "zb_h1")
+POLICY_SETS = {
+    "replay": ("replay",),
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+    "mixed": ("replay", "recompute", "offload"),
+}
+
+
+def varied_plan(
+    seed: int,
+    *,
+    num_layers: int,
+    pp: int,
+    dp: int = 1,
+    virtual: int = 1,
+    tp: int = 1,
+    policies: str = "mixed",
+    schedule: str = "list",
+    whole: bool = False,
+    max_tokens: int = 40,
+    num_documents: int = 7,
+    max_budget: int = 60,
+) -> StepPlan:
+    """Random documents, cuts, seconds and policies; a legal schedule of the kind asked for.
+
+    Args:
+        whole: documents are not cut, and backward packs are the forward packs.
+        max_budget: most tokens of a pack (a slice may have more).
+    """
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    layout = even_layout(num_layers, dp=dp, pp=pp, tp=tp, virtual=virtual)
+    lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, num_documents))}
+    owner = {doc: rng.randrange(dp) for doc in lengths}
+    pack_plans, schedules, times = [], [], []
+    for dp_rank in range(dp):
+        mine = {doc: n for doc, n in lengths.items() if owner[doc] == dp_rank}
+        cuts = [[] if whole else [rng.random() for _ in range(rng.randint(0, 4))] for _ in range(2)]
+        budget = rng.randint(1, max_budget)
+        budgets = budget, budget if whole else rng.randint(1, max_budget)
+        sides = [
+            greedy_packs(mine, c, b, last_first=last) for c, b, last in zip(cuts, budgets, (False, True), strict=True)
+        ]
+        packs = pack_plan(dp_rank, *sides)
+        chosen = {doc: rng.choice(POLICY_SETS[policies]) for doc in mine}
+        packs = msgspec.structs.replace(packs, policies={d: p for d, p in chosen.items() if p != "replay"})
+        tasks = _random_tasks(packs, layout, numbers)
+        pack_plans.append(packs)
+        schedules.append(_schedule(packs, tasks, schedule, pp, rng))
+        times.append(_times(tasks, is_split="I" in str(schedules[-1].grid())))
+    plan = step_plan(layout, lengths, pack_plans, schedules)
+    plan = seal(msgspec.structs.replace(plan, times=tuple(times)))
+    validate_plan(plan)
+    return plan
+
+
+def _random_tasks(packs, layout, numbers: np.random.Generator) -> PipelineTasks:
+    m_f, m_b, stages = len(packs.forward), len(packs.backward), layout.num_stages
+    zeros = [np.zeros(shape, np.int64) for shape in ((m_f, stages), (m_b, stages))]
+    return with_split(
+        PipelineTasks(
+            forward_s=numbers.uniform(0.5, 2, (m_f, stages)),
+            backward_s=numbers.uniform(1, 4, (m_b, stages)),
+            p2p_forward_s=numbers.uniform(0, 0.2, m_f),
+            p2p_backward_s=numbers.uniform(0, 0.2, m_b),
+            forwards_needed=np.array(packs.forwards_needed(), np.int32),
+            stage_to_rank=np.array(layout.stage_to_rank, np.int32),
+            held=PackBytes(
+                static_bytes=np.zeros(layout.pp, np.int64),
+                forward_kept_bytes=zeros[0] + 1,
+                forward_temp_bytes=zeros[0],
+                backward_freed_bytes=zeros[1],
+                backward_temp_bytes=zeros[1],
+            ),
+        )
+    )
+
+
+def _schedule(packs, tasks: PipelineTasks, name: str, pp: int, rng: random.Random) -> Schedule:
+    if name == "static":
+        assert tasks.num_stages == pp, "the word runs one stage a rank"
+        slack = sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True)
+        return word_schedule(packs, pp, running_need(packs), slack)
+    if name == "zb_h1":
+        return zero_bubble_h1(tasks).to_schedule()
+    cap = np.full(tasks.num_ranks, rng.choice([2, 5, 2**40]), np.int64)
+    lookahead = rng.choice([None, 0, 3])
+    return packflow_list(
+        tasks, cap_bytes=cap, alternate=rng.random() < 0.5, lookahead=lookahead, split=name == "list_split"
+    ).to_schedule()
+
+
+def _times(tasks: PipelineTasks, *, is_split: bool) -> PackTimes:
+    def rows(column: np.ndarray) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, column.tolist()))
+
+    assert tasks.split is not None
+    return PackTimes(
+        forward_s=rows(tasks.forward_s),
+        backward_s=rows(tasks.backward_s),
+        p2p_forward_s=tuple(tasks.p2p_forward_s.tolist()),
+        p2p_backward_s=tuple(tasks.p2p_backward_s.tolist()),
+        input_s=rows(tasks.split.input_s) if is_split else (),
+        weight_s=rows(tasks.split.weight_s) if is_split else (),
+    )
+
+
+def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list[dict[str, dict[str, list[int]]]]:
+    """Per pipeline rank, kind by kind, what it holds while its actions run and after them: "running" and "after"."""
+    columns = replica_columns(plan, dp_rank)
+    tasks = tasks_of_columns(plan, dp_rank, model, columns)
+    kinds = bytes_by_kind(
+        model, plan.layout, tasks, columns.forward, columns.backward, columns.num_tokens, columns.policy
+    )
+    actions = action_columns(plan.schedules[dp_rank])
+    ledger = memory_ledger(kinds, actions)
+    found, row = [], 0
+    for count in np.diff(actions.rank_offset).tolist():
+        samples = ledger[row : row + 1 + 2 * count]
+        row += len(samples)
+        found.append(
+            {
+                name: {"running": samples[1::2, at].tolist(), "after": samples[2::2, at].tolist()}
+                for at, name in enumerate(MEMORY_KINDS)
+            }
+        )
+    return found

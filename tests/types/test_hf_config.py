@@ -1,0 +1,146 @@
+"""Which configurations are read, and that what is read is what transformers builds."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from evenload.errors import ConfigError
+from evenload.types.architectures.registry import ARCHITECTURES
+from evenload.types.hf_config import model_from_hf_config
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_OTHER_SIZES = {
+    "gpt2": {"n_embd": 64, "n_layer": 6, "n_head": 4},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
+}
+_NOT_COUNTED = ("wpe", "position_embeddings", "token_type", "pooler")
+"""Tables of positions and the like, which no layer multiplies with."""
+
+
+def small_config(kind: str, **more):
+    if kind == "gpt2":
+        shape = {key: _SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
+    else:
+        shape = dict(_SIZES)
+    if kind in ("bert", "roberta", "gpt_neox"):
+        del shape["num_key_value_heads"]
+    if not ARCHITECTURES[kind].causal:
+        shape["pad_token_id"] = 0
+    return CONFIG_MAPPING[kind](**{**shape, **_OTHER_SIZES.get(kind, {}), **more})
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_every_known_kind_has_the_weights_that_transformers_builds(kind: str) -> None:
+    config = small_config(kind)
+    with torch.device("meta"):
+        model = (AutoModelForCausalLM if ARCHITECTURES[kind].causal else AutoModel).from_config(config)
+    weights = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and not any(part in name for part in _NOT_COUNTED)
+    )
+    spec = model_from_hf_config(config.to_dict(), kind)
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    assert spec.num_parameters - norms == weights
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_missing_keys_mean_what_transformers_takes_them_for(kind: str) -> None:
+    """Ties, and windows where `layer_types` is not written, as in files of older versions."""
+    for more in ({}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, {"sliding_window": 7}):
+        config = small_config(kind, **more)
+        written = config.to_dict()
+        expected = [7 if one == "sliding_attention" else 0 for one in getattr(config, "layer_types", None) or ()]
+        if config.to_dict().get("sliding_window") == 7 and expected:
+            assert list(model_from_hf_config(written, kind).windows) == expected
+            written = {key: value for key, value in written.items() if key != "layer_types"}
+            assert list(model_from_hf_config(written, kind).windows) == expected
+        tied = copy.copy(written)
+        del tied["tie_word_embeddings"]
+        assert model_from_hf_config(tied, kind).tied_embeddings == CONFIG_MAPPING[kind]().tie_word_embeddings
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "num_hidden_layers": 61, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def test_deepseek_is_refused_by_name_with_everything_that_differs() -> None:
+    """It was planned as a dense model of 16 billion parameters instead of 671."""
+    with pytest.raises(ConfigError) as error:
+        model_from_hf_config(DEEPSEEK_V3, "DeepSeek-V3")
+    for part in (
+        "'deepseek_v3', which is not known",
+        "latent attention (kv_lora_rank 512, q_lora_rank 1536, qk_rope_head_dim 64)",
+        "n_routed_experts 256",
+        "n_shared_experts 1",
+        "first_k_dense_replace 3",
+        "num_nextn_predict_layers 1",
+        "known: bert, gemma,",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "qwen3_next"}, "'qwen3_next'"),
+        ({"model_type": "mamba2"}, "'mamba2'"),
+        ({"model_type": None}, "names no model_type"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"n_routed_experts": 64}, "n_routed_experts 64"),
+        ({"shared_expert_intermediate_size": 512}, "shared experts"),
+        ({"first_k_dense_replace": 1}, "some layers dense"),
+        ({"num_nextn_predict_layers": 1}, "multi-token prediction"),
+        ({"linear_num_value_heads": 32}, "linear attention"),
+        ({"mamba_d_state": 128}, "state-space"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types linear_attention"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_be_costed_wrong_is_refused_by_name(changes, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model_from_hf_config(small_config("llama").to_dict() | changes, "mine")
+    assert "model mine" in str(error.value)
+    assert named in str(error.value)
+
+
+def test_fields_that_are_off_do_no_harm() -> None:
+    off = {"num_nextn_predict_layers": 0, "mlp_only_layers": [], "q_lora_rank": None, "layer_types": None}
+    assert model_from_hf_config(small_config("llama").to_dict() | off, "mine").num_layers == 6
+
+
+def test_text_part_of_gemma_3_is_read() -> None:
+    """As google/gemma-3-4b-it has it: sizes that are the default are left out."""
+    config = {
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }  # fmt: skip
+    spec = model_from_hf_config(config, "gemma-3-4b-it")
+    assert spec.num_parameters / 1e9 == pytest.approx(3.88, rel=0.01)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.tied_embeddings) == (8, 4, 256, True)
+    assert spec.windows[:7] == (1024,) * 5 + (0, 1024)

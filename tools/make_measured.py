@@ -1,0 +1,119 @@
+"""The README's table of measurements, from the newest rows of benchmarks/results/results.csv.
+
+python tools/make_measured.py        part of `make docs`; a test fails when README and rows differ
+"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
+BEGIN, END = "<!-- measured: make docs -->\n", "<!-- end of measured -->\n"
+
+
+def measured_table() -> str:
+    """Markdown lines; every figure names its benchmark, and the line below the table its machine and commit."""
+    rows = newest_rows()
+
+    def value(benchmark: str, case: str, metric: str) -> float:
+        return float(rows[benchmark, case, metric]["value"])
+
+    def spread(benchmark: str, metric: str) -> str:
+        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        return f"{min(values):.2f}-{max(values):.2f}×"
+
+    def percent(benchmark: str, metric: str) -> str:
+        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        return f"{min(values):.1%} to {max(values):.1%}"
+
+    tasks = "4,096 tasks, 8 stages, 256 packs each way"
+    demo = next(case for b, case, _ in rows if b == "demo" and case.startswith("slimpack"))
+    tails = [
+        case for b, case, m in rows if b == "context" and m == "bytes" and case.endswith("dacp") and "QA" not in case
+    ]
+    moved, took = ([value("context", case, metric) for case in tails] for metric in ("bytes", "time"))
+    outlier = next(case for b, case, metric in rows if b == "dp_merge" and metric == "speed-up, measured")
+    figures = [
+        (
+            "replay: time of loss and gradients, against plain transformers and autograd",
+            spread("replay", "time"),
+            "replay",
+        ),
+        ("recompute: time, against the same", spread("recompute", "time"), "replay"),
+        ("replay: peak memory, against the same", spread("replay", "peak memory"), "replay"),
+        (
+            "a step's time that is Evenload's own, not tensor work: packs of 2K to 8K tokens, 2 to 376 documents",
+            percent("step", "own"),
+            "step_overhead",
+        ),
+        (
+            "simulator: tasks a second, and against its reference in plain Python",
+            f"{value('simulator', f'simulate: {tasks}', 'tasks per second') / 1e6:.0f} M, "
+            f"{value('simulator', f'simulate: {tasks}', 'speed-up'):.0f}×",
+            "simulator",
+        ),
+        (
+            "planning `slimpack`: 512 and 2,048 documents, DP 8 × PP 4, against `best_fit`",
+            ", ".join(
+                f"{value('planning', f'slimpack, {n} documents, dp=8 pp=4', 'plan and choose'):.0f} ms "
+                f"({value('planning', f'slimpack, {n} documents, dp=8 pp=4', 'time'):.1f}×)"
+                for n in ("512", "2,048")
+            ),
+            "planning",
+        ),
+        (
+            "slices: attention of 8 slices, against one causal call",
+            f"{value('attention', '8 slices of one document of 8,192 tokens', 'time'):.2f}×",
+            "attention",
+        ),
+        (
+            "demo: step time of `best_fit` over `slimpack`, measured (predicted)",
+            f"{value('demo', demo, 'speed-up, measured'):.2f}× ({value('demo', demo, 'speed-up, predicted'):.2f}×)",
+            "demo",
+        ),
+        (
+            "demo: step time of `slimpack` over its prediction",
+            f"{value('demo', demo, 'step time'):.2f}×",
+            "demo",
+        ),
+        (
+            "one document of 20 times the mean, two replicas: step time apart over shared, measured (predicted)",
+            f"{value('dp_merge', outlier, 'speed-up, measured'):.2f}× "
+            f"({value('dp_merge', outlier, 'speed-up, predicted'):.2f}×)",
+            "dp_merge",
+        ),
+        (
+            "the same, shared: step time over its prediction",
+            f"{value('dp_merge', outlier, 'step time'):.2f}×",
+            "dp_merge",
+        ),
+        (
+            "`skrull` on 4 context ranks, against sharing all documents: bytes moved, time; its two long-tailed tables",
+            f"{min(moved):.2f}-{max(moved):.2f}×, {min(took):.2f}-{max(took):.2f}×",
+            "context_parallel",
+        ),
+    ]
+    commits: dict[str, set[str]] = {}
+    for r in rows.values():
+        commits.setdefault(f"{r['cpu']}, {r['cores']} cores, torch {r['torch']}", set()).add(r["commit"])
+    machines = [f"{machine} (commits {', '.join(sorted(of))})" for machine, of in sorted(commits.items())]
+    lines = ["| what | figure | command |", "|---|---|---|"]
+    lines += [f"| {what} | {figure} | [benchmarks/{name}.py](benchmarks/{name}.py) |" for what, figure, name in figures]
+    return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
+
+
+def newest_rows() -> dict[tuple[str, str, str], dict[str, str]]:
+    """The last row of every benchmark, case and metric."""
+    with RESULTS.open(newline="") as file:
+        return {(row["benchmark"], row["case"], row["metric"]): row for row in csv.DictReader(file)}
+
+
+def readme_with_table() -> str:
+    """The README as it should be."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + measured_table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(readme_with_table(), encoding="utf-8")

@@ -1,0 +1,72 @@
+"""docs/planner.md's time to plan, from the newest rows of benchmarks/results.
+
+python tools/make_planning_times.py      part of `make docs`; a test fails when page and rows differ
+
+Where memory does not bind the rows are those of planning_growth.csv; where it does, those of `planning_memory` in
+results.csv, as ranges over tables of lengths.
+"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "planner.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- planning times: make docs -->\n", "<!-- end of planning times -->\n"
+STRATEGIES = ("slimpack", "auto")
+
+
+def planning_times() -> str:
+    """Markdown lines: a table, and the machine under it."""
+    growth = _newest("planning_growth.csv", "growth")
+    counts = list(dict.fromkeys(case.split(", ", 1)[1] for case in growth if case.startswith("auto, ")))
+    lines = ["| documents | memory | lengths | `slimpack` | `auto` |", "|---|---|---|---|---|"]
+    for count in counts:
+        cells = " | ".join(_ms(growth[f"{strategy}, {count}"]) for strategy in STRATEGIES)
+        lines.append(f"| {count.split(' documents')[0]} | does not bind | lognormal, 32K | {cells} |")
+    used = [growth[f"auto, {count}"] for count in counts]
+    binding = _newest("results.csv", "planning_memory")
+    kinds = dict.fromkeys(_kind(case) for case in binding)
+    for memory, count in kinds:
+        ranges = []
+        for strategy in STRATEGIES:
+            rows = [
+                row for case, row in binding.items() if case.startswith(strategy) and _kind(case) == (memory, count)
+            ]
+            values = sorted(float(row["value"]) for row in rows)
+            ranges.append(f"{values[0]:.0f}-{values[-1]:.0f} ms")
+            used += rows
+        limit = "no limit" if memory == "unlimited" else f"{memory}, policies chosen"
+        lines.append(f"| {count} | {limit} | four tables, 32K and 128K | {' | '.join(ranges)} |")
+    facts = sorted({f"{row['cores']} cores of {row['cpu']}, commit `{row['commit']}`" for row in used})
+    return "\n".join([*lines, "", f"Medians; {'; '.join(facts)}.", ""])
+
+
+def _kind(case: str) -> tuple[str, str]:
+    """Memory and documents of a case such as "auto, 80 GB, books, 32K, 2,048 documents"."""
+    parts = case.removesuffix(" documents").split(", ")
+    return parts[1], parts[4]
+
+
+def _ms(row: dict[str, str]) -> str:
+    return f"{float(row['value']):,.3g} ms" if float(row["value"]) < 1000 else f"{float(row['value']) / 1000:.2g} s"
+
+
+def _newest(file: str, benchmark: str) -> dict[str, dict[str, str]]:
+    """By case the last row of a benchmark's "plan and choose"."""
+    with (RESULTS / file).open(newline="") as rows:
+        return {
+            row["case"]: row
+            for row in csv.DictReader(rows)
+            if (row["benchmark"], row["metric"]) == (benchmark, "plan and choose")
+        }
+
+
+def page_with_times() -> str:
+    """The page with the block replaced."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + planning_times() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_times(), encoding="utf-8")
