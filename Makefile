@@ -21,8 +21,10 @@ endef
 demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
 
-# Processes by the hundred import the same modules; compiling those anew in each costs minutes.
+# Processes by the hundred import the same modules; compiling those anew in each costs minutes. Compiling all that is
+# installed costs minutes too: most of it is never imported, and what is, is compiled then.
 unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 # One process more than cores, because some tests wait; at most four, because each starts a pool of four ranks.
 TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )))
@@ -66,10 +68,10 @@ clean:
 
 .venv/train: .venv/bin/python $(SOURCES)
 	$(INSTALLS_TRAIN)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[train]'
 	@touch $@
 
 .venv/dev: .venv/bin/python $(SOURCES)  # holds all of .venv/train
 	$(INSTALLS_DEV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
 	@touch .venv/train $@

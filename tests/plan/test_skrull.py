@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,7 +79,7 @@ def test_the_bucket_is_the_largest_that_fits(policy, room) -> None:
     static = int(static_bytes(sample_model(), even_layout(3, cp=cp)).max())
     step = planner(static + room, policy=policy, cp=cp)
     codes = None if policy == "replay" else np.full(9, POLICIES.index(policy), np.int8)
-    problem = step._problem(0, documents([4000, *[500] * 8]), codes)
+    problem = replace(step._problem(0, documents([4000, *[500] * 8])), policy=codes)
     bucket = bucket_tokens(problem)
     assert can_fit(problem) == (bucket >= 4000 / cp)
     assert not step.propose(0, documents([(bucket + 1) * cp]), "skrull").feasible or bucket == 8000
