@@ -32,16 +32,16 @@ def sharded():
     return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": SHARDS})
 
 
-def check_parts_and_offsets(file, reader, columns, count, expected):
-    whole = read_all(file, reader, columns)
+def check_parts_and_offsets(file, reader, count, expected):
+    whole = read_all(file, reader)
     assert values_of(whole) == expected
-    assert [plain(record) for record in read_all(file, reader, columns, count)] == [plain(record) for record in whole]
+    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
     for index in range(count):
         part = FilePart(index, count)
-        records = [plain(record) for record in reader.records(file, part, columns)]
+        records = [plain(record) for record in reader.records(file, part)]
         for at, (_, next_offset, *_) in enumerate(records):
-            assert [plain(left) for left in reader.records(file, part, columns, next_offset)] == records[at + 1 :]
-        assert list(reader.records(file, part, columns, FILE_END)) == []
+            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
+        assert list(reader.records(file, part, FILE_END)) == []
 
 
 @pytest.fixture
@@ -51,24 +51,24 @@ def rows():
 
 @pytest.mark.parametrize("count", [1, 2, 5, 23, 30])
 def test_rows_of_a_dataset_in_parts_and_from_every_offset(rows, count):
-    check_parts_and_offsets(*open_dataset(rows), ("text",), count, TEXTS)
-    check_parts_and_offsets(*open_dataset(rows, record="tokens"), ("input_ids",), count, TOKENS)
+    check_parts_and_offsets(*open_dataset(rows), count, TEXTS)
+    check_parts_and_offsets(*open_dataset(rows, record="tokens"), count, TOKENS)
 
 
 def test_a_selected_and_shuffled_dataset_keeps_its_order(rows):
     order = [5, 3, 22, 0, 3]
-    check_parts_and_offsets(*open_dataset(rows.select(order)), ("text",), 2, [TEXTS[row] for row in order])
+    check_parts_and_offsets(*open_dataset(rows.select(order)), 2, [TEXTS[row] for row in order])
     shuffled = rows.shuffle(seed=4)
-    check_parts_and_offsets(*open_dataset(shuffled), ("text",), 3, shuffled["text"][:])
+    check_parts_and_offsets(*open_dataset(shuffled), 3, shuffled["text"][:])
 
 
 def test_formats_do_not_change_what_is_read_and_transforms_do(rows):
     formatted = rows.with_format("numpy", columns=["id"])
-    assert values_of(read_all(*open_dataset(formatted, record="tokens"), ("input_ids",))) == TOKENS
+    assert values_of(read_all(*open_dataset(formatted, record="tokens"))) == TOKENS
     loud = rows.with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
-    check_parts_and_offsets(*open_dataset(loud), ("text",), 2, [text.upper() for text in TEXTS])
+    check_parts_and_offsets(*open_dataset(loud), 2, [text.upper() for text in TEXTS])
     ids = rows.with_transform(lambda batch: {"input_ids": [[len(text)] for text in batch["text"]]})
-    found = values_of(read_all(*open_dataset(ids, record="tokens"), ("input_ids",)))
+    found = values_of(read_all(*open_dataset(ids, record="tokens")))
     assert found == [[len(text)] for text in TEXTS]
 
 
@@ -76,12 +76,12 @@ def test_a_dataset_on_disk_is_read_from_its_memory_map(rows, tmp_path):
     rows.save_to_disk(str(tmp_path / "saved"))
     loaded = datasets.load_from_disk(str(tmp_path / "saved"))
     file, reader = pickle.loads(pickle.dumps(open_dataset(loaded, record="tokens")))
-    check_parts_and_offsets(file, reader, ("input_ids",), 3, TOKENS)
+    check_parts_and_offsets(file, reader, 3, TOKENS)
     # Its cache file is a source as well.
     (cache,) = (tmp_path / "saved").glob("*.arrow")
     from format_files import tokens_source
 
-    assert values_of(read_all(*tokens_source(str(cache)), ("input_ids",))) == TOKENS
+    assert values_of(read_all(*tokens_source(str(cache)))) == TOKENS
 
 
 def test_number_of_parts_follows_bytes_and_never_exceeds_rows(rows):
@@ -95,8 +95,8 @@ def test_number_of_parts_follows_bytes_and_never_exceeds_rows(rows):
 def test_shards_of_an_iterable_dataset_are_its_parts(count):
     file, reader = open_dataset(sharded())
     assert reader.num_parts(file, 10) == len(SHARDS)
-    check_parts_and_offsets(file, reader, ("text",), count, [text for shard in SHARDS for text in shard])
-    records = read_all(file, reader, ("text",))
+    check_parts_and_offsets(file, reader, count, [text for shard in SHARDS for text in shard])
+    records = read_all(file, reader)
     assert reader.origin(file, records[5].offset) == "mine:shard 3, example 2"
 
 
@@ -107,13 +107,13 @@ def test_an_iterable_dataset_of_files_and_maps_is_read_from_any_offset(rows, tmp
     streamed = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
     mapped = streamed.map(lambda row: {"text": row["text"] + "!"}).filter(lambda row: row["id"] != 4)
     expected = [f"{text}!" for row, text in enumerate(TEXTS) if row != 4]
-    check_parts_and_offsets(*open_dataset(mapped), ("text",), 3, expected)
-    check_parts_and_offsets(*open_dataset(mapped.with_format("numpy"), record="tokens"), ("input_ids",), 3,
+    check_parts_and_offsets(*open_dataset(mapped), 3, expected)
+    check_parts_and_offsets(*open_dataset(mapped.with_format("numpy"), record="tokens"), 3,
                             [ids for row, ids in enumerate(TOKENS) if row != 4])  # fmt: skip
 
 
 def read_in_process(file, reader, results):
-    results.put([record.values for record in reader.records(file, FilePart(3, 5), ("text",))])
+    results.put([record.values for record in reader.records(file, FilePart(3, 5))])
 
 
 @pytest.mark.parametrize("is_iterable", [False, True])
@@ -134,10 +134,10 @@ def test_wrong_columns_and_types_are_named(rows):
     for dataset in (rows, iterable):
         file, reader = open_dataset(dataset, text_column="body")
         with pytest.raises(DataError, match=r"mine has no column 'body', only id, text, input_ids; set data.text_col"):
-            read_all(file, reader, ("body",))
+            read_all(file, reader)
     with pytest.raises(DataError, match="'id' is int64, not text"):
-        read_all(*open_dataset(rows, text_column="id"), ("id",))
-    (record, *_) = read_all(*open_dataset(iterable, text_column="id"), ("id",))
+        read_all(*open_dataset(rows, text_column="id"))
+    (record, *_) = read_all(*open_dataset(iterable, text_column="id"))
     assert record.values is None
     assert record.problem == "column 'id': int 1 is not text"
 
@@ -149,7 +149,7 @@ def test_what_a_generator_raises_names_the_dataset():
 
     file, reader = open_dataset(datasets.IterableDataset.from_generator(broken))
     with pytest.raises(DataError, match="mine cannot be read: KeyError: 'lost'"):
-        read_all(file, reader, ("text",))
+        read_all(file, reader)
 
 
 def test_other_objects_are_refused(rows):

@@ -31,7 +31,7 @@ def write(tmp_path, content, name="docs.jsonl"):
 )
 def test_a_broken_line_names_file_and_line_and_the_others_are_read(tmp_path, line, why):
     file, reader = open_source(write(tmp_path, b'{"text": "ok"}\n\n' + line + b'\n{"text": "after"}\n'))
-    first, broken, last = read_all(file, reader, ("text",))
+    first, broken, last = read_all(file, reader)
     assert (first.values, broken.values, last.values) == (("ok",), None, ("after",))
     assert reader.origin(file, broken.offset) == f"{file.name}:3"
     with pytest.raises(AssertionError, match=why):
@@ -49,7 +49,7 @@ def test_a_broken_line_names_file_and_line_and_the_others_are_read(tmp_path, lin
     ],
 )
 def test_ids_that_are_none_are_problems_and_never_rounded(tmp_path, line, why):
-    (record,) = read_all(*tokens_source(write(tmp_path, line)), ("input_ids",))
+    (record,) = read_all(*tokens_source(write(tmp_path, line)))
     assert record.values is None
     assert why in record.problem
 
@@ -62,39 +62,37 @@ def test_ids_that_are_none_are_problems_and_never_rounded(tmp_path, line, why):
     ],
 )
 def test_chats_that_are_none_are_problems(tmp_path, line, why):
-    (record,) = read_all(*open_source(write(tmp_path, line), record="messages"), ("messages",))
+    (record,) = read_all(*open_source(write(tmp_path, line), record="messages"))
     assert record.values is None
     assert why in record.problem
 
 
 def test_prompts_may_be_text_or_messages_and_messages_hold_any_json(tmp_path):
     content = b'{"prompt": [{"role": "user", "content": ["a", {"n": 1.5}]}], "completion": "c"}\n{"prompt":"p"}\n'
-    first, second = read_all(
-        *open_source(write(tmp_path, content), record="prompt_completion"), ("prompt", "completion")
-    )
+    first, second = read_all(*open_source(write(tmp_path, content), record="prompt_completion"))
     assert first.values == ([{"role": "user", "content": ["a", {"n": 1.5}]}], "c")
     assert "missing required field `completion`" in second.problem
 
 
 def test_keys_with_any_name_are_found(tmp_path):
     source = write(tmp_path, '{"my text-é.$": "a", "x": 1}'.encode())
-    assert values_of(read_all(*open_source(source, text_column="my text-é.$"), ("my text-é.$",))) == ["a"]
+    assert values_of(read_all(*open_source(source, text_column="my text-é.$"))) == ["a"]
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
     source = write(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}')
-    assert values_of(read_all(*open_source(source), ("text",), 2)) == ["a", "b"]
+    assert values_of(read_all(*open_source(source), 2)) == ["a", "b"]
 
 
 def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
     source = write(tmp_path, b'{"text": "a"}\n' + b"x" * 1000 + b'\n{"text": "b"}\n{"text": "' + b"y" * 100 + b'"}')
     for count in (1, 2, 7):
-        records = read_all(*open_source(source), ("text",), count)
+        records = read_all(*open_source(source), count)
         assert [record.values for record in records] == [("a",), None, ("b",), None]
         assert "longer than 64 bytes" in records[1].problem
     file, reader = open_source(source)
-    left = list(reader.records(file, FilePart(), ("text",), records[1].next_offset))
+    left = list(reader.records(file, FilePart(), records[1].next_offset))
     assert [record.values for record in left] == [("b",), None]
 
 
@@ -111,10 +109,10 @@ def test_compressed_lines_are_read_from_every_offset(tmp_path, packed):
         tmp_path, compress(b"".join(b'{"text": "line %d"}\n' % line for line in range(50))), f"a.jsonl.{suffix}"
     )
     file, reader = open_source(source)
-    records = read_all(file, reader, ("text",), 3)
+    records = read_all(file, reader, 3)
     assert values_of(records) == [f"line {line}" for line in range(50)]
     for at in (0, 1, 30, 49):
-        assert list(reader.records(file, FilePart(), ("text",), records[at].next_offset)) == records[at + 1 :]
+        assert list(reader.records(file, FilePart(), records[at].next_offset)) == records[at + 1 :]
 
 
 def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_path, packed):
@@ -126,10 +124,10 @@ def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_p
     flipped = bytearray(content)
     flipped[len(content) * 3 // 4] ^= 255
     # What is damaged and has no checksum may give wrong letters, but must not raise anything.
-    read_all(*open_source(write(tmp_path, bytes(flipped), f"a.jsonl.{suffix}")), ("text",))
+    read_all(*open_source(write(tmp_path, bytes(flipped), f"a.jsonl.{suffix}")))
     for damaged in (content[: len(content) * 3 // 4], content[:-1]):
         file, reader = open_source(write(tmp_path, damaged, f"a.jsonl.{suffix}"))
-        records = read_all(file, reader, ("text",))
+        records = read_all(file, reader)
         good = [record for record in records if record.values is not None]
         assert values_of(good) == texts[: len(good)]
         assert f"{file.compression} compression is damaged" in records[-1].problem
@@ -138,5 +136,5 @@ def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_p
             assert reader.origin(file, good[99].offset) == f"{file.name}:100"
     (tmp_path / f"b.txt.{suffix}").write_bytes(content[:-1])
     file, reader = open_source(str(tmp_path / f"b.txt.{suffix}"))
-    (record,) = reader.records(file, FilePart(), ("text",))
+    (record,) = reader.records(file, FilePart())
     assert f"{file.compression} compression is damaged" in record.problem

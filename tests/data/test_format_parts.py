@@ -24,18 +24,18 @@ TEXTS = st.lists(st.text(alphabet=st.sampled_from('a "\\\n\r é😀'), max_size=
 DOCUMENTS = st.lists(st.lists(st.integers(1, 65_535), max_size=9), max_size=20)
 
 
-def check_parts_and_offsets(file, reader, columns, count, expected):
-    whole = read_all(file, reader, columns)
+def check_parts_and_offsets(file, reader, count, expected):
+    whole = read_all(file, reader)
     assert values_of(whole) == expected
-    assert [plain(record) for record in read_all(file, reader, columns, count)] == [plain(record) for record in whole]
+    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
     for index in range(count):
         part = FilePart(index, count)
-        records = [plain(record) for record in reader.records(file, part, columns)]
+        records = [plain(record) for record in reader.records(file, part)]
         for at, record in enumerate(records):
             offset, next_offset = record[:2]
-            assert next(map(plain, reader.records(file, part, columns, offset))) == record
-            assert [plain(left) for left in reader.records(file, part, columns, next_offset)] == records[at + 1 :]
-        assert list(reader.records(file, part, columns, FILE_END)) == []
+            assert next(map(plain, reader.records(file, part, offset))) == record
+            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
+        assert list(reader.records(file, part, FILE_END)) == []
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -43,7 +43,7 @@ def check_parts_and_offsets(file, reader, columns, count, expected):
 @given(texts=TEXTS, count=st.integers(1, 9))
 def test_parts_of_any_number_give_all_texts_in_order_from_every_offset(tmp_path_factory, format, texts, count):
     source = write_rows(tmp_path_factory.mktemp("rows"), format, [{"id": 7, "text": text} for text in texts] or [])
-    check_parts_and_offsets(*open_source(source), ("text",), count, texts)
+    check_parts_and_offsets(*open_source(source), count, texts)
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
@@ -57,13 +57,13 @@ def test_parts_of_any_number_give_all_tokens_in_order_from_every_offset(
         if documents and not is_ended and len(documents[-1]) > 1:
             documents[-1].pop()
     source = write_tokens(tmp_path_factory.mktemp("tokens"), format, documents)
-    check_parts_and_offsets(*tokens_source(source), ("input_ids",), count, documents)
+    check_parts_and_offsets(*tokens_source(source), count, documents)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_text_file_is_one_record_of_the_first_part(tmp_path, count):
     (tmp_path / "a.txt").write_bytes("ä\r\n".encode())
-    check_parts_and_offsets(*open_source(str(tmp_path)), ("text",), count, ["ä\r\n"])
+    check_parts_and_offsets(*open_source(str(tmp_path)), count, ["ä\r\n"])
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -86,14 +86,14 @@ def test_chats_keep_their_messages_and_null_keys_are_left_out(tmp_path, format):
         write_table(path, format, pa.table({"messages": pa.array(chats, kind)}))
     else:
         path = write_rows(tmp_path, format, rows)
-    check_parts_and_offsets(*open_source(str(path), record="messages"), ("messages",), 2, chats)
+    check_parts_and_offsets(*open_source(str(path), record="messages"), 2, chats)
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_several_columns_come_in_the_order_asked_for(tmp_path, format):
     rows = [{"completion": f"c{row}", "other": row, "prompt": f"p{row}"} for row in range(7)]
     file, reader = open_source(write_rows(tmp_path, format, rows), record="prompt_completion")
-    found = read_all(file, reader, ("prompt", "completion"), 2)
+    found = read_all(file, reader, 2)
     assert [record.values for record in found] == [(f"p{row}", f"c{row}") for row in range(7)]
 
 
@@ -101,7 +101,7 @@ def test_several_columns_come_in_the_order_asked_for(tmp_path, format):
 def test_labels_may_be_negative_and_are_as_long_as_their_tokens(tmp_path, format):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, {"input_ids": [4], "labels": [4]}]
     file, reader = open_source(write_rows(tmp_path, format, rows), record="tokens", labels_column="labels")
-    found = [plain(record)[2] for record in read_all(file, reader, ("input_ids", "labels"))]
+    found = [plain(record)[2] for record in read_all(file, reader)]
     assert found == [(("int32", 1, 2, 3), ("int32", -100, -100, 3)), (("int32", 4), ("int32", 4))]
 
 
@@ -119,4 +119,4 @@ def test_number_of_parts_follows_the_size_and_opens_nothing(tmp_path, format):
 def test_readers_and_files_go_to_other_processes(tmp_path, format):
     documents = [[1, 2, END_ID], [3, END_ID]]
     file, reader = pickle.loads(pickle.dumps(tokens_source(write_tokens(tmp_path, format, documents))))
-    assert values_of(read_all(file, reader, ("input_ids",))) == documents
+    assert values_of(read_all(file, reader)) == documents

@@ -114,9 +114,9 @@ def tokens_source(source: str) -> tuple[SourceFile, RecordReader]:
     return open_source(source, record="tokens", document_end_id=END_ID)
 
 
-def read_all(file: SourceFile, reader: RecordReader, columns: tuple[str, ...], count: int = 1) -> list[Record]:
+def read_all(file: SourceFile, reader: RecordReader, count: int = 1) -> list[Record]:
     """All records, part after part."""
-    return [record for index in range(count) for record in reader.records(file, FilePart(index, count), columns)]
+    return [record for index in range(count) for record in reader.records(file, FilePart(index, count))]
 
 
 def plain(record: Record) -> tuple:

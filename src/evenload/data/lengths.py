@@ -116,7 +116,7 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
     files = open_part(config)
     for segment in files.segments:
         file, reader = files.files[segment.file], files.readers[segment.file]
-        records = reader.records(file, segment.part, encoder.columns)
+        records = reader.records(file, segment.part)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
             for record, outcome in zip(chunk, encode_records(encoder, chunk), strict=True):
                 if not isinstance(outcome, str):

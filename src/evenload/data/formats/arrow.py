@@ -12,14 +12,14 @@ One batch in memory where it is compressed or remote, its pages otherwise.
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, check_values, is_nested
-from evenload.data.formats.columns import Column, wanted_columns
+from evenload.data.formats.columns import Column
 from evenload.data.formats.mapped import ByteRanges, open_ranges
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
@@ -48,35 +48,21 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrowReader(RecordReader):
-    """Reader of format "arrow".
+    """Reader of format "arrow"."""
 
-    Args:
-        known: what the columns have to be, by name.
-    """
+    columns: tuple[Column, ...]
 
-    known: Mapping[str, Column]
+    def can_share(self, file: SourceFile) -> bool:
+        return file.is_local
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        return super().num_parts(file, part_bytes) if file.is_local else 1
-
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
-        """The rows of the part's batches, from that row on."""
-        if offset == FILE_END:
-            return
-        wanted = wanted_columns(columns, self.known)
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         with open_ranges(file) as ranges:
-            size_bytes = ranges.size_bytes
-            if size_bytes is None and part.index > 0:
-                return
-            start, stop = (size_bytes or 0) * part.index // part.count, None
-            if size_bytes is not None and part.index + 1 < part.count:
-                stop = size_bytes * (part.index + 1) // part.count
+            span = part.range_of(ranges.size_bytes or 0)
+            start, stop = span.start, span.stop if part.index + 1 < part.count else None
             row = offset or 0
             try:
-                for first_row, arrays in _slices(ranges, start, stop, row, wanted, file.name):
-                    yield from arrow_records(arrays, wanted, first_row)
+                for first_row, arrays in _slices(ranges, start, stop, row, self.columns, file.name):
+                    yield from arrow_records(arrays, self.columns, first_row)
                     row = first_row + len(arrays[0])
                     ranges.release(sum(array.nbytes for array in arrays))
             except _DamagedError as err:

@@ -1,6 +1,6 @@
 """`Column`: what the values of a column have to be, and how Python values become that."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,8 +33,8 @@ class Column(NamedTuple):
     setting: str
 
 
-def record_columns(config: DataConfig) -> dict[str, Column]:
-    """By name, what the columns of a record of `config.record` have to be."""
+def record_columns(config: DataConfig) -> tuple[Column, ...]:
+    """The columns of a record of `config.record`, in the order of `DocumentEncoder.encode`'s values."""
     fields: dict[str, ColumnKind]
     match config.record:
         case "text":
@@ -47,14 +47,7 @@ def record_columns(config: DataConfig) -> dict[str, Column]:
             fields = {"tokens_column": "tokens"}
             if config.labels_column:
                 fields["labels_column"] = "tokens"
-    return {
-        getattr(config, field): Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items()
-    }
-
-
-def wanted_columns(names: Sequence[str], known: Mapping[str, Column]) -> tuple[Column, ...]:
-    """The asked columns with what they have to be."""
-    return tuple(known[name] for name in names)
+    return tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
 
 
 class ValueProblem(ValueError):

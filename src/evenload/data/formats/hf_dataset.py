@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
-from evenload.data.formats.columns import Column, ValueProblem, value_converter, wanted_columns
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.columns import Column, ValueProblem, value_converter
+from evenload.data.formats.record import FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
 
@@ -55,42 +55,35 @@ class DatasetReader(RecordReader):
 
     Args:
         dataset: with any format; what it is read as does not depend on it, except for a transform.
-        known: what the columns have to be, by name.
     """
 
     dataset: "Dataset"
-    known: Mapping[str, Column]
+    columns: tuple[Column, ...]
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         return max(1, min(len(self.dataset), -(-(file.size_bytes or 0) // part_bytes)))
 
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
-        """The part's rows from that row on."""
-        if offset == FILE_END:
-            return
-        wanted, num_rows = wanted_columns(columns, self.known), len(self.dataset)
-        start = max(offset or 0, num_rows * part.index // part.count)
-        rows = range(start, num_rows * (part.index + 1) // part.count)
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        whole = part.range_of(len(self.dataset))
+        rows = range(max(offset or 0, whole.start), whole.stop)
         is_transformed = self.dataset.format["type"] == "custom"
-        read = self._transformed if is_transformed else self._batches
-        yield from _guarded(read(file.name, wanted, rows), file.name)
+        records = self._transformed if is_transformed else self._batches
+        return _guarded(records(file.name, rows), file.name)
 
-    def _batches(self, name: str, wanted: Sequence[Column], rows: range) -> Iterator[Record]:
-        check_schema(self.dataset.features.arrow_schema, wanted, name)
-        names = [column.name for column in wanted]
+    def _batches(self, name: str, rows: range) -> Iterator[Record]:
+        check_schema(self.dataset.features.arrow_schema, self.columns, name)
+        names = [column.name for column in self.columns]
         table = self.dataset.data
         size = batch_rows(table.num_rows, sum(table.column(column).nbytes for column in names))
         dataset = self.dataset.with_format("arrow", columns=names)
         for start in range(rows.start, rows.stop, size):
             found: Any = dataset[start : min(rows.stop, start + size)]
             for batch in found.to_batches():
-                yield from arrow_records([batch.column(column) for column in names], wanted, start)
+                yield from arrow_records([batch.column(column) for column in names], self.columns, start)
                 start += len(batch)
 
-    def _transformed(self, name: str, wanted: Sequence[Column], rows: range) -> Iterator[Record]:
-        make = _RecordMaker(wanted, name)
+    def _transformed(self, name: str, rows: range) -> Iterator[Record]:
+        make, wanted = _RecordMaker(self.columns, name), self.columns
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
             found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
             columns = [found[column.name] for column in wanted if column.name in found]
@@ -107,34 +100,27 @@ class IterableDatasetReader(RecordReader):
 
     Args:
         dataset: the same examples in the same order every time; an epoch of its own shuffling does not change.
-        known: what the columns have to be, by name.
     """
 
     dataset: "IterableDataset"
-    known: Mapping[str, Column]
+    columns: tuple[Column, ...]
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         return self.dataset.num_shards
 
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
-        """The examples of the part's shards, from an offset on."""
-        if offset == FILE_END:
-            return
-        yield from _guarded(self._examples(file.name, part, wanted_columns(columns, self.known), offset), file.name)
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        return _guarded(self._examples(file.name, part, offset), file.name)
 
     def origin(self, file: SourceFile, offset: int) -> str:
         shard, example = _place(offset)
         return f"{file.name}:shard {shard}, example {example + 1}"
 
-    def _examples(self, name: str, part: FilePart, wanted: Sequence[Column], offset: int | None) -> Iterator[Record]:
+    def _examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
         dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
-        first_shard, skipped = num_shards * part.index // part.count, 0
-        if offset is not None:
-            first_shard, skipped = _place(offset)
-        make = _RecordMaker(wanted, name)
-        for shard in range(first_shard, num_shards * (part.index + 1) // part.count):
+        shards = part.range_of(num_shards)
+        first_shard, skipped = (shards.start, 0) if offset is None else _place(offset)
+        make = _RecordMaker(self.columns, name)
+        for shard in range(first_shard, shards.stop):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
             at = shard << _EXAMPLE_BITS
             if skipped:

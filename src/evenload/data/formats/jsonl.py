@@ -9,14 +9,14 @@ Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compr
 read).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 
-from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind, wanted_columns
+from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind
 from evenload.data.formats.failures import damaged_compression
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
@@ -36,25 +36,19 @@ _TYPES: dict[ColumnKind, Any] = {
 
 @dataclass(frozen=True)
 class JsonlReader(RecordReader):
-    """Reader of format "jsonl".
+    """Reader of format "jsonl"."""
 
-    Args:
-        known: what the columns have to be, by name.
-    """
+    columns: tuple[Column, ...]
 
-    known: Mapping[str, Column]
+    def can_share(self, file: SourceFile) -> bool:
+        return file.compression is None and file.size_bytes is not None
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        return super().num_parts(file, part_bytes) if _can_share(file) else 1
-
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
-        """The lines whose first byte lies in the part, from that byte on."""
-        start, stop = _byte_range(file, part)
-        if offset == FILE_END or (stop is not None and start >= stop):
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        span = part.range_of(file.size_bytes or 0)
+        start, stop = span.start, None if part.count == 1 else span.stop
+        if stop == start:
             return
-        decode = _line_decoder(wanted_columns(columns, self.known))
+        decode = _line_decoder(self.columns)
         position = start if offset is None else offset
         try:
             with file.open() as stream:
@@ -86,19 +80,6 @@ class JsonlReader(RecordReader):
         except Exception:  # another error is being told, and that the file cannot be read up to here is not it
             return f"{file.name}, byte {offset}"
         return f"{file.name}:{lines}"
-
-
-def _can_share(file: SourceFile) -> bool:
-    return file.compression is None and file.size_bytes is not None
-
-
-def _byte_range(file: SourceFile, part: FilePart) -> tuple[int, int | None]:
-    """`[start, stop)` of the part; None = the end of the file."""
-    if part.count == 1:
-        return 0, None
-    if not _can_share(file) or file.size_bytes is None:
-        return 0, None if part.index == 0 else 0
-    return file.size_bytes * part.index // part.count, file.size_bytes * (part.index + 1) // part.count
 
 
 def _pass_line(stream: IO[bytes]) -> int:

@@ -8,6 +8,7 @@ again. A mapped file must not be made shorter meanwhile (the process would be ki
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -50,17 +51,30 @@ class ShortFileError(Exception):
     """The file ends inside what was asked for."""
 
 
-def read_numbers(ranges: ByteRanges, dtype: np.dtype, at_bytes: int, start: int, stop: int) -> NDArray[Any]:
-    """Elements `[start, stop)` of an array that begins at a byte of the file; not copied where it is mapped.
+@dataclass(frozen=True, eq=False)
+class NumberArray:
+    """So many numbers that begin at a byte of an open file."""
 
-    Raises:
-        ShortFileError: the file does not hold them.
-    """
-    wanted = (stop - start) * dtype.itemsize
-    content = ranges.read(at_bytes + start * dtype.itemsize, wanted)
-    if len(content) != wanted:
-        raise ShortFileError(f"it ends at byte {at_bytes + start * dtype.itemsize + len(content)}")
-    return np.frombuffer(content, dtype=dtype)
+    ranges: ByteRanges
+    dtype: np.dtype
+    at_bytes: int
+    size: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.at_bytes + self.size * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Numbers `[start, stop)`; not copied where the file is mapped.
+
+        Raises:
+            ShortFileError: the file does not hold them.
+        """
+        at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
+        content = self.ranges.read(at, wanted)
+        if len(content) != wanted:
+            raise ShortFileError(f"it ends at byte {at + len(content)}")
+        return np.frombuffer(content, dtype=self.dtype)
 
 
 @contextmanager

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.formats.beside import file_beside
-from evenload.data.formats.mapped import ByteRanges, ShortFileError, open_ranges, read_numbers
-from evenload.data.formats.record import FILE_END, FilePart, Record
-from evenload.data.formats.token_records import CHUNK_DOCUMENTS, documents_at_once, token_records
+from evenload.data.formats.mapped import ByteRanges, NumberArray, ShortFileError, open_ranges
+from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.token_records import records_by_edges
 from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
 
@@ -39,74 +38,61 @@ class _MisfitError(Exception):
     """The index does not fit itself or the `.bin`."""
 
 
-def read_megatron(file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-    """The part's documents from that one on.
+class MegatronReader(RecordReader):
+    """Reader of a `.bin` of format "memmap"."""
 
-    Raises:
-        DataError: a file that cannot be read; no index beside it.
-    """
-    suffix = ".bin" if file.path.endswith(".bin") else ""
-    index_file = file_beside(file, suffix, ".idx")
-    if index_file is None:
-        raise DataError(
-            f"{file.name} has no {index_file_name(file.name, suffix)} beside it, which says where its documents are; "
-            "put it there (a bare array of ids can be read as .npy)"
-        )
-    document, opened = offset or 0, False
-    with open_ranges(index_file) as index_ranges, open_ranges(file) as ranges:
-        try:
-            index = _open_index(index_ranges, ranges.size_bytes)
-            opened = True
-            start = index.num_documents * part.index // part.count
-            stop = index.num_documents * (part.index + 1) // part.count
-            document = max(document, start)
-            item_bytes = index.dtype.itemsize
-            while document < stop:
-                edges = index.edges(document, min(stop, document + CHUNK_DOCUMENTS))
-                count = documents_at_once(edges, item_bytes)
-                ids = read_numbers(ranges, index.dtype, 0, int(edges[0]), int(edges[count]))
-                relative = (edges[: count + 1] - edges[0]).tolist()
-                yield from token_records(ids, relative, range(document, document + count + 1))
-                document += count
-                ranges.release(ids.nbytes)
-                index_ranges.release(edges.nbytes)
-        except (_MisfitError, ShortFileError) as err:
-            if opened or part.index == 0:
-                yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        suffix = ".bin" if file.path.endswith(".bin") else ""
+        index_file = file.beside(suffix, ".idx")
+        if index_file is None:
+            raise DataError(
+                f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx beside it, which says "
+                "where its documents are; put it there (a bare array of ids can be read as .npy)"
+            )
+        document, opened = offset or 0, False
+        with open_ranges(index_file) as index_ranges, open_ranges(file) as ranges:
+            try:
+                index = _open_index(index_ranges, ranges.size_bytes)
+                opened = True
+                span = part.range_of(max(0, index.documents.size - 1))
+                document = max(document, span.start)
+                ids = NumberArray(ranges, index.dtype, 0, index.num_ids)
+                for record in records_by_edges(ids, range(document, span.stop), index.edges):
+                    document = record.next_offset
+                    yield record
+            except (_MisfitError, ShortFileError) as err:
+                if opened or part.index == 0:
+                    yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
 
-
-def index_file_name(name: str, suffix: str) -> str:
-    return name.removesuffix(suffix).rsplit("/", 1)[-1] + ".idx"
+    def origin(self, file: SourceFile, offset: int) -> str:
+        return f"{file.name}:document {offset + 1}"
 
 
 @dataclass(frozen=True)
 class _Index:
-    """An open index. `pointers_at`, `documents_at`: bytes at which these arrays begin; `stop`: ids in the `.bin`."""
+    """An open index: the type and number of the ids in the `.bin`, and the arrays of the index."""
 
-    ranges: ByteRanges
     dtype: np.dtype
-    num_sequences: int
-    num_documents: int
-    stop: int
+    num_ids: int
+    lengths: NumberArray
+    pointers: NumberArray
+    documents: NumberArray
 
     def edges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Edges in ids, int64[stop - start + 1], of documents `[start, stop)`."""
-        pointers_at = _HEAD.size + _LENGTH.itemsize * self.num_sequences
-        documents_at = pointers_at + _POINTER.itemsize * self.num_sequences
-        in_sequences = read_numbers(self.ranges, _POINTER, documents_at, start, stop + 1)
-        if in_sequences[0] < 0 or in_sequences[-1] > self.num_sequences or (np.diff(in_sequences) < 0).any():
+        in_sequences = self.documents.read(start, stop + 1)
+        if in_sequences[0] < 0 or in_sequences[-1] > self.lengths.size or (np.diff(in_sequences) < 0).any():
             raise _MisfitError(f"the sequences of documents {start} to {stop} do not follow each other")
         first, last = int(in_sequences[0]), int(in_sequences[-1])
-        lengths = read_numbers(self.ranges, _LENGTH, _HEAD.size, first, last)
-        pointers = read_numbers(self.ranges, _POINTER, pointers_at, first, last)
+        lengths, pointers = self.lengths.read(first, last), self.pointers.read(first, last)
         item_bytes = self.dtype.itemsize
         begin = int(pointers[0]) // item_bytes if len(pointers) else 0
-        ids = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=ids[1:])
-        ids += begin
-        if (lengths < 0).any() or (pointers != ids[:-1] * item_bytes).any() or begin < 0 or ids[-1] > self.stop:
+        ids = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) + begin
+        if (lengths < 0).any() or (pointers != ids[:-1] * item_bytes).any() or begin < 0 or ids[-1] > self.num_ids:
             raise _MisfitError(f"lengths and places of sequences {first} to {last} contradict each other")
-        return ids[in_sequences - first]
+        edges = ids[in_sequences - first]
+        self.documents.ranges.release(edges.nbytes)
+        return edges
 
 
 def _open_index(ranges: ByteRanges, bin_bytes: int | None) -> _Index:
@@ -117,26 +103,24 @@ def _open_index(ranges: ByteRanges, bin_bytes: int | None) -> _Index:
     if version != _VERSION or code not in _ID_TYPES:
         raise _MisfitError(f"version {version} with type {code} is not known")
     dtype = np.dtype(_ID_TYPES[code])
-    least_bytes = _HEAD.size + 12 * num_sequences + 8 * num_edges
-    if ranges.size_bytes is not None and ranges.size_bytes < least_bytes:
-        raise _MisfitError(f"it has {ranges.size_bytes} bytes, {num_sequences} sequences need {least_bytes}")
-    stop = 0
+    lengths = NumberArray(ranges, _LENGTH, _HEAD.size, num_sequences)
+    pointers = NumberArray(ranges, _POINTER, lengths.end_bytes, num_sequences)
+    documents = NumberArray(ranges, _POINTER, pointers.end_bytes, num_edges)
+    if ranges.size_bytes is not None and ranges.size_bytes < documents.end_bytes:
+        raise _MisfitError(f"it has {ranges.size_bytes} bytes, {num_sequences} sequences need {documents.end_bytes}")
+    num_ids = 0
     if num_sequences:
-        pointers_at = _HEAD.size + _LENGTH.itemsize * num_sequences
-        (length,) = read_numbers(ranges, _LENGTH, _HEAD.size, num_sequences - 1, num_sequences)
-        (pointer,) = read_numbers(ranges, _POINTER, pointers_at, num_sequences - 1, num_sequences)
+        (length,), (pointer,) = (column.read(num_sequences - 1, num_sequences) for column in (lengths, pointers))
         end_bytes = int(pointer) + int(length) * dtype.itemsize
         if bin_bytes is not None and end_bytes != bin_bytes:
             raise _MisfitError(f"its last sequence ends at byte {end_bytes}, the file at {bin_bytes}")
-        stop = end_bytes // dtype.itemsize
+        num_ids = end_bytes // dtype.itemsize
     elif bin_bytes:
         raise _MisfitError(f"it has no sequences, the file {bin_bytes} bytes")
     if num_edges:
-        documents_at = least_bytes - 8 * num_edges
-        (first,) = read_numbers(ranges, _POINTER, documents_at, 0, 1)
-        (last,) = read_numbers(ranges, _POINTER, documents_at, num_edges - 1, num_edges)
+        (first,), (last,) = documents.read(0, 1), documents.read(num_edges - 1, num_edges)
         if first != 0 or last != num_sequences:
             raise _MisfitError(f"its documents hold sequences {first} to {last} of {num_sequences}")
     elif num_sequences:
         raise _MisfitError(f"it has {num_sequences} sequences but no documents")
-    return _Index(ranges, dtype, num_sequences, max(0, num_edges - 1), stop)
+    return _Index(dtype, num_ids, lengths, pointers, documents)

@@ -10,7 +10,7 @@ there, to begin at all costs reading the footer.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
-from evenload.data.formats.columns import Column, wanted_columns
+from evenload.data.formats.columns import Column
 from evenload.data.formats.failures import is_storage_failure, unreadable
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
@@ -30,44 +30,35 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ParquetReader(RecordReader):
-    """Reader of format "parquet".
+    """Reader of format "parquet"."""
 
-    Args:
-        known: what the columns have to be, by name.
-    """
+    columns: tuple[Column, ...]
 
-    known: Mapping[str, Column]
-
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
-        """The rows of the part's row groups, from that row on."""
-        if offset == FILE_END:
-            return
-        wanted = wanted_columns(columns, self.known)
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        names = [column.name for column in self.columns]
         row, opened = offset or 0, False
         # Arrow reads local files faster itself.
         source: Any = nullcontext(file.path) if file.is_local else file.open()
         try:
             with source as place, _open_parquet(place) as parquet:
-                check_schema(parquet.schema_arrow, wanted, file.name)
+                check_schema(parquet.schema_arrow, self.columns, file.name)
                 metadata = parquet.metadata
                 num_groups = metadata.num_row_groups
                 edges = list(accumulate((metadata.row_group(at).num_rows for at in range(num_groups)), initial=0))
                 opened = True
-                first, last = num_groups * part.index // part.count, num_groups * (part.index + 1) // part.count
-                row = max(row, edges[first])
-                for group in range(max(first, bisect_right(edges, row) - 1), last):
+                groups = part.range_of(num_groups)
+                row = max(row, edges[groups.start])
+                for group in range(max(groups.start, bisect_right(edges, row) - 1), groups.stop):
                     skip = row - edges[group]
                     for batch in parquet.iter_batches(
-                        _rows_at_once(metadata.row_group(group), columns),
+                        _rows_at_once(metadata.row_group(group), names),
                         row_groups=[group],
-                        columns=list(columns),
+                        columns=names,
                         use_threads=False,
                     ):
                         left = batch.slice(min(skip, len(batch)))
                         skip = max(0, skip - len(batch))
-                        yield from arrow_records([left.column(name) for name in columns], wanted, row)
+                        yield from arrow_records([left.column(name) for name in names], self.columns, row)
                         row += len(left)
                     if row != edges[group + 1]:
                         raise pa.ArrowInvalid(f"row group {group} ends at row {row} instead of {edges[group + 1]}")
@@ -83,7 +74,7 @@ def _open_parquet(place: Any) -> pq.ParquetFile:
     return pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
-def _rows_at_once(group: Any, columns: tuple[str, ...]) -> int:
+def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
     num_bytes = 0
     for index in range(group.num_columns):
         chunk = group.column(index)

@@ -9,7 +9,8 @@ from evenload.data.formats.arrow import ArrowReader
 from evenload.data.formats.columns import record_columns
 from evenload.data.formats.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.formats.jsonl import JsonlReader
-from evenload.data.formats.memmap import MemmapReader
+from evenload.data.formats.megatron_tokens import MegatronReader
+from evenload.data.formats.npy_tokens import NpyReader
 from evenload.data.formats.parquet import ParquetReader
 from evenload.data.formats.record import RecordReader
 from evenload.data.formats.text import TextReader
@@ -34,17 +35,17 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
             f"{file.name} is a {file.format} file inside {file.compression}, of which no part can be read alone; "
             "decompress it"
         )
-    known = record_columns(config)
+    columns = record_columns(config)
     match file.format:
         case "text":
             _check_record(file, config, "text", "set data.format or data.include")
             return TextReader()
         case "jsonl":
-            return JsonlReader(known)
+            return JsonlReader(columns)
         case "parquet":
-            return ParquetReader(known)
+            return ParquetReader(columns)
         case "arrow":
-            return ArrowReader(known)
+            return ArrowReader(columns)
         case "memmap":
             _check_record(file, config, "tokens", 'set data.record = "tokens"')
             if config.labels_column:
@@ -52,11 +53,10 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
                     f"{file.name} is a token file, which has no labels, and data.labels_column is "
                     f"'{config.labels_column}'; leave it out"
                 )
-            return MemmapReader(config.document_end_id)
+            return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
         case "dataset":
-            if is_iterable_dataset(dataset):
-                return IterableDatasetReader(dataset, known)
-            return DatasetReader(dataset, known)
+            reader = IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader
+            return reader(dataset, columns)
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:

@@ -5,9 +5,10 @@ several readers share one large file. Inside a part an *offset* in the format's 
 says where to go on. Nothing else is needed to resume, and nothing of the records themselves is ever saved.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from evenload.data.source.files import SourceFile
 
@@ -21,6 +22,10 @@ class FilePart:
 
     index: int = 0
     count: int = 1
+
+    def range_of(self, size: int) -> range:
+        """Which of so many bytes, rows or documents."""
+        return range(size * self.index // self.count, size * (self.index + 1) // self.count)
 
 
 class Record(NamedTuple):
@@ -39,26 +44,31 @@ class Record(NamedTuple):
     problem: str = ""
 
 
-class RecordReader(Protocol):
+class RecordReader(ABC):
     """One format's way to stream a file. Holds no open files between calls, so that it can go to another process."""
+
+    def can_share(self, file: SourceFile) -> bool:
+        """Whether parts of the file can be read without what lies before them."""
+        return True
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
-        return max(1, -(-(file.size_bytes or 0) // part_bytes))
+        return max(1, -(-(file.size_bytes or 0) // part_bytes)) if self.can_share(file) else 1
 
-    def records(
-        self, file: SourceFile, part: FilePart, columns: tuple[str, ...], offset: int | None = None
-    ) -> Iterator[Record]:
+    def records(self, file: SourceFile, part: FilePart, offset: int | None = None) -> Iterator[Record]:
         """The part's records from an offset on; None = from the part's beginning. Bounded memory.
-
-        Args:
-            columns: names of the wanted columns; a text file has one, whatever its name.
 
         Raises:
             DataError: the file or its index cannot be read, it has no such column or one of another type, or nothing
                 tells where its documents end.
         """
-        ...
+        if offset == FILE_END or (part.index > 0 and not self.can_share(file)):
+            return iter(())
+        return self.read(file, part if self.can_share(file) else FilePart(), offset)
+
+    @abstractmethod
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        """What `records` gives where there is something to read: no `FILE_END`, one part where none can be shared."""
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """How messages name a record: here by its row, from 1 on. May read the file up to there."""

@@ -1,6 +1,11 @@
-"""Documents that lie one after the other in an array of token ids, as records."""
+"""Documents that lie one after the other in an array of token ids, as records: what both kinds of token files share.
 
-from collections.abc import Iterator, Sequence
+Format "memmap" is Megatron's `.bin` with its `.idx` (`megatron_tokens`), or a one-dimensional `.npy` (`npy_tokens`).
+Local files are mapped into memory, remote ones read by ranges. Ids become int32 in runs of about 4 MB and documents are
+slices of a run; int32 files are not copied at all. Price: one run in memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -8,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.formats.columns import beyond_int32, narrow_ids
+from evenload.data.formats.mapped import NumberArray
 from evenload.data.formats.record import Record
 
 CHUNK_BYTES = 1 << 22
@@ -36,6 +42,21 @@ def token_records(ids: NDArray[Any], edges: Sequence[int], offsets: Sequence[int
         yield Record(offsets[index], offsets[index + 1], None if problem else (tokens[start:stop],), problem)
 
 
-def documents_at_once(edges: NDArray[np.int64], item_bytes: int) -> int:
-    """How many of the documents with these edges to read together: as many as `CHUNK_BYTES` hold, at least one."""
-    return max(1, int(np.searchsorted(edges, edges[0] + CHUNK_BYTES // item_bytes, side="right")) - 1)
+def records_by_edges(
+    array: NumberArray, documents: range, edges_of: Callable[[int, int], NDArray[np.int64]]
+) -> Iterator[Record]:
+    """The documents, whose offsets are their numbers; read together as many as `CHUNK_BYTES` hold, at least one.
+
+    Args:
+        edges_of: edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`.
+    """
+    document = documents.start
+    while document < documents.stop:
+        edges = edges_of(document, min(documents.stop, document + CHUNK_DOCUMENTS))
+        most = edges[0] + CHUNK_BYTES // array.dtype.itemsize
+        count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
+        ids = array.read(int(edges[0]), int(edges[count]))
+        relative = (edges[: count + 1] - edges[0]).tolist()
+        yield from token_records(ids, relative, range(document, document + count + 1))
+        document += count
+        array.ranges.release(ids.nbytes)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.encoding.token_table import span_labels
-from evenload.data.formats.record import FILE_END, Record
+from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
 from evenload.data.reading.encode_records import encode_records
@@ -148,9 +148,7 @@ class BlockReader:
             self._on_open(file.name)
             resumed = rank == cursor.segment
             start = cursor.offset if resumed else None
-            if start == FILE_END:
-                continue
-            records = reader.records(file, segment.part, self._encoder.columns, start)
+            records = reader.records(file, segment.part, start)
             skip = cursor.part if resumed else 0
             # The first chunk is small: who asks for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS

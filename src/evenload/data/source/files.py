@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import IO, Any, Literal
 
@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
 from evenload.data.config import DataConfig, Format
-from evenload.data.source.remote import RemoteStream
+from evenload.data.source.remote import RemoteStream, call_with_retries
 from evenload.errors import ConfigError, DataError
 
 FileFormat = Literal["text", "jsonl", "parquet", "arrow", "memmap", "dataset"]
@@ -68,6 +68,29 @@ class SourceFile:
     def is_local(self) -> bool:
         """Whether `path` is one of this machine, so that the file can be mapped into memory."""
         return isinstance(self.filesystem, LocalFileSystem)
+
+    def beside(self, suffix: str, other_suffix: str) -> "SourceFile | None":
+        """The file of the same name with another suffix, such as a token file's index; None = there is none.
+
+        Raises:
+            DataError: the storage does not answer.
+        """
+        path = self.path.removesuffix(suffix) + other_suffix
+        name = self.name.removesuffix(suffix) + other_suffix
+
+        def find() -> SourceFile | None:
+            try:
+                size_bytes = self.filesystem.info(path).get("size")
+            except FileNotFoundError:
+                return None
+            return replace(self, name=name, path=path, size_bytes=size_bytes)
+
+        if not self.is_local:
+            return call_with_retries(find, name, lambda: f"{name} cannot be looked up")
+        try:
+            return find()
+        except OSError as err:
+            raise DataError(f"{name} cannot be looked up: {err}; check its permissions") from err
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
