@@ -1,15 +1,17 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.schedule.forward_counts import catch_up_counts, keep_counts
+from evenload.schedule.one_f_one_b import one_f_one_b
+from evenload.schedule.packflow import keep_counts
+from pipeline_cases import uniform_tasks
 
 
 def test_injected_pack_of_slimpack_figure_9():
     """Five packs each way; the backward of pack 0 needs two forwards, pack 1 nothing new."""
     needed = np.array([2, 2, 4, 4, 5], dtype=np.int32)
-    assert catch_up_counts(needed).tolist() == [2, 2, 4, 4, 5]
+    kind = one_f_one_b(uniform_tasks(needed.tolist(), 5, 1)).kind
+    assert np.cumsum(kind == 0)[kind == 1].tolist() == [2, 2, 4, 4, 5], "without injection backwards catch up"
     assert keep_counts(needed, 5).tolist() == [2, 3, 4, 5, 5]
 
 
@@ -21,6 +23,6 @@ def test_keep_follows_its_recurrence(needed, num_forward):
     assert keep_counts(np.array(needed, dtype=np.int32), num_forward).tolist() == expected
 
 
-@pytest.mark.parametrize("counts", [catch_up_counts, lambda needed: keep_counts(needed, 0)])
-def test_no_backwards_have_no_counts(counts):
-    assert len(counts(np.zeros(0, dtype=np.int32))) == 0
+def test_no_backwards_have_no_counts():
+    assert len(keep_counts(np.zeros(0, dtype=np.int32), 0)) == 0
+    assert len(one_f_one_b(uniform_tasks([], 0, 2)).kind) == 0

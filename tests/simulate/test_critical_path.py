@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path
+from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path, hops
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
@@ -95,3 +95,18 @@ def test_an_empty_schedule_has_no_path():
     tasks = uniform_tasks([], 0, 2)
     path = critical_path(tasks, columns_of("", ""), simulate(tasks, columns_of("", "")))
     assert (len(path.actions), path.makespan_s, path.describe()) == (0, 0.0, "")
+
+
+def test_transfers_of_a_link_do_not_queue():
+    """Two forwards of 1 s, transfers of 3 s: the second starts while the first is on its way."""
+    tasks = uniform_tasks([2], 2, 2, hop_s=3.0)
+    actions = columns_of("0F0 0F1", "1F0 1F1")
+    producer, consumer, start_s, end_s = hops(tasks, actions, simulate(tasks, actions))
+    assert (start_s.tolist(), end_s.tolist()) == ([1, 2], [4, 5])
+    assert (producer.tolist(), consumer.tolist()) == ([0, 1], [2, 3])
+
+
+def test_no_actions_no_transfers():
+    tasks = uniform_tasks([], 0, 2)
+    actions = columns_of("", "")
+    assert all(len(column) == 0 for column in hops(tasks, actions, simulate(tasks, actions)))

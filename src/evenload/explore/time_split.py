@@ -21,7 +21,7 @@ from evenload.cost.split_backward import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
-from evenload.simulate.bubble import split_bubble
+from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.types.columns import SliceColumns
@@ -57,12 +57,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     makespan_s = np.array([one.makespan_s for one in found])
     return TimeSplit(
         **work_s,
-        warmup_s=sum(bubble.warmup_s for bubble in bubbles) / groups,
-        cooldown_s=sum(bubble.cooldown_s for bubble in bubbles) / groups,
-        imbalance_s=sum(bubble.pack_imbalance_s for bubble in bubbles) / groups,
-        stage_imbalance_s=sum(bubble.stage_imbalance_s for bubble in bubbles) / groups,
-        dependency_s=sum(bubble.dependency_s for bubble in bubbles) / groups,
-        p2p_s=sum(bubble.communication_s for bubble in bubbles) / groups,
+        **{name: sum(getattr(bubble, name) for bubble in bubbles) / groups for name in Bubble._fields},
         dp_imbalance_s=float((makespan_s.max() - makespan_s).mean()),
         reduction_s=costs.reduction_seconds(),
         optimizer_s=costs.optimizer_seconds(),

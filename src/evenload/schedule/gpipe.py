@@ -8,7 +8,6 @@ Backwards run in pack order, as everywhere here, not reversed as in the paper's 
 
 import numpy as np
 
-from evenload.schedule.forward_counts import all_forward_counts
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_order import static_order
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -16,7 +15,7 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 def gpipe(tasks: PipelineTasks) -> ActionColumns:
     """The GPipe schedule of any packs; O(actions log actions)."""
-    counts = all_forward_counts(tasks.num_forward, tasks.num_backward)
+    counts = np.full(tasks.num_backward, tasks.num_forward, np.int64)
     return static_order(tasks, counts, np.zeros(tasks.num_stages, dtype=np.int64))
 
 

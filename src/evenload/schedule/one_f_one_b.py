@@ -1,4 +1,4 @@
-"""1F1B: the static order with `w[s] = P - 1 - s` and the least f.
+"""1F1B: the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D.
 
 With whole documents and equal forward and backward packs (`D[j] = j + 1`) it is the plain 1F1B of
 PipeDream-Flush (Narayanan et al. 2021): after `P - 1 - s` warm-up forwards every stage alternates
@@ -11,8 +11,8 @@ On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds a
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
-from evenload.schedule.forward_counts import catch_up_counts
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_order import static_order
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -20,8 +20,13 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
     """The 1F1B schedule of any packs; O(actions log actions)."""
-    warmup = np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
-    return static_order(tasks, catch_up_counts(tasks.forwards_needed), warmup)
+    least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
+    return static_order(tasks, least_counts, one_a_stage(tasks))
+
+
+def one_a_stage(tasks: PipelineTasks) -> NDArray[np.int64]:
+    """The w of 1F1B, a forward for every later stage; int64[P]."""
+    return np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
 
 
 ONE_F_ONE_B = ScheduleRule(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError
-from evenload.schedule.forward_counts import catch_up_counts, keep_counts
+from evenload.schedule.one_f_one_b import one_a_stage, one_f_one_b
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_order import static_order
 from evenload.schedule.task_arrays import split_arrays, task_arrays
@@ -25,11 +25,21 @@ def packflow_static(tasks: PipelineTasks, *, inject: bool) -> ActionColumns:
 
     Args:
         inject: at least one new forward per backward (SlimPack Fig. 9), at the price of its memory;
-            otherwise backwards catch up as early as they can.
+            otherwise 1F1B, whose backwards catch up as early as they can.
     """
-    counts = keep_counts(tasks.forwards_needed, tasks.num_forward) if inject else catch_up_counts(tasks.forwards_needed)
-    warmup = np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
-    return static_order(tasks, counts, warmup)
+    if not inject:
+        return one_f_one_b(tasks)
+    return static_order(tasks, keep_counts(tasks.forwards_needed, tasks.num_forward), one_a_stage(tasks))
+
+
+def keep_counts(forwards_needed: NDArray[np.int32], num_forward: int) -> NDArray[np.int64]:
+    """The f of injected forwards: `f[j] = min(m_f, max(D[j], f[j-1] + 1))`.
+
+    The last stage stays one-forward-one-backward where a backward pack needs nothing new.
+    """
+    # f[j] - j is the running maximum of D[j] - j; the cap commutes with it because D <= m_f.
+    steps = np.arange(len(forwards_needed), dtype=np.int64)
+    return np.minimum(num_forward, np.maximum.accumulate(forwards_needed.astype(np.int64) - steps) + steps)
 
 
 def packflow_list(

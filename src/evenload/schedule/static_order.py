@@ -1,5 +1,7 @@
 """Static schedules from two sequences: f over backward packs and w over stages (docs/architecture.md).
 
+`f[j]` is how many forwards the last stage has run before its backward j.
+
 Stage s runs B_j after exactly `min(m_f, f[j] + w[s])` forwards. With the key
 
     F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)

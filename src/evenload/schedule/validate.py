@@ -96,8 +96,8 @@ def _first_fault(actions: ActionColumns, num_forward: int, needed: list[int], ra
     totals = (num_forward, len(needed))
     weights_due: set[tuple[int, int]] = set()
     for rank in range(actions.num_ranks):
-        lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
-        columns = (actions.kind[lo:hi].tolist(), actions.stage[lo:hi].tolist(), actions.pack[lo:hi].tolist())
+        own = actions.of_rank(rank)
+        columns = (actions.kind[own].tolist(), actions.stage[own].tolist(), actions.pack[own].tolist())
         for at, (kind, stage, pack) in enumerate(zip(*columns, strict=True)):
             where = f"rank {rank} action {at} is {stage}{KINDS[kind]}{pack}"
             if not 0 <= stage < len(ranks) or ranks[stage] != rank:

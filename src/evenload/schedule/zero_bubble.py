@@ -44,7 +44,7 @@ def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
     whole = one_f_one_b(tasks)
     kinds, packs = [], []
     for stage in range(tasks.num_stages):
-        own = slice(int(whole.rank_offset[stage]), int(whole.rank_offset[stage + 1]))
+        own = whole.of_rank(stage)
         kind, pack = whole.kind[own], whole.pack[own]
         place = np.flatnonzero(kind == _BACKWARD)
         # W of pack j stands right behind I of pack j + stage, or behind the last I; there in pack order.

@@ -4,17 +4,17 @@ Every rank's share of the makespan is busy time or one of six kinds of idle time
 
     warm-up        before its first action: the pipeline fills
     cool-down      after its last action: the other ranks drain
-    communication, dependency, stage imbalance, pack imbalance    the gaps between its actions
+    p2p, dependency, stage imbalance, pack imbalance    the gaps between its actions
 
 A gap is explained by the chain of actions and p2p transfers that made the rank wait (`simulate/critical_path.py`):
-followed back from the action after the gap, it covers the gap without a hole. Its transfers are communication. Why a
-rank waits for the actions in it is asked by changing them: the same orders are simulated again with equal actions.
+followed back from the action after the gap, it covers the gap without a hole. Its transfers are p2p. Why a rank waits
+for the actions in it is asked by changing them: the same orders are simulated again with equal actions.
 
     dependency        what the rank would wait as well if all actions of a kind took their mean: the order's own price
     stage imbalance   what it would wait beyond that if packs were equal and stages were not (head, embedding, layers)
     pack imbalance    the rest: packs differ
 
-so `busy + warm-up + cool-down + communication + the three = ranks * makespan`, up to rounding. None is negative: a rank
+so `busy + warm-up + cool-down + p2p + the three = ranks * makespan`, up to rounding. None is negative: a rank
 waits for no other cause than its own gaps have, also where equal actions would make it wait longer. Hops and imbalance
 inside the warm-up count as warm-up. A rank without actions is idle in cool-down for the whole makespan.
 
@@ -23,7 +23,7 @@ short, about one action a stage, because their actions follow each other in time
 """
 
 import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,43 +33,24 @@ from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
-@dataclass(frozen=True)
-class Bubble:
-    """Seconds summed over ranks; `makespan_s` is one rank's."""
+class Bubble(NamedTuple):
+    """Idle seconds summed over ranks, names as in `TimeSplit`; `imbalance_s` is that of packs."""
 
-    busy_s: float
     warmup_s: float
     cooldown_s: float
-    communication_s: float
+    p2p_s: float
     dependency_s: float
     stage_imbalance_s: float
-    pack_imbalance_s: float
-    makespan_s: float
-    num_ranks: int
-
-    @property
-    def idle_s(self) -> float:
-        waiting_s = self.dependency_s + self.stage_imbalance_s + self.pack_imbalance_s
-        return self.warmup_s + self.cooldown_s + self.communication_s + waiting_s
-
-    @property
-    def fraction(self) -> float:
-        """Idle share of all ranks' time, 0 for an empty schedule."""
-        available_s = self.num_ranks * self.makespan_s
-        return self.idle_s / available_s if available_s else 0.0
+    imbalance_s: float
 
 
 def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Bubble:
-    """Split the idle time of a simulated schedule.
-
-    Args:
-        simulation: of `tasks` and `actions`.
-    """
+    """Split the idle time of a simulated schedule."""
     start, end = simulation.start_s, simulation.end_s
     first = actions.rank_offset[:-1]
     last = actions.rank_offset[1:] - 1
     used = last >= first
-    communication_s, waiting_s = _gaps(tasks, actions, simulation)
+    p2p_s, waiting_s = _gaps(tasks, actions, simulation)
     # Seconds each rank would wait were packs equal, and were stages equal too.
     of_stages_s, of_order_s = (
         _gaps(even, actions, simulate(even, actions))[1] if waiting_s.any() else waiting_s
@@ -78,15 +59,12 @@ def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simul
     dependency_s = np.minimum(waiting_s, of_order_s)
     stage_imbalance_s = np.maximum(0.0, np.minimum(waiting_s, of_stages_s) - dependency_s)
     return Bubble(
-        busy_s=float((end - start).sum()),
         warmup_s=float(start[first[used]].sum()),
         cooldown_s=float((simulation.makespan_s - end[last[used]]).sum()) + simulation.makespan_s * int((~used).sum()),
-        communication_s=float(communication_s.sum()),
+        p2p_s=float(p2p_s.sum()),
         dependency_s=float(dependency_s.sum()),
         stage_imbalance_s=float(stage_imbalance_s.sum()),
-        pack_imbalance_s=float((waiting_s - dependency_s - stage_imbalance_s).sum()),
-        makespan_s=simulation.makespan_s,
-        num_ranks=actions.num_ranks,
+        imbalance_s=float((waiting_s - dependency_s - stage_imbalance_s).sum()),
     )
 
 
@@ -95,14 +73,14 @@ def _gaps(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Every rank's gaps by what fills the chains before them: (transfers, actions) seconds; float64[R] each."""
     start, end = simulation.start_s, simulation.end_s
-    source = binding_predecessors(tasks, actions, simulation).source
+    source, _ = binding_predecessors(tasks, actions, simulation)
     inner = np.ones(len(start), dtype=bool)
     inner[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = False
     at = np.flatnonzero(inner)  # actions with an earlier one on their rank
     low = end[at - 1]
     waits = start[at] > low
     at, low = at[waits], low[waits]
-    rank = np.searchsorted(actions.rank_offset, at, side="right") - 1
+    rank = actions.rank[at]
     hops_s, actions_s = np.zeros((2, actions.num_ranks))
     while len(at):
         # From the start of `at` back to the end of what it waited for: a transfer, or nothing on the same rank.

@@ -20,20 +20,6 @@ from evenload.types.timeline import KINDS
 
 
 @dataclass(frozen=True, eq=False)
-class Binding:
-    """What each action waited for last.
-
-    Args:
-        source: int64[n], the action (index into the action columns) whose end or transfer an action starts with;
-            -1 = it starts with the step.
-        hop_s: float64[n], seconds of the transfer between the two; 0 on the same rank.
-    """
-
-    source: NDArray[np.int64]
-    hop_s: NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
 class CriticalPath:
     """The chain that sets a replica's makespan.
 
@@ -51,7 +37,6 @@ class CriticalPath:
 
     @property
     def communication_s(self) -> float:
-        """All transfers on the path."""
         return float(self.hop_s.sum())
 
     def describe(self) -> str:
@@ -73,11 +58,12 @@ class CriticalPath:
         return f"{text}, hops {100.0 * self.communication_s / self.makespan_s:.1f} %"
 
 
-def binding_predecessors(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Binding:
-    """The binding predecessor of every action.
+def binding_predecessors(
+    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """What each action waited for last: (action, seconds of the transfer between the two); int64[n], float64[n].
 
-    Args:
-        simulation: of `tasks` and `actions`.
+    An action that starts with the step has -1; on the same rank the transfer takes 0.
     """
     count = len(actions.kind)
     source = np.arange(-1, count - 1, dtype=np.int64)
@@ -88,30 +74,25 @@ def binding_predecessors(tasks: PipelineTasks, actions: ActionColumns, simulatio
     source[arrives] = producer[arrives]
     hop_s = np.zeros(count)
     hop_s[arrives] = hop_seconds(tasks, actions)[arrives]
-    return Binding(source, hop_s)
+    return source, hop_s
 
 
 def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> CriticalPath:
-    """The path that ends last; of equal ends the one on the lowest rank.
-
-    Args:
-        simulation: of `tasks` and `actions`.
-    """
-    binding = binding_predecessors(tasks, actions, simulation)
+    """The path that ends last; of equal ends the one on the lowest rank."""
+    source, hop_s = binding_predecessors(tasks, actions, simulation)
     path: list[int] = []
     at = int(simulation.end_s.argmax()) if len(simulation.end_s) else -1
     while at >= 0:
         path.append(at)
-        at = int(binding.source[at])
+        at = int(source[at])
     chain = np.array(path[::-1], np.int64)
-    rank = np.searchsorted(actions.rank_offset, chain, side="right") - 1
     seconds = action_seconds(tasks, actions)[chain]
     compute_s = np.zeros((actions.num_ranks, len(KINDS)))
-    np.add.at(compute_s, (rank, actions.kind[chain]), seconds)
+    np.add.at(compute_s, (actions.rank[chain], actions.kind[chain]), seconds)
     total_s = 0.0
-    for hop_s, compute in zip(binding.hop_s[chain].tolist(), seconds.tolist(), strict=True):
-        total_s = total_s + hop_s + compute  # in the order in which the simulator added them
-    return CriticalPath(chain, binding.hop_s[chain], compute_s, total_s)
+    for hop, compute in zip(hop_s[chain].tolist(), seconds.tolist(), strict=True):
+        total_s = total_s + hop + compute  # in the order in which the simulator added them
+    return CriticalPath(chain, hop_s[chain], compute_s, total_s)
 
 
 def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
@@ -132,6 +113,19 @@ def hop_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.floa
     hop_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
     hop_s[backward] = tasks.p2p_backward_s[actions.pack[backward]]
     return hop_s
+
+
+def hops(
+    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """All transfers between stages as (producer, consumer, start, end); int64[h] actions and float64[h] seconds.
+
+    A transfer starts when its producer has ended; those of one link do not queue behind each other (an edge delay).
+    """
+    producer = producers(tasks, actions)
+    consumer = np.flatnonzero(producer >= 0)
+    start_s = simulation.end_s[producer[consumer]]
+    return producer[consumer], consumer, start_s, start_s + hop_seconds(tasks, actions)[consumer]
 
 
 def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:

@@ -15,26 +15,17 @@ from evenload.types.pipeline import ActionColumns, PackBytes, SplitBackward
 
 
 def memory_ledger(kinds: KindBytes, actions: ActionColumns) -> NDArray[np.int64]:
-    """Bytes of every kind at every memory sample of `simulate.timeline.to_timeline`; int64[num_samples, K].
+    """`memory_samples` of every kind; int64[num_samples, K]."""
+    return memory_samples(kinds.held, None if kinds.input_freed_bytes is None else kinds, actions)
+
+
+def memory_samples(
+    held: PackBytes, split: SplitBackward | KindBytes | None, actions: ActionColumns
+) -> NDArray[np.int64]:
+    """Bytes that ranks hold; int64[num_samples, ...], with the trailing axes of the columns.
 
     Samples of a rank: one at the start of the step, then one at the start and one at the end of each of its actions.
     """
-    kept, freed, temporary = action_bytes(kinds.held, None if kinds.input_freed_bytes is None else kinds, actions)
-    samples = []
-    for rank in range(actions.num_ranks):
-        own = slice(int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1]))
-        static = kinds.held.static_bytes[rank]
-        after = static + np.cumsum(kept[own] - freed[own], axis=0)
-        running = after + freed[own] + temporary[own]
-        of_actions = np.stack([running, after], axis=1).reshape(-1, len(static))
-        samples.append(np.concatenate([static[None], of_actions]))
-    return np.concatenate(samples)
-
-
-def action_bytes(
-    held: PackBytes, split: SplitBackward | KindBytes | None, actions: ActionColumns
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(kept, freed, temporary) bytes of every action; int64[n, ...] each, with the trailing axes of the columns."""
     kept, freed, temporary = np.zeros((3, len(actions.kind), *held.static_bytes.shape[1:]), np.int64)
     moved: list[tuple[int, NDArray[np.int64], NDArray[np.int64] | None]] = [
         (0, kept, held.forward_kept_bytes),
@@ -52,4 +43,10 @@ def action_bytes(
         at = np.flatnonzero(actions.kind == kind)
         assert column is not None, "a split has all its columns"
         into[at] = column[actions.pack[at], actions.stage[at]]
-    return kept, freed, temporary
+    samples = []
+    for rank, static in enumerate(held.static_bytes):
+        own = actions.of_rank(rank)
+        after = static + np.cumsum(kept[own] - freed[own], axis=0)
+        running = after + freed[own] + temporary[own]
+        samples += [static[None], np.stack([running, after], axis=1).reshape(-1, *static.shape)]
+    return np.concatenate(samples)

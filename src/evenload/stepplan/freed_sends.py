@@ -42,7 +42,7 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
     """What a pipeline rank waits for and frees."""
     channels = sending_channels(plan.layout, pp_rank)
     actions = action_columns(plan.schedules[dp_rank])
-    own = slice(int(actions.rank_offset[pp_rank]), int(actions.rank_offset[pp_rank + 1]))
+    own = actions.of_rank(pp_rank)
     if not channels or not _members_agree(plan):
         return ((),) * (own.stop - own.start)
     start_s = simulate(timed_tasks(plan, dp_rank), actions).start_s

@@ -66,7 +66,7 @@ def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     """
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
-    own = places[int(actions.rank_offset[pp_rank]) : int(actions.rank_offset[pp_rank + 1])]
+    own = places[actions.of_rank(pp_rank)]
     over: dict[Channel, NDArray[np.int64]] = {}
     for kind, stage in sending_channels(plan.layout, pp_rank):
         over[kind, stage] = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]

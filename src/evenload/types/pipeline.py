@@ -225,6 +225,15 @@ class ActionColumns:
         """Pipeline ranks."""
         return len(self.rank_offset) - 1
 
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """Pipeline rank of every action; int64[n]."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_offset))
+
+    def of_rank(self, rank: int) -> slice:
+        """Where a rank's actions stand."""
+        return slice(int(self.rank_offset[rank]), int(self.rank_offset[rank + 1]))
+
     def to_schedule(self) -> Schedule:
         """The same orders as objects."""
         kind, stage, pack = self.kind.tolist(), self.stage.tolist(), self.pack.tolist()
