@@ -36,16 +36,17 @@ def test_every_token_ends_up_in_one_row():
     ledger.check(tally(1, 40))
     ledger.note_step(make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
     ledger.check(tally(1, 40))
-    assert (ledger.trained, ledger.deferred, ledger.in_flight) == (tally(1, 10), tally(1, 20), tally(0, 0))
-    assert ledger.dropped == {"overlong": tally(1, 50), "too_long": tally(1, 30)}
+    state = ledger.state
+    assert (state.trained, state.deferred, state.in_flight) == (tally(1, 10), tally(1, 20), tally(0, 0))
+    assert state.dropped == {"overlong": tally(1, 50), "too_long": tally(1, 30)}
     ledger.note_handed_out(tally(1, 40), tally(1, 20))  # the deferred document comes again
     ledger.note_step(make_plan([(1, 20), (3, 40)]))
     ledger.check(tally(0, 0))
-    assert (ledger.trained, ledger.deferred) == (tally(3, 70), tally(0, 0))
-    assert [line.split()[0] for line in ledger.summary()] == [
+    assert (ledger.state.trained, ledger.state.deferred) == (tally(3, 70), tally(0, 0))
+    assert [line.split()[0] for line in ledger.state.lines()] == [
         "read", "trained", "dropped", "dropped", "deferred", "waiting",
     ]  # fmt: skip
-    assert "150 tokens" in ledger.summary()[0]
+    assert "150 tokens" in ledger.state.lines()[0]
 
 
 def test_lost_or_doubled_tokens_are_found():
@@ -62,7 +63,7 @@ def test_noting_a_step_twice_is_refused_and_changes_nothing():
     ledger.note_read(tally(1, 10))
     ledger.note_handed_out(tally(1, 10), tally(0, 0))
     ledger.note_step(make_plan([(0, 10)]))
-    before = ledger.state()
+    before = ledger.state
     with pytest.raises(InvalidPlanError, match="step 3"):
         ledger.note_step(make_plan([(0, 10)]))
-    assert ledger.state() == before
+    assert ledger.state == before

@@ -63,8 +63,8 @@ def test_every_token_of_every_epoch_comes_exactly_once(tmp_path_factory, format,
     loader.check_ledger()
     # All that was read: every byte of every text and an end token, in every epoch.
     raw_tokens = sum(len(text.encode()) + 1 for text in texts if text)
-    assert loader.ledger.read.tokens == epochs * raw_tokens
-    assert loader.ledger.in_flight.tokens == epochs * sum(map(len, expected.elements()))
+    assert loader.ledger.state.read.tokens == epochs * raw_tokens
+    assert loader.ledger.state.in_flight.tokens == epochs * sum(map(len, expected.elements()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,12 +154,12 @@ def test_overlong_documents_are_accounted(tmp_path, overlong, documents, dropped
     )
     batches = all_batches(loader)
     assert [bytes(document).decode() for batch in batches for document in documents_of(batch)] == documents
-    assert {reason: (t.documents, t.tokens) for reason, t in loader.ledger.dropped.items()} == dropped
+    assert {reason: (t.documents, t.tokens) for reason, t in loader.ledger.state.dropped.items()} == dropped
     for batch in batches:
         loader.note_step(batch, plan_for(batch))
     loader.check_ledger()
-    assert loader.ledger.trained.tokens == sum(map(len, documents))
-    assert loader.ledger.read.tokens == 12
+    assert loader.ledger.state.trained.tokens == sum(map(len, documents))
+    assert loader.ledger.state.read.tokens == 12
 
 
 def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
@@ -173,7 +173,7 @@ def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
     assert [document.doc_id for document in second.documents] == [3, 4, 5]
     loader.note_step(second, plan_for(second, deferred={2, 5}, dropped={1}))
     loader.check_ledger()
-    assert loader.ledger.deferred.documents == 2
+    assert loader.ledger.state.deferred.documents == 2
     last = loader.next_batch()
     assert last.is_last
     assert last.documents == ()
@@ -183,8 +183,8 @@ def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
     loader.note_step(last, plan_for(last))
     assert loader.next_batch() is None
     loader.check_ledger()
-    assert (loader.ledger.trained.documents, loader.ledger.deferred.documents) == (5, 0)
-    assert loader.ledger.dropped["too_long"].documents == 1
+    assert (loader.ledger.state.trained.documents, loader.ledger.state.deferred.documents) == (5, 0)
+    assert loader.ledger.state.dropped["too_long"].documents == 1
 
 
 def test_a_plan_for_another_batch_is_refused(tmp_path):

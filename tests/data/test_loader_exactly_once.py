@@ -47,7 +47,7 @@ class Run:
                 if num_steps is None or len(steps) <= num_steps:
                     state = encode_state(loader.state())
             loader.close()
-            return steps[:num_steps], state, loader.ledger.state()
+            return steps[:num_steps], state, loader.ledger.state
 
         results = run_ranks(num_ranks, live)
         for _, state, ledger in results:

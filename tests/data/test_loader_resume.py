@@ -48,7 +48,7 @@ def test_batches_are_bit_identical_after_a_restart_at_every_step(tmp_path, forma
         assert rest == run[step:][: len(rest)]
         assert stop is not None or len(rest) == len(run) - step
         if stop is None:
-            assert resumed.ledger.state() == whole.ledger.state()
+            assert resumed.ledger.state == whole.ledger.state
 
 
 def test_state_holds_no_text_and_does_not_grow(tmp_path):

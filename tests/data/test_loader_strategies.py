@@ -62,7 +62,7 @@ def train(config, strategy, dp, states=None, num_steps=None):
                             assert position not in into[doc]
                             into[doc][position] = (token, target)
             done += 1
-        return forward, backward, (encode_state(loader.state()), delay), loader.ledger.state()
+        return forward, backward, (encode_state(loader.state()), delay), loader.ledger.state
 
     results = run_ranks(dp, rank_run)
     documents = {}

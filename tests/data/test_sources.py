@@ -41,7 +41,7 @@ def test_broken_jsonl_line_names_file_and_line(tmp_path, line, why):
     skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip", shuffle_window=1))
     (batch,) = all_batches(skipping)
     assert documents_of(batch) == naive_documents(["ok", "after"], 64, "error")
-    assert skipping.ledger.dropped["corrupt"].documents == 1
+    assert skipping.ledger.state.dropped["corrupt"].documents == 1
     skipping.check_ledger()
 
 
@@ -67,7 +67,7 @@ def test_undecodable_file_is_named_or_skipped_into_the_ledger(tmp_path, name, co
     skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip"))
     documents = [document for batch in all_batches(skipping) for document in documents_of(batch)]
     assert set(naive_documents(["before", "after"], 64, "error")) <= set(documents)
-    assert skipping.ledger.dropped["corrupt"].documents == 1
+    assert skipping.ledger.state.dropped["corrupt"].documents == 1
     skipping.check_ledger()
 
 
@@ -79,7 +79,7 @@ def test_empty_texts_are_dropped_by_name(tmp_path):
     loader = GlobalBatchLoader(data_config(str(tmp_path)))
     (batch,) = all_batches(loader)
     assert documents_of(batch) == [(98, 256)]
-    assert loader.ledger.dropped["empty"].documents == 2
+    assert loader.ledger.state.dropped["empty"].documents == 2
     loader.check_ledger()
 
 

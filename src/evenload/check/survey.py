@@ -105,9 +105,9 @@ def _compare(loader: GlobalBatchLoader, trained: int) -> None:
     Raises:
         DataError: they differ.
     """
-    if loader.ledger.trained.tokens != trained:
+    if loader.ledger.state.trained.tokens != trained:
         raise DataError(
-            f"the ledger has {loader.ledger.trained.tokens:,} trained tokens, the plans {trained:,}; "
+            f"the ledger has {loader.ledger.state.trained.tokens:,} trained tokens, the plans {trained:,}; "
             "please report this as a bug"
         )
 

@@ -47,6 +47,33 @@ class LedgerState(Frozen):
     deferred: Tally = Tally()
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
 
+    def with_dropped(self, reason: str, dropped: Tally) -> "LedgerState":
+        """The account with more dropped; reasons stay sorted."""
+        total = self.dropped.get(reason, Tally()) + dropped
+        return msgspec.structs.replace(self, dropped=dict(sorted((self.dropped | {reason: total}).items())))
+
+    def accounted(self) -> Tally:
+        """All that is trained, deferred, dropped or in flight."""
+        return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
+
+    def lines(self, held: Tally | None = None) -> list[str]:
+        """Lines for the end of a run.
+
+        Args:
+            held: what the loader still holds, shown as waiting with what is in flight. Default: all that is read and
+                accounted for nowhere.
+        """
+        held = self.read - self.accounted() if held is None else held
+        rows = [("read", self.read), ("trained", self.trained)]
+        rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
+        rows += [("deferred", self.deferred), ("waiting", self.in_flight + held)]
+        width = max(len(name) for name, _ in rows)
+        lines = [
+            f"{name:<{width}}  {tally.documents:>12,} documents  {tally.tokens:>16,} tokens" for name, tally in rows
+        ]
+        lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
+        return lines
+
 
 def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -> LedgerState:
     """The account after steps whose update was not applied: their documents were dropped, not trained.
@@ -55,58 +82,30 @@ def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -
         skipped: documents and tokens of these steps.
         masked: those of the tokens that had no loss of their own.
     """
-    return msgspec.structs.replace(
-        state,
-        trained=state.trained - skipped,
-        masked=state.masked - masked,
-        dropped=state.dropped | {reason: state.dropped.get(reason, Tally()) + skipped},
-    )
-
-
-def account_lines(state: LedgerState) -> list[str]:
-    """The lines of a state that balances: what is read and nowhere else waits in the loader."""
-    ledger = Ledger(state)
-    return ledger.summary(state.read - ledger.accounted())
+    trained, masked = state.trained - skipped, state.masked - masked
+    return msgspec.structs.replace(state.with_dropped(reason, skipped), trained=trained, masked=masked)
 
 
 class Ledger:
-    """Running account of documents and tokens.
-
-    Args:
-        state: where to go on.
-    """
+    """Running account of documents and tokens: `state` is where it stands."""
 
     def __init__(self, state: LedgerState | None = None) -> None:
-        state = state or LedgerState()
-        self.read = state.read
-        self.trained = state.trained
-        self.masked = state.masked
-        self.in_flight = state.in_flight
-        self.deferred = state.deferred
-        self.dropped: dict[str, Tally] = dict(state.dropped)
-
-    def state(self) -> LedgerState:
-        return LedgerState(
-            read=self.read,
-            trained=self.trained,
-            masked=self.masked,
-            in_flight=self.in_flight,
-            deferred=self.deferred,
-            dropped=dict(sorted(self.dropped.items())),
-        )
+        self.state = state or LedgerState()
 
     def note_read(self, read: Tally) -> None:
         """Documents came out of the source."""
-        self.read += read
+        self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
 
     def note_dropped(self, reason: str, dropped: Tally) -> None:
         """Documents or tokens will never be trained, and why; 0 documents where only tokens are cut off."""
-        self.dropped[reason] = self.dropped.get(reason, Tally()) + dropped
+        self.state = self.state.with_dropped(reason, dropped)
 
     def note_handed_out(self, new: Tally, carried: Tally) -> None:
         """A global batch left the loader: new documents, and deferred ones that come again."""
-        self.in_flight += new + carried
-        self.deferred -= carried
+        state = self.state
+        self.state = msgspec.structs.replace(
+            state, in_flight=state.in_flight + new + carried, deferred=state.deferred - carried
+        )
 
     def note_step(self, plan: StepPlan) -> None:
         """A handed-out batch was trained as planned: its documents, and those the plan left out.
@@ -114,27 +113,25 @@ class Ledger:
         Raises:
             InvalidPlanError: the plan has more documents or tokens than are in flight.
         """
-        trained = tally_of(plan.documents)
+        state, trained = self.state, tally_of(plan.documents)
         planned = trained + tally_of(plan.left_out)
-        rest = self.in_flight - planned
+        rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
                 f"plan of step {plan.step} accounts for {planned.documents} documents of "
-                f"{planned.tokens} tokens, but only {self.in_flight.documents} of "
-                f"{self.in_flight.tokens} are in flight; note every step once, with the plan of its batch"
+                f"{planned.tokens} tokens, but only {state.in_flight.documents} of "
+                f"{state.in_flight.tokens} are in flight; note every step once, with the plan of its batch"
             )
-        self.in_flight = rest
-        self.trained += trained
-        self.masked += trained.tokens - sum(doc.num_label_tokens for doc in plan.documents)
+        self.state = msgspec.structs.replace(
+            state,
+            in_flight=rest,
+            trained=state.trained + trained,
+            masked=state.masked + trained.tokens - sum(doc.num_label_tokens for doc in plan.documents),
+            deferred=state.deferred + tally_of([doc for doc in plan.left_out if doc.reason == DEFERRED]),
+        )
         for doc in plan.left_out:
-            if doc.reason == DEFERRED:
-                self.deferred += tally_of([doc])
-            else:
+            if doc.reason != DEFERRED:
                 self.note_dropped(doc.reason, tally_of([doc]))
-
-    def accounted(self) -> Tally:
-        """All that is trained, deferred, dropped or in flight."""
-        return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
 
     def check(self, held: Tally) -> None:
         """Compare what was read with what became of it.
@@ -145,26 +142,10 @@ class Ledger:
         Raises:
             DataError: they differ: tokens were lost or counted twice.
         """
-        found = self.accounted() + held
-        if found != self.read:
+        read, found = self.state.read, self.state.accounted() + held
+        if found != read:
             raise DataError(
-                f"the ledger does not balance: read {self.read.documents} documents of {self.read.tokens} tokens, "
-                f"accounted for {found.documents} of {found.tokens} ({msgspec.json.encode(self.state()).decode()}, "
+                f"the ledger does not balance: read {read.documents} documents of {read.tokens} tokens, "
+                f"accounted for {found.documents} of {found.tokens} ({msgspec.json.encode(self.state).decode()}, "
                 f"held {held.documents} of {held.tokens}); please report this as a bug"
             )
-
-    def summary(self, held: Tally | None = None) -> list[str]:
-        """Lines for the end of a run.
-
-        Args:
-            held: what the loader still holds, shown as waiting with what is in flight.
-        """
-        rows = [("read", self.read), ("trained", self.trained)]
-        rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
-        rows += [("deferred", self.deferred), ("waiting", self.in_flight + (held or Tally()))]
-        width = max(len(name) for name, _ in rows)
-        lines = [
-            f"{name:<{width}}  {tally.documents:>12,} documents  {tally.tokens:>16,} tokens" for name, tally in rows
-        ]
-        lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
-        return lines

@@ -30,19 +30,21 @@ class ReadAhead(Generic[Item]):
 
     def __init__(self, make: Callable[[], Item | None], depth: int, name: str) -> None:
         self._make = make
-        self._gate = _Gate(depth)
+        # One entry per item that may be made; False = none after those before it.
+        self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self._ended = False
         self._thread: threading.Thread | None = None
+        for _ in range(depth):
+            self._permits.put(True)
         if depth:
             # A daemon: when the main thread fails, the process must end even if this thread waits for a dead peer.
-            self._thread = threading.Thread(
-                target=_make_ahead, args=(make, self._gate, self._ready), name=name, daemon=True
-            )
+            channels = (make, self._permits, self._ready)
+            self._thread = threading.Thread(target=_make_ahead, args=channels, name=name, daemon=True)
             self._thread.start()
             # The thread knows nothing of this object, nor does what it calls on: so dropping this object ends it, and
             # then lets go of all that `make` holds. The interpreter's exit does the same.
-            weakref.finalize(self, _end, self._gate, self._thread)
+            weakref.finalize(self, _end, self._permits, self._thread)
 
     def next(self) -> Item | None:
         """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
@@ -52,7 +54,7 @@ class ReadAhead(Generic[Item]):
             item = _make_one(self._make)
         else:
             item = self._ready.get()
-            self._gate.allow_one()
+            self._permits.put(True)
         if item is None or isinstance(item, BaseException):
             self._ended = True
         if isinstance(item, BaseException):
@@ -63,51 +65,23 @@ class ReadAhead(Generic[Item]):
         """Stop: what was being made ahead is made, and dropped."""
         self._ended = True
         if self._thread is not None:
-            self._gate.finish()
+            self._permits.put(False)
             self._thread.join()
 
 
-class _Gate:
-    """How many items the thread may make."""
-
-    def __init__(self, allowed: int) -> None:
-        self._changed = threading.Condition()
-        self._allowed = allowed
-        self._finishing = False
-
-    def may_make(self, made: int) -> bool:
-        """Wait until one more than `made` is allowed; False where none ever will be."""
-        with self._changed:
-            while made == self._allowed:
-                if self._finishing:
-                    return False
-                self._changed.wait()
-        return True
-
-    def allow_one(self) -> None:
-        with self._changed:
-            self._allowed += 1
-            self._changed.notify()
-
-    def finish(self) -> None:
-        with self._changed:
-            self._finishing = True
-            self._changed.notify()
-
-
-def _end(gate: _Gate, thread: threading.Thread) -> None:
-    gate.finish()
+def _end(permits: "queue.SimpleQueue[bool]", thread: threading.Thread) -> None:
+    permits.put(False)
     if thread is not threading.current_thread():  # garbage may be collected there, too
         thread.join(_END_S)
 
 
 def _make_ahead(
-    make: Callable[[], Item | None], gate: _Gate, ready: "queue.SimpleQueue[Item | BaseException | None]"
+    make: Callable[[], Item | None],
+    permits: "queue.SimpleQueue[bool]",
+    ready: "queue.SimpleQueue[Item | BaseException | None]",
 ) -> None:
-    made = 0
-    while gate.may_make(made):
+    while permits.get():
         item = _make_one(make)
-        made += 1
         ready.put(item)
         if item is None or isinstance(item, BaseException):
             return

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.batch.lane_state import DocumentPlace
 from evenload.data.batch.sampled import SampledDocuments
+from evenload.data.batch.state import DeferredDocument, DocumentPlace
 from evenload.data.encoding.token_table import Span, TokenTable, join_spans, join_tables
 from evenload.types.document import Document
 
@@ -16,10 +16,8 @@ from evenload.types.document import Document
 class Deferral:
     """A document that a plan deferred; its tokens on the rank that owns its lane."""
 
-    document: Document
-    place: DocumentPlace
+    saved: DeferredDocument
     owner: int
-    has_labels: bool
     span: Span | None
 
 
@@ -51,7 +49,7 @@ class GlobalBatch:
 
     def place(self, doc_id: int) -> DocumentPlace:
         if doc_id in self.deferrals:
-            return self.deferrals[doc_id].place
+            return self.deferrals[doc_id].saved.place
         at = doc_id - self.documents[0].doc_id
         return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.batch.lane_state import LaneState, PartState
 from evenload.data.batch.peers import Peers
 from evenload.data.batch.sampled import OpenBlock, SampledDocuments, first_sampled
+from evenload.data.batch.state import LaneState, PartState
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, LaneKey
 from evenload.data.reading.block_service import BlockService
@@ -31,13 +31,13 @@ from evenload.types.base import Frozen
 class _Lane:
     key: LaneKey
     owner: int
-    epoch: int = 0
-    cursor: BlockCursor | None = field(default_factory=BlockCursor)
-    taken: int = 0
-    left: Tally = field(default_factory=Tally)
-    checksum: int | None = None
+    at: LaneState = field(default_factory=LaneState)
     opened: OpenBlock | None = None
     asked: BlockRequest | None = None
+
+    def move(self, at: LaneState) -> None:
+        """Go to another block, or to another place in one that is opened anew."""
+        self.at, self.opened = at, None
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Part:
 
     @property
     def has_ended(self) -> bool:
-        return all(lane.cursor is None for lane in self.lanes)
+        return all(lane.at.cursor is None for lane in self.lanes)
 
 
 class _Answer(Frozen):
@@ -114,7 +114,7 @@ class LaneSampler:
             if not lanes:
                 continue
             # Parts take turns by document; a part that is alone gives whole rounds of its lanes.
-            rounds = min(len(lane.opened.lengths) - lane.taken for lane in lanes if lane.opened) if is_only else 1
+            rounds = min(len(lane.opened.lengths) - lane.at.taken for lane in lanes if lane.opened) if is_only else 1
             most = rounds * len(lanes) if is_only else 1
             if num_documents is not None:
                 most = min(most, num_documents)
@@ -152,10 +152,7 @@ class LaneSampler:
                 turn=part.turn,
                 documents=part.documents,
                 tokens=part.tokens,
-                lanes=tuple(
-                    LaneState(cursor=lane.cursor, taken=lane.taken, left=lane.left, checksum=lane.checksum)
-                    for lane in part.lanes
-                ),
+                lanes=tuple(lane.at for lane in part.lanes),
             )
             for part in self._parts
         )
@@ -164,13 +161,12 @@ class LaneSampler:
         """Go on where a state was made, before anything was sampled. Open blocks are read again when needed."""
         for part, state in zip(self._parts, states, strict=True):
             part.epoch, part.turn, part.documents, part.tokens = state.epoch, state.turn, state.documents, state.tokens
-            for lane, saved in zip(part.lanes, state.lanes, strict=True):
-                self._move(lane, state.epoch, saved.cursor)
-                lane.taken, lane.left, lane.checksum = saved.taken, saved.left, saved.checksum
+            for lane, at in zip(part.lanes, state.lanes, strict=True):
+                lane.move(at)
 
     def held(self) -> Tally:
         """Documents that were counted as read and not sampled yet."""
-        return sum((lane.left for part in self._parts for lane in part.lanes), Tally())
+        return sum((lane.at.left for part in self._parts for lane in part.lanes), Tally())
 
     def _next_part(self) -> tuple[_Part, bool] | None:
         """The part that is furthest behind its share of the tokens, and whether it is the only one left."""
@@ -194,15 +190,15 @@ class LaneSampler:
         """The lanes that have not ended, from the one whose turn it is, each with documents left in its block."""
         ready: list[_Lane] = []
         for lane in part.lanes[part.turn :] + part.lanes[: part.turn]:
-            while lane.cursor is not None:
+            while lane.at.cursor is not None:
                 if lane.opened is None:
                     self._open_blocks()
                 assert lane.opened is not None
                 if len(lane.opened.lengths):
                     ready.append(lane)
                     break
-                self._account(lane, lane.opened.header)
-                self._move(lane, lane.epoch, lane.opened.header.next_cursor)
+                self._begin(lane.opened.header)
+                lane.move(LaneState(cursor=lane.opened.header.next_cursor))
         return ready
 
     def _commit(self, part: _Part, lanes: Sequence[_Lane], count: int, num_tokens: int) -> None:
@@ -216,41 +212,36 @@ class LaneSampler:
             opened = lane.opened
             if not own or opened is None:
                 continue
-            if not lane.taken:
-                self._account(lane, opened.header)
-            stop = lane.taken + own
-            lane.left -= Tally(documents=own, tokens=int(opened.lengths[lane.taken : stop].sum()))
-            lane.taken, lane.checksum = stop, opened.header.checksum
+            at, stop = lane.at, lane.at.taken + own
+            left = at.left if at.taken else self._begin(opened.header)
             if stop == len(opened.lengths):
-                self._move(lane, lane.epoch, opened.header.next_cursor)
+                lane.move(LaneState(cursor=opened.header.next_cursor))
+                continue
+            left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
+            lane.at = LaneState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
-    def _account(self, lane: _Lane, header: BlockHeader) -> None:
-        """A block is begun: it counts as read, and what it dropped as dropped."""
+    def _begin(self, header: BlockHeader) -> Tally:
+        """A block is begun: it counts as read, and what it dropped as dropped; the rest of it."""
         self._ledger.note_read(header.read)
-        lane.left = header.read
         for reason, dropped in header.dropped.items():
             self._ledger.note_dropped(reason, dropped)
-            lane.left -= dropped
+        return header.read - sum(header.dropped.values(), Tally())
 
     def _restart_part(self, part: _Part, epoch: int) -> None:
         part.epoch, part.turn, part.documents = epoch, 0, 0
         for lane in part.lanes:
-            self._move(lane, epoch, BlockCursor())
-
-    def _move(self, lane: _Lane, epoch: int, cursor: BlockCursor | None) -> None:
-        lane.epoch, lane.cursor, lane.opened = epoch, cursor, None
-        lane.taken, lane.left, lane.checksum = 0, Tally(), None
+            lane.move(LaneState())
 
     def _open_blocks(self) -> None:
         """Open the next block of every lane that has none open, with its owner's help. Collective."""
         waiting = [
-            lane for part in self._parts for lane in part.lanes if lane.cursor is not None and lane.opened is None
+            lane for part in self._parts for lane in part.lanes if lane.at.cursor is not None and lane.opened is None
         ]
         own: dict[LaneKey, DocumentBlock] = {}
         problem: str | None = None
         for lane in waiting:
             if lane.owner == self._peers.rank:
-                self._ask(lane, lane.cursor)
+                self._ask(lane, lane.at.cursor)
         for lane in waiting:
             if lane.owner == self._peers.rank and problem is None:
                 assert lane.asked is not None
@@ -276,19 +267,19 @@ class LaneSampler:
     def _ask(self, lane: _Lane, cursor: BlockCursor | None) -> None:
         """Have a lane's block read, unless that was asked for already."""
         if cursor is not None and lane.asked is None:
-            lane.asked = BlockRequest(lane.key, lane.epoch, cursor)
+            lane.asked = BlockRequest(lane.key, self._parts[lane.key.part].epoch, cursor)
             self._service.request(lane.asked)
 
     def _open(self, lane: _Lane, header: BlockHeader, block: DocumentBlock | None) -> None:
-        lengths = np.frombuffer(header.lengths, np.int32)
-        num_labels = np.frombuffer(header.num_labels, np.int32)
-        if lane.taken and lane.checksum != header.checksum:
+        if lane.at.taken and lane.at.checksum != header.checksum:
             raise DataError(
                 f"block {header.cursor.block} of lane {lane.key.lane} of data.{self._names[lane.key.part]} holds other "
-                f"documents than when the loader's state was saved ({lane.taken} of them were trained already); the "
+                f"documents than when the loader's state was saved ({lane.at.taken} of them were trained already); the "
                 "sources must not change between save and resume"
             )
-        lane.opened = OpenBlock(lane.key, lane.epoch, lane.owner, header, lengths, num_labels, block)
+        lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
+        epoch = self._parts[lane.key.part].epoch
+        lane.opened = OpenBlock(lane.key, epoch, lane.owner, header, lengths, num_labels, block)
         if block is not None:
             # The next one is read while documents of this one are taken.
             self._ask(lane, header.next_cursor)
@@ -297,7 +288,7 @@ class LaneSampler:
 def _rounds(lanes: Sequence[_Lane], rounds: int, most: int) -> SampledDocuments:
     """The first `most` documents when the lanes take turns so many times."""
     blocks = [lane.opened for lane in lanes if lane.opened is not None]
-    starts = np.array([lane.taken for lane in lanes])
+    starts = np.array([lane.at.taken for lane in lanes])
 
     def columns(values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
         spans = [column[start : start + rounds] for column, start in zip(values, starts.tolist(), strict=True)]

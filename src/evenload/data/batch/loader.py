@@ -20,11 +20,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenload.data.batch.global_batch import Deferral, GlobalBatch, own_tokens
-from evenload.data.batch.lane_state import DocumentPlace
 from evenload.data.batch.lanes import LaneSampler
 from evenload.data.batch.peers import Alone, Peers
 from evenload.data.batch.sampled import SampledDocuments, join_sampled
-from evenload.data.batch.state import DeferredDocument, LoaderState, check_fingerprint, config_fingerprint
+from evenload.data.batch.state import (
+    DeferredDocument,
+    DocumentPlace,
+    LoaderState,
+    check_fingerprint,
+    config_fingerprint,
+)
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.token_table import Span
@@ -144,9 +149,8 @@ class GlobalBatchLoader:
                 # Copies: a view would keep the whole batch in memory for as long as the document waits.
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
                 span = (batch.tokens[doc_id].copy(), labels, 0, known[doc_id].num_tokens)
-            self._deferred[doc_id] = Deferral(
-                known[doc_id], batch.place(doc_id), int(batch.owners([doc_id])[0]), batch.has_labels, span
-            )
+            saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
+            self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), span)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Where a document was read, in words: the run of documents that are shuffled together, by its first file.
@@ -173,7 +177,7 @@ class GlobalBatchLoader:
 
     def summary(self) -> list[str]:
         """The ledger's lines for the end of a run."""
-        return self.ledger.summary(self.held())
+        return self.ledger.state.lines(self.held())
 
     def state(self) -> LoaderState:
         """Where the loader stands: restored, it goes on with the batch after the last one handed out.
@@ -222,12 +226,8 @@ class GlobalBatchLoader:
             epoch=self._epoch,
             next_doc_id=self._next_doc_id,
             parts=self._lanes.state(),
-            deferred=self._lost
-            or tuple(
-                DeferredDocument(document=entry.document, place=entry.place, has_labels=entry.has_labels)
-                for entry in self._deferred.values()
-            ),
-            ledger=self.ledger.state(),
+            deferred=self._lost or tuple(entry.saved for entry in self._deferred.values()),
+            ledger=self.ledger.state,
             fingerprint=self._fingerprint,
         )
 
@@ -235,18 +235,18 @@ class GlobalBatchLoader:
         """Draw the members of the next batch; none at the end of an epoch."""
         if self._is_finished():
             return
-        config, members = self.config, self._members
-        documents_left, tokens_left = config.batch_documents, config.batch_tokens
-        for run in members:
-            documents_left = None if documents_left is None else documents_left - len(run.lengths)
-            tokens_left = None if tokens_left is None else tokens_left - run.num_tokens
-        while documents_left != 0:
-            run = self._lanes.sample(documents_left, tokens_left, at_least_one=not members)
+        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
+        taken = sum((run.tally() for run in members), Tally())
+        while taken.documents != documents:
+            run = self._lanes.sample(
+                None if documents is None else documents - taken.documents,
+                None if tokens is None else tokens - taken.tokens,
+                at_least_one=not members,
+            )
             if run is None or not len(run.lengths):
                 break
             members.append(run)
-            documents_left = None if documents_left is None else documents_left - len(run.lengths)
-            tokens_left = None if tokens_left is None else tokens_left - run.num_tokens
+            taken += run.tally()
 
     def _end_epoch(self) -> None:
         if not self._lanes.num_sampled:
@@ -278,8 +278,8 @@ class GlobalBatchLoader:
             tokens=own_tokens(sampled, first, carried),
             sampled=sampled,
             has_labels=any(block.header.has_labels for block in sampled.blocks)
-            or any(entry.has_labels for entry in carried.values()),
-            carried=tuple(entry.document for entry in carried.values()),
+            or any(entry.saved.has_labels for entry in carried.values()),
+            carried=tuple(entry.saved.document for entry in carried.values()),
             deferrals=carried,
             is_last=not documents,
         )
@@ -311,7 +311,7 @@ class GlobalBatchLoader:
                             "the loader's state was saved; the sources must not change between save and resume"
                         )
                     span = block_span(blocks[request], place.index)
-                entries[lost.document.doc_id] = Deferral(lost.document, place, owner, lost.has_labels, span)
+                entries[lost.document.doc_id] = Deferral(lost, owner, span)
         except EvenloadError as error:
             problem = str(error).encode()
         problems = [answer for answer in self.peers.gather(problem) if answer]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.batch.lane_state import DocumentPlace
+from evenload.data.batch.state import DocumentPlace
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockHeader, DocumentBlock, LaneKey
 

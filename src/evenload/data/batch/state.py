@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evenload.data.batch.lane_state import DocumentPlace, LaneState, PartState
 from evenload.data.config import DataConfig
-from evenload.data.ledger import LedgerState
+from evenload.data.ledger import LedgerState, Tally
+from evenload.data.reading.block import BlockCursor
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.document import Document
@@ -23,6 +23,50 @@ _FREE_FIELDS = (
     "stall_timeout_s",
 )  # fmt: skip
 """Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
+
+
+class DocumentPlace(Frozen, array_like=True):
+    """Where a document can be read again: its block, and which one of it. `checksum` is of the block."""
+
+    part: int
+    lane: int
+    epoch: int
+    cursor: BlockCursor
+    index: int
+    checksum: int
+
+
+class LaneState(Frozen, array_like=True):
+    """A lane between two documents.
+
+    Args:
+        cursor: of the open block, or of the next one; None = the lane has ended for this epoch.
+        taken: documents of that block that came already.
+        left: what is left of the open block; it was counted as read.
+        checksum: of the open block, where documents of it came already.
+    """
+
+    cursor: BlockCursor | None = BlockCursor()
+    taken: int = 0
+    left: Tally = Tally()
+    checksum: int | None = None
+
+
+class PartState(Frozen, array_like=True):
+    """A part of the mixture between two documents.
+
+    Args:
+        epoch: pass over this part (the run's epoch, unless parts repeat).
+        turn: lane that is asked next.
+        documents: sampled in this pass.
+        tokens: sampled since the weights began to count.
+    """
+
+    epoch: int
+    turn: int
+    documents: int
+    tokens: int
+    lanes: tuple[LaneState, ...]
 
 
 class DeferredDocument(Frozen):

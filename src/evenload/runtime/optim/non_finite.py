@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.data.batch.state import LoaderState
-from evenload.data.ledger import Tally, account_lines, tally_of, with_skipped
+from evenload.data.ledger import Tally, tally_of, with_skipped
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.comm.mesh import Mesh
@@ -99,7 +99,7 @@ class NonFiniteSteps:
     def ledger_lines(self, planned: PlannedStep) -> tuple[str, ...]:
         if not self._skipped.documents:
             return planned.ledger_lines
-        return tuple(account_lines(self.account(planned.loader_state).ledger))
+        return tuple(self.account(planned.loader_state).ledger.lines())
 
 
 class _Suspect(NamedTuple):
