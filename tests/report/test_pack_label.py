@@ -1,3 +1,4 @@
+from evenload.report import pack_label
 from evenload.report.pack_label import label_packs
 from evenload.types.document import Document, Slice
 from evenload.types.layout import ParallelLayout
@@ -31,9 +32,21 @@ def make_plan() -> StepPlan:
 def test_labels_count_documents_pieces_and_tokens():
     labels = label_packs(make_plan())
     assert set(labels) == {(3, "forward", 0), (3, "forward", 1), (3, "backward", 0)}
-    assert labels[3, "forward", 0] == (2, 1, 4106, "doc 0 (10), 1 [0, 4096) of 20.0K")
-    assert labels[3, "backward", 0] == (2, 0, 20_005, "doc 2 (5), 1 (20.0K)")
+    assert labels[3, "forward", 0] == {
+        "tokens": 4106,
+        "documents": 2,
+        "slices": 1,
+        "content": "doc 0 (10), 1 [0, 4096) of 20.0K",
+    }
+    assert labels[3, "backward", 0] == {
+        "tokens": 20_005,
+        "documents": 2,
+        "slices": 0,
+        "content": "doc 2 (5), 1 (20.0K)",
+    }
 
 
-def test_long_packs_list_only_the_first_documents():
-    assert label_packs(make_plan(), max_documents=1)[3, "forward", 1].text == "doc 1 [4096, 20000) of 20.0K, 1 more"
+def test_long_packs_list_only_the_first_documents(monkeypatch):
+    monkeypatch.setattr(pack_label, "MAX_DOCUMENTS", 1)
+    content = label_packs(make_plan())[3, "forward", 1]["content"]
+    assert content == "doc 1 [4096, 20000) of 20.0K, 1 more"

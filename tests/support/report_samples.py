@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from evenload.report.metrics_file import METRIC_KEYS
-from evenload.report.pack_label import PackLabel
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan
@@ -82,7 +81,7 @@ def _one_f_one_b(rank, num_ranks, num_packs):
 
 def make_labels(num_dp=1, num_packs=8, text="doc 812 [0, 4096) of 20.0K, 813 (512)"):
     return {
-        (dp, direction, pack): PackLabel(2, 1, 4608 + pack, text)
+        (dp, direction, pack): {"tokens": 4608 + pack, "documents": 2, "slices": 1, "content": text}
         for dp in range(num_dp)
         for direction in ("forward", "backward")
         for pack in range(num_packs)

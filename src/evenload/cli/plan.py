@@ -1,10 +1,8 @@
 """`evenload plan`: which strategy is how fast on the user's lengths, model and cluster. Needs no GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -17,13 +15,12 @@ from evenload.cli.plan_arguments import PlanArguments
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
 from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit
-from evenload.cli.plan_report import plan_report
-from evenload.cli.plan_strategies import LeftOutStrategy, asked_strategies, chosen_strategies
+from evenload.cli.plan_report import Comparison, plan_report
+from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation, evaluate_strategies
-from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch, sample_global_batches
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
@@ -34,31 +31,9 @@ from evenload.report.pack_label import label_packs
 from evenload.report.table import ComparisonTable
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.layout import ParallelLayout
-from evenload.types.length_unit import LengthUnit
 
 PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Comparison:
-    """What was planned, and how it is said.
-
-    Args:
-        said: all inputs, as in `--json`.
-        rows: one a strategy, as in `--json`, in the unit that was counted.
-        left_out: strategies that were not tried.
-        layouts: of a search, the best first.
-    """
-
-    said: dict[str, Any]
-    batches: Sequence[SampledBatch]
-    evaluation: Evaluation
-    rows: list[dict[str, Any]]
-    left_out: tuple[LeftOutStrategy, ...]
-    layouts: tuple[LayoutResult, ...]
-    unit: LengthUnit
-    memory_cap_bytes: int
 
 
 def run_plan(asked: PlanArguments) -> None:
@@ -163,7 +138,6 @@ def _show(console: Console, found: Comparison) -> None:
 
 
 def _write(asked: PlanArguments, found: Comparison) -> None:
-    """The files that were asked for."""
     evaluation = found.evaluation
     if asked.json_file:
         content = {
@@ -180,8 +154,7 @@ def _write(asked: PlanArguments, found: Comparison) -> None:
         plans = [proposal.plan for proposals in evaluation.proposals.values() for proposal in proposals]
         write_output(asked.emit_plan, encode_plan_file(plans))
     if asked.html:
-        page = plan_report(found.said, found.rows, evaluation, found.batches, found.memory_cap_bytes, found.unit)
-        write_report(asked.html, page)
+        write_report(asked.html, plan_report(found))
     if asked.trace:
         _write_trace(asked.trace, evaluation)
 

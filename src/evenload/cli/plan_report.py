@@ -1,13 +1,16 @@
 """The page of `evenload plan --html`: all strategies and all steps of an evaluation as a `RunReport`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from evenload.cli.plan_strategies import LeftOutStrategy
 from evenload.data.length_profile import profile_lengths
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
+from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.plan.planner import Proposal
 from evenload.report.run_report import RunReport, RunSection, StepView
@@ -16,42 +19,50 @@ from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
 
 
-def plan_report(
-    inputs: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    evaluation: Evaluation,
-    batches: Sequence[SampledBatch],
-    memory_cap_bytes: int,
-    unit: LengthUnit,
-) -> RunReport:
-    """Everything that was planned.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Comparison:
+    """What was planned, and how it is said.
 
     Args:
-        inputs: shown as facts, those that are None left out.
-        rows: of the comparison, as in `--json`.
-        unit: of lengths.
+        said: all inputs, as in `--json`.
+        rows: one a strategy, as in `--json`, in the unit that was counted.
+        left_out: strategies that were not tried.
+        layouts: of a search, the best first.
     """
+
+    said: dict[str, Any]
+    batches: Sequence[SampledBatch]
+    evaluation: Evaluation
+    rows: list[dict[str, Any]]
+    left_out: tuple[LeftOutStrategy, ...]
+    layouts: tuple[LayoutResult, ...]
+    unit: LengthUnit
+    memory_cap_bytes: int
+
+
+def plan_report(found: Comparison) -> RunReport:
+    evaluation = found.evaluation
     splits = {result.name: result.time_split for result in evaluation.results}
-    notes = {row["name"]: row["note"] for row in rows if row["note"]}
-    lengths = np.array([document.num_tokens for batch in batches for document in batch.documents], np.int64)
+    notes = {row["name"]: row["note"] for row in found.rows if row["note"]}
+    lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
-        title=f"Evenload plan: {inputs['model']} on {inputs['cluster']}",
-        facts=_facts(inputs, unit),
+        title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
+        facts=_facts(found.said, found.unit),
         sections=tuple(
             RunSection(
                 name=name,
                 steps=tuple(_step_view(proposal) for proposal in proposals),
                 time_split=splits[name],
-                memory_limit_bytes=memory_cap_bytes,
+                memory_limit_bytes=found.memory_cap_bytes,
                 notes=(notes[name],) if name in notes else (),
             )
             for name, proposals in evaluation.proposals.items()
             if proposals
         ),
-        comparison=tuple(rows),
+        comparison=tuple(found.rows),
         best=evaluation.best or "",
         lengths=profile_lengths(lengths, ()) if len(lengths) else None,
-        unit=unit,
+        unit=found.unit,
     )
 
 

@@ -31,7 +31,7 @@ from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.trainer import StepReport
+from evenload.runtime.trainer import StepReport, Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
@@ -55,25 +55,15 @@ class RunWriter:
     """Writes one run's files; nothing before its first step.
 
     Args:
-        directory: made if needed; an earlier run's metrics are continued when `resumed`, else replaced.
         memory_cap_bytes: drawn as the limit.
-        tokenizer: what the report says about it.
+        resumed: an earlier run's metrics are continued, else replaced.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: TrainConfig,
-        model: ModelSpec,
-        costs: CostCoefficients,
-        memory_cap_bytes: int,
-        *,
-        tokenizer: str,
-        resumed: bool,
-    ) -> None:
-        self._directory, self._config, self._model, self._costs = directory, config, model, costs
-        self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, tokenizer
-        self._metrics = directory / "metrics.jsonl"
+    def __init__(self, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, *, resumed: bool) -> None:
+        self._config, self._model, self._costs = trainer.config, trainer.model, costs
+        self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
+        self._directory = Path(trainer.config.train.output_dir)
+        self._metrics = self._directory / "metrics.jsonl"
         self._resumed, self._has_begun = resumed, False
         self._next_s = 0.0
 

@@ -53,15 +53,7 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, sto
     resumed = trainer.resume()
     costs = run_coefficients(trainer, cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
-    files = RunWriter(
-        Path(config.train.output_dir),
-        config,
-        trainer.model,
-        costs,
-        memory_cap_bytes,
-        tokenizer=trainer.tokenizer_fact,
-        resumed=resumed is not None,
-    )
+    files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed is not None)
     with stop.listening():
         last = _run_steps(trainer, costs, memory_cap_bytes, files if mesh.rank == 0 else None, console, stop)
         report = last if isinstance(last, StepReport) else None

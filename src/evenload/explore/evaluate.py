@@ -36,30 +36,30 @@ from evenload.types.time_split import TimeSplit, mean_time_split
 
 
 class StrategyResult(Frozen):
-    """Figures of one strategy; None where it could not be planned. Keys are fixed."""
+    """Figures of one strategy; None where it could not be planned."""
 
     name: str
     feasible: bool
     why: str
-    step_time_s: tuple[float, ...]
-    mean_step_time_s: float | None
+    step_time_s: tuple[float, ...] = ()
+    mean_step_time_s: float | None = None
     lower_bound_s: float
-    fraction_of_bound: float | None
-    speedup_over_best_fit: float | None
-    tokens_per_s_per_device: float | None
-    bubble_fraction: float | None
-    imbalance_forward: float | None
-    imbalance_backward: float | None
-    imbalance_dp: float | None
-    max_pack_tokens: int | None
-    cap_violations: int | None
-    peak_memory_bytes: int | None
-    num_packs_forward: float | None
-    num_packs_backward: float | None
-    plan_time_s: float | None
-    deferred_tokens: int
+    fraction_of_bound: float | None = None
+    speedup_over_best_fit: float | None = None
+    tokens_per_s_per_device: float | None = None
+    bubble_fraction: float | None = None
+    imbalance_forward: float | None = None
+    imbalance_backward: float | None = None
+    imbalance_dp: float | None = None
+    max_pack_tokens: int | None = None
+    cap_violations: int | None = None
+    peak_memory_bytes: int | None = None
+    num_packs_forward: float | None = None
+    num_packs_backward: float | None = None
+    plan_time_s: float | None = None
+    deferred_tokens: int = 0
     dropped_tokens: int
-    mean_token_delay_steps: float
+    mean_token_delay_steps: float = 0.0
     layout: dict[str, int]
     cuts: str | None = None
     schedule: str | None = None
@@ -143,7 +143,14 @@ def _evaluate(
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
         # not hide the others; its row says why.
-        return _failed(name, str(error), float(np.mean(lower_bound_s)), dropped, layout), ()
+        return StrategyResult(
+            name=name,
+            feasible=False,
+            why=str(error),
+            lower_bound_s=float(np.mean(lower_bound_s)),
+            dropped_tokens=dropped,
+            layout=layout,
+        ), ()
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     trained = sum(int(tokens.sum()) for tokens in lengths)
     return StrategyResult(
@@ -154,7 +161,6 @@ def _evaluate(
         mean_step_time_s=float(np.mean(step_time_s)),
         lower_bound_s=float(np.mean(lower_bound_s)),
         fraction_of_bound=sum(lower_bound_s) / sum(step_time_s),
-        speedup_over_best_fit=None,
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
         bubble_fraction=_mean(proposals, "bubble_fraction"),
         imbalance_forward=_mean(proposals, "imbalance_forward"),
@@ -232,34 +238,6 @@ def _switch_note(proposals: Sequence[FlexProposal]) -> str:
     return (
         f"layout switched {switches} times, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}"
         + (f"; {saving} steps kept it by recomputing or offloading" if saving else "")
-    )
-
-
-def _failed(name: str, why: str, lower_bound_s: float, dropped: int, layout: dict[str, int]) -> StrategyResult:
-    return StrategyResult(
-        name=name,
-        feasible=False,
-        why=why,
-        step_time_s=(),
-        mean_step_time_s=None,
-        lower_bound_s=lower_bound_s,
-        fraction_of_bound=None,
-        speedup_over_best_fit=None,
-        tokens_per_s_per_device=None,
-        bubble_fraction=None,
-        imbalance_forward=None,
-        imbalance_backward=None,
-        imbalance_dp=None,
-        max_pack_tokens=None,
-        cap_violations=None,
-        peak_memory_bytes=None,
-        num_packs_forward=None,
-        num_packs_backward=None,
-        plan_time_s=None,
-        deferred_tokens=0,
-        dropped_tokens=dropped,
-        mean_token_delay_steps=0.0,
-        layout=layout,
     )
 
 

@@ -5,7 +5,7 @@ first batch with little search. They are spread evenly over the sorted static by
 every batch and are slow, and the others are fast and may not hold it. Price: `MOST_TRIED` x 0.05-0.5 s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -63,7 +63,8 @@ def fitting_layouts(
     quick = options.with_own(
         msgspec.structs.replace(search, max_candidates=min(search.max_candidates, QUICK_CANDIDATES))
     )
-    tried = _spread(roomy)
+    at = np.unique(np.linspace(0, len(roomy) - 1, MOST_TRIED).round().astype(int)) if roomy else ()
+    tried = [roomy[i] for i in at]
     found = []
     for done, layout in enumerate(tried):
         on_progress(done, len(tried), f"looking for layouts that fit: {layout.describe()}")
@@ -75,10 +76,3 @@ def fitting_layouts(
             found.append(result)
     found.sort(key=lambda result: result.mean_step_time_s or 0.0)
     return FittingLayouts(layouts=tuple(found), num_tried=len(tried), num_all=len(every))
-
-
-def _spread(layouts: Sequence[ParallelLayout]) -> list[ParallelLayout]:
-    if not layouts:
-        return []
-    at = np.unique(np.linspace(0, len(layouts) - 1, MOST_TRIED).round().astype(int))
-    return [layouts[i] for i in at.tolist()]

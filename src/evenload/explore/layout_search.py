@@ -14,6 +14,7 @@ A layout is refused with its reason: weights and optimizer beyond memory before 
 and the bytes by which the best plan misses.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -170,8 +171,7 @@ def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLa
     """The same sizes with `VIRTUAL_STAGES` a rank; None where there is no pipeline or too few layers."""
     if layout.pp == 1 or layout.pp * VIRTUAL_STAGES > model.num_layers:
         return None
-    sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
-    return even_layout(model.num_layers, **sizes, virtual=VIRTUAL_STAGES)
+    return even_layout(model.num_layers, **(layout_sizes(layout) | {"virtual": VIRTUAL_STAGES}))
 
 
 def planned_layout(
@@ -184,18 +184,12 @@ def planned_layout(
     options: PlanOptions,
 ) -> LayoutResult:
     """One layout's figures on some batches, or why it is out."""
-    sizes = layout_sizes(layout)
+    result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
     room = usable_bytes(cluster)
     held = static_bytes(model, layout)
     if held.max() > room:
         why = f"weights and optimizer alone: {_over(held, room)}"
-        return LayoutResult(
-            layout=sizes,
-            feasible=False,
-            why=why,
-            peak_memory_bytes=int(held.max()),
-            stage_layers=layout.stage_counts,
-        )
+        return result(feasible=False, why=why, peak_memory_bytes=int(held.max()))
     proposals: list[Proposal] = []
     bounds_s: list[float] = []
     try:
@@ -205,14 +199,13 @@ def planned_layout(
             tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
             bounds_s.append(planner.costs.lower_bound_seconds(tokens))
     except (ConfigError, DataError, InfeasiblePlanError) as error:
-        return LayoutResult(layout=sizes, feasible=False, why=str(error), stage_layers=layout.stage_counts)
+        return result(feasible=False, why=str(error))
     peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
     peak = np.max(peaks, axis=0)
     step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
     fits = all(proposal.feasible for proposal in proposals)
-    return LayoutResult(
-        layout=sizes,
+    return result(
         feasible=fits,
         why="" if fits else _over(peak, room),
         mean_step_time_s=float(np.mean(step_s)),
@@ -220,7 +213,6 @@ def planned_layout(
         peak_memory_bytes=int(peak.max()),
         num_batches=len(batches),
         label=slowest.candidate.label,
-        stage_layers=layout.stage_counts,
     )
 
 

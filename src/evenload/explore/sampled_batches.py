@@ -5,6 +5,7 @@ entry before all were used, and step k is the same for any number of steps. A ba
 by documents or by tokens; strategies only rearrange inside it. O(n) per step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +75,7 @@ def sample_global_batches(
         )
     if not len(lengths) or (overlong == "drop" and not usable.any()):
         raise DataError(f"no document of the table fits context {context}; raise --context or use --overlong split")
-    draw = _Draw(lengths, seed)
+    entries = _entries(lengths, seed)
     next_id = 0
     batches = []
     for _ in range(steps):
@@ -82,7 +83,7 @@ def sample_global_batches(
         left_out: list[LeftOut] = []
         sampled = tokens = dropped = 0
         while (sampled < num_documents) if num_documents is not None else (tokens < num_tokens):  # type: ignore[operator]
-            length = draw.next()
+            length = next(entries)
             sampled += 1
             if length > context and overlong == "drop":
                 left_out.append(LeftOut(doc_id=next_id, num_tokens=length, reason=f"dropped: longer than {context}"))
@@ -99,21 +100,11 @@ def sample_global_batches(
     return tuple(batches)
 
 
-class _Draw:
-    """An endless seeded stream of table entries, reshuffled every round."""
-
-    def __init__(self, lengths: NDArray[np.int64], seed: int) -> None:
-        self._lengths = lengths
-        self._generator = np.random.default_rng(seed)
-        self._round: list[int] = []
-        self._position = 0
-
-    def next(self) -> int:
-        if self._position == len(self._round):
-            self._round = self._generator.permutation(self._lengths).tolist()
-            self._position = 0
-        self._position += 1
-        return self._round[self._position - 1]
+def _entries(lengths: NDArray[np.int64], seed: int) -> Iterator[int]:
+    """All entries of the table, reshuffled every round, without an end."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(lengths).tolist()
 
 
 def _pieces(length: int, context: int, overlong: Overlong) -> list[int]:

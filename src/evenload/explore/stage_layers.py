@@ -110,8 +110,8 @@ class _SplitProblem:
         """Layers of every stage, one stage a rank and `least` layers a stage; int64[pp]."""
         limit, best, chosen = np.iinfo(np.int64).max, np.inf, None
         while True:
-            bottleneck, counts = self._least_bottleneck(limit, least)
-            if counts is None or bottleneck >= best:
+            bottleneck, counts = _cheapest_path(self._stage_ticks(limit, least), np.maximum)
+            if bottleneck >= best:  # infinite where no split keeps the limit
                 break
             fullest = int(self.trained.of_ranks(counts[None, :], self.pp).max())
             total = bottleneck + self.ticks_per_parameter * fullest
@@ -150,12 +150,6 @@ class _SplitProblem:
         cost[self.held.of_ranks(counts, self.pp).max(axis=1) > self.max_held] = np.inf
         squares = (rank_ticks.astype(np.float64) ** 2).sum(axis=1), (stage_ticks.astype(np.float64) ** 2).sum(axis=1)
         return list(zip(cost.tolist(), squares[0].tolist(), squares[1].tolist(), strict=True))
-
-    def _least_bottleneck(self, limit: int, least: int) -> tuple[float, NDArray[np.int64] | None]:
-        """The slowest rank's ticks and a split that reaches them with `limit` trained parameters a rank; None = there
-        is no such split."""
-        bottleneck, counts = _cheapest_path(self._stage_ticks(limit, least), np.maximum)
-        return bottleneck, counts if bottleneck < np.inf else None
 
     def _stage_ticks(self, limit: int, least: int) -> NDArray[np.float64]:
         """[stage, from, to] of layers `[from, to)`, infinite where they are no stage; float64[pp, L + 1, L + 1]."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from evenload.report.pack_label import PackKey, PackLabel
-from evenload.report.side_events import side_events
+from evenload.report.side_events import name_events, side_events, task_event
 from evenload.types.timeline import KINDS, MEMORY_KINDS, Timeline
 
 
@@ -48,8 +48,7 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
     for name, timeline in timelines.items():
         for dp_rank in np.union1d(timeline.dp_rank, timeline.memory_dp_rank).tolist():
             pid += 1
-            yield _metadata("process_name", pid, 0, {"name": f"{name} dp {dp_rank}"})
-            yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+            yield from name_events("process", pid, 0, f"{name} dp {dp_rank}", pid)
             threads: dict[int, int] = {}
             ranks = np.union1d(
                 timeline.rank[timeline.dp_rank == dp_rank], timeline.memory_rank[timeline.memory_dp_rank == dp_rank]
@@ -57,8 +56,7 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
             for rank in ranks.tolist():
                 tid += 1
                 threads[rank] = tid
-                yield _metadata("thread_name", pid, tid, {"name": f"rank {rank}"})
-                yield _metadata("thread_sort_index", pid, tid, {"sort_index": rank})
+                yield from name_events("thread", pid, tid, f"rank {rank}", rank)
             yield from _task_events(timeline, dp_rank, pid, threads, labels)
             if timeline.side is not None:
                 for event in side_events(timeline.side, dp_rank, pid, threads, tid + 1):
@@ -68,51 +66,32 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
             yield from _memory_kind_events(timeline, dp_rank, pid)
 
 
-def _metadata(name: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
-
-
 def _task_events(
     timeline: Timeline, dp_rank: int, pid: int, threads: Mapping[int, int], labels: Mapping[PackKey, PackLabel]
 ) -> Iterator[dict[str, object]]:
     chosen = np.flatnonzero(timeline.dp_rank == dp_rank)
     chosen = chosen[np.argsort(timeline.start_s[chosen], kind="stable")]
     start_ns = np.rint(timeline.start_s[chosen] * 1e9).astype(np.int64)
-    duration_ns = np.rint(timeline.end_s[chosen] * 1e9).astype(np.int64) - start_ns
+    end_ns = np.rint(timeline.end_s[chosen] * 1e9).astype(np.int64)
     critical = np.zeros(len(chosen), bool) if timeline.is_critical is None else timeline.is_critical[chosen]
-    for rank, stage, kind, pack, start, duration, is_critical in zip(
+    for rank, stage, kind, pack, start, end, is_critical in zip(
         timeline.rank[chosen].tolist(),
         timeline.stage[chosen].tolist(),
         timeline.kind[chosen].tolist(),
         timeline.pack[chosen].tolist(),
         start_ns.tolist(),
-        duration_ns.tolist(),
+        end_ns.tolist(),
         critical.tolist(),
         strict=True,
     ):
         letter = KINDS[kind]
         direction = "forward" if letter == "F" else "backward"
         args: dict[str, object] = {"stage": stage, "pack": pack, "direction": direction}
-        label = labels.get((dp_rank, direction, pack))
-        if label is not None:
-            args |= {
-                "tokens": label.num_tokens,
-                "documents": label.num_documents,
-                "slices": label.num_slices,
-                "content": label.text,
-            }
+        args |= labels.get((dp_rank, direction, pack), {})
         if is_critical:
             args["critical"] = True
-        yield {
-            "ph": "X",
-            "name": f"{stage}{letter}{pack}",
-            "cat": f"{direction},critical" if is_critical else direction,
-            "pid": pid,
-            "tid": threads[rank],
-            "ts": start / 1000,
-            "dur": duration / 1000,
-            "args": args,
-        }
+        category = f"{direction},critical" if is_critical else direction
+        yield task_event(f"{stage}{letter}{pack}", category, pid, threads[rank], start, end, args)
 
 
 def _memory_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:

@@ -44,25 +44,15 @@ _CUT_MEANINGS = (
 def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> go.Figure:
     """Share of documents, tokens and attention work by length class, three bars a class."""
     figure = go.Figure()
+    starts = [format_power_of_two(c.start) for c in profile.classes]
     labels = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
     for key, name in COUNTED.items():
         counts = [getattr(c, key) for c in profile.classes]
-        figure.add_trace(
-            go.Bar(
-                x=[format_power_of_two(c.start) for c in profile.classes],
-                y=[count / getattr(profile, key) for count in counts],
-                customdata=[[label, f"{count:,}"] for label, count in zip(labels, counts, strict=True)],
-                name=in_unit(name, unit),
-                marker={"color": LENGTH_COLORS[key], "line": {"width": 0}},
-                hovertemplate=in_unit(
-                    f"%{{customdata[0]}} tokens: %{{y:.2%}} of {name} (%{{customdata[1]}})<extra></extra>", unit
-                ),
-            )
-        )
+        hover = f"%{{customdata[0]}} tokens: %{{y:.2%}} of {name} (%{{customdata[1]}})"
+        details = [[label, f"{count:,}"] for label, count in zip(labels, counts, strict=True)]
+        figure.add_trace(_bars(profile, starts, counts, key, details, in_unit(name, unit), in_unit(hover, unit)))
     _dress(figure, in_unit("length from (tokens; every class ends where the next begins)", unit), "share")
-    figure.update_layout(barmode="group", bargap=0.22, bargroupgap=0.02)
-    # As text: a class is a place on the axis, not a number between others.
-    figure.update_xaxes(type="category")
+    _group_bars(figure, gap=0.22)
     return figure
 
 
@@ -98,22 +88,34 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> g
     """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     figure = go.Figure()
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
-    for (key, total, name), template in zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True):
+    for (key, total, name), meaning in zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True):
         counts = [getattr(cut, key) for cut in profile.windows]
-        figure.add_trace(
-            go.Bar(
-                x=windows,
-                y=[count / getattr(profile, total) for count in counts],
-                customdata=[f"{count:,}" for count in counts],
-                name=in_unit(name, unit),
-                marker={"color": LENGTH_COLORS[total], "line": {"width": 0}},
-                hovertemplate=in_unit(f"window %{{x}}: %{{y:.2%}} {template} (%{{customdata}})<extra></extra>", unit),
-            )
-        )
+        hover = f"window %{{x}}: %{{y:.2%}} {meaning} (%{{customdata}})"
+        details = [f"{count:,}" for count in counts]
+        figure.add_trace(_bars(profile, windows, counts, total, details, in_unit(name, unit), in_unit(hover, unit)))
     _dress(figure, in_unit("context window (tokens)", unit), "share cut")
-    figure.update_layout(barmode="group", bargap=0.28, bargroupgap=0.02)
-    figure.update_xaxes(type="category")
+    _group_bars(figure, gap=0.28)
     return figure
+
+
+def _bars(
+    profile: LengthProfile, at: list[str], counts: list[int], total: str, details: list, name: str, hover: str
+) -> go.Bar:
+    """Counts as shares of a total of the profile, in its colour."""
+    return go.Bar(
+        x=at,
+        y=[count / getattr(profile, total) for count in counts],
+        customdata=details,
+        name=name,
+        marker={"color": LENGTH_COLORS[total], "line": {"width": 0}},
+        hovertemplate=f"{hover}<extra></extra>",
+    )
+
+
+def _group_bars(figure: go.Figure, gap: float) -> None:
+    figure.update_layout(barmode="group", bargap=gap, bargroupgap=0.02)
+    # As text: a class is a place on the axis, not a number between others.
+    figure.update_xaxes(type="category")
 
 
 def _dress(figure: go.Figure, x_title: str, y_title: str) -> None:

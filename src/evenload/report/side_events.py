@@ -41,9 +41,7 @@ def side_events(
     for order, name in enumerate(sorted(streams)):
         for at, rows in enumerate(_apart(side, np.array(streams[name]))):
             stream = name if at == 0 else f"{name} ({at + 1})"
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": stream}}
-            sort = {"sort_index": len(threads) + order}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": sort}
+            yield from name_events("thread", pid, tid, stream, len(threads) + order)
             for row in rows:
                 yield _event(side, row, pid, tid)
             tid += 1
@@ -72,16 +70,20 @@ def _event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:
     if side.pack[row] >= 0:
         args = {"stage": int(side.stage[row]), "pack": int(side.pack[row])}
     name = f"{kind} {side.stage[row]}.{side.pack[row]}" if args else kind
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "pid": pid,
-        "tid": tid,
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "args": args,
-    }
+    return task_event(name, kind, pid, tid, start, end, args)
+
+
+def name_events(what: str, pid: int, tid: int, name: str, place: int) -> Iterator[dict[str, object]]:
+    """The name of a "process" or "thread", and where it stands among the others."""
+    for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+        yield {"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": args}
+
+
+def task_event(
+    name: str, category: str, pid: int, tid: int, start_ns: int, end_ns: int, args: dict[str, object]
+) -> dict[str, object]:
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
 
 
 def _nanoseconds(seconds: float) -> int:
