@@ -16,11 +16,7 @@ _BLOCK_ROWS = 256
 
 
 class ReferenceAttention:
-    """Softmax written out, in fp32 (fp64 for fp64 inputs).
-
-    Args:
-        soft_cap: scores s become soft_cap·tanh(s / soft_cap); 0 = they stay.
-    """
+    """Softmax written out, in fp32 (fp64 for fp64 inputs)."""
 
     name = "reference"
 

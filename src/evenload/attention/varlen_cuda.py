@@ -106,11 +106,7 @@ class VarlenCudaAttention:
 
 
 def require_varlen(name: str, dtype: torch.dtype | None, head_dim: int | None) -> None:
-    """Refuse what the kernels cannot compute.
-
-    Raises:
-        ConfigError: the precision, the head dimension or this machine's GPU.
-    """
+    """`ConfigError` for a precision, head dimension or GPU that the kernels cannot compute with."""
     if (why := _unsupported(dtype, head_dim)) is not None:
         raise ConfigError(f"attention backend {name} {why}; or use train.attention = 'reference'")
     if not torch.cuda.is_available():

@@ -64,12 +64,7 @@ def check_invariance(
     """
     name = "invariance"
     if config.model.lora is not None:
-        return Verdict(
-            name=name,
-            outcome="skipped",
-            found="",
-            why="plain training of adapters is compared in the tests only (peft)",
-        )
+        return skipped(name, "", "plain training of adapters is compared in the tests only (peft)")
     if not plans:
         return skipped(name, "", f"nothing could be planned: {'; '.join(left_out)}")
     own = getattr(torch, config.model.dtype)

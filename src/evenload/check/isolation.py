@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.check.step_runner import Seen, StepRunner
-from evenload.check.verdict import Verdict, failed, passed
+from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.runtime.comm.mesh import Mesh
 from evenload.types.plan import StepPlan
 
@@ -37,12 +37,8 @@ def check_isolation(
     """
     plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
     if plan is None:
-        return Verdict(
-            name="isolation",
-            outcome="skipped",
-            found=f"{len(tokens)} documents under {len(plans)} plans",
-            why="no pack holds two documents, so none can reach another",
-        )
+        found = f"{len(tokens)} documents under {len(plans)} plans"
+        return skipped("isolation", found, "no pack holds two documents, so none can reach another")
     order, shared_packs = _order_in_packs(plan), _num_shared_packs(plan)
     before = runner.run(plan, tokens).seen
     noise = _largest_difference(before, runner.run(plan, tokens).seen, set(order))
@@ -57,8 +53,8 @@ def check_isolation(
         blind += sum(key not in moved for key in {key[:2] for key in before if key[1] in changed})
     everyone: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * mesh.layout.world_size
     dist.all_gather_object(everyone, (leak, noise, blind, len({key[:2] for key in before})), group=mesh.control)
-    leak, noise = max(row[0] for row in everyone), max(row[1] for row in everyone)
-    blind, observed = sum(row[2] for row in everyone), sum(row[3] for row in everyone)
+    leaks, noises, blinds, counts = zip(*everyone, strict=True)
+    leak, noise, blind, observed = max(leaks), max(noises), sum(blinds), sum(counts)
     # The CPU's kernels are deterministic: whatever differs there was carried from elsewhere.
     allowed = 0.0 if mesh.device.type == "cpu" else min(_NOISE_FACTOR * noise, _MOST_NOISE)
     near = "to the bit" if leak == 0 else f"to {leak:.1e} of the largest value, allowed {allowed:.1e}"
@@ -67,12 +63,8 @@ def check_isolation(
         f"unchanged {near} while every other document changes"
     )
     if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:
-        return Verdict(
-            name="isolation",
-            outcome="fail",
-            found=found.replace("unchanged to", "changed by"),
-            why="tokens of one document reach another in the same pack: attention or labels cross a boundary",
-        )
+        why = "tokens of one document reach another in the same pack: attention or labels cross a boundary"
+        return failed("isolation", found.replace("unchanged to", "changed by"), why)
     if blind:
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
         return failed("isolation", found, why)

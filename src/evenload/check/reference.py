@@ -45,9 +45,8 @@ def plain_step(
     dist.all_reduce(total, group=mesh.control)
     gradients = {}
     for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         # Ranks add in float64: only the model's own arithmetic is in the configured precision.
-        gradient = gradient.double()
+        gradient = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).double()
         dist.all_reduce(gradient, group=mesh.control)
         gradients[name] = gradient
     return float(total), gradients

@@ -23,11 +23,7 @@ _COMPARED = ("loss", "grad_norm", "tokens", "documents")
 
 
 def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap_bytes: int, mesh: Mesh) -> Verdict:
-    """Train, save, resume, compare. Collective.
-
-    Args:
-        config: saves a checkpoint before its last steps, and no other.
-    """
+    """Train, save a checkpoint before the last steps and no other, resume, compare. Collective."""
     directory = Path(config.train.output_dir)
     if mesh.rank == 0:
         shutil.rmtree(directory, ignore_errors=True)

@@ -73,8 +73,13 @@ def run_checks(
         except EvenloadError as error:
             verdicts.append(failed(name, "", str(error)))
     on_start("ledger and memory")
-    verdicts += _surveyed(config, mesh, coefficients, users_cap_bytes)
-    return verdicts
+    surveyed: list[list[Verdict]] = [[]]
+    if mesh.rank == 0:
+        model = model_spec(config)
+        survey = survey_batches(config, model, layout_of(config, model.num_layers), coefficients, users_cap_bytes)
+        surveyed[0] = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
+    dist.broadcast_object_list(surveyed, src=0, group=mesh.control)
+    return verdicts + surveyed[0]
 
 
 def _shared_plans(
@@ -98,13 +103,3 @@ def _shared_plans(
     dist.broadcast_object_list(shared, src=0, group=mesh.control)
     plans, left_out = shared[0]
     return [(title, decode_plan(plan)) for title, plan in plans], left_out
-
-
-def _surveyed(config: TrainConfig, mesh: Mesh, coefficients: CostCoefficients, cap_bytes: int) -> list[Verdict]:
-    told: list[list[Verdict]] = [[]]
-    if mesh.rank == 0:
-        model = model_spec(config)
-        survey = survey_batches(config, model, layout_of(config, model.num_layers), coefficients, cap_bytes)
-        told[0] = [check_ledger(survey), check_memory(survey, cap_bytes, config.plan.strategy)]
-    dist.broadcast_object_list(told, src=0, group=mesh.control)
-    return told[0]

@@ -16,12 +16,7 @@ STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """A smaller run of the same kind.
-
-    Args:
-        config: its settings.
-        notes: what is smaller than in the user's run.
-    """
+    """The settings of a smaller run of the same kind, and what is smaller than in the user's."""
 
     config: TrainConfig
     notes: tuple[str, ...]

@@ -27,18 +27,18 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         directory: for a shortened model and the run's checkpoint; visible to all ranks.
     """
     model = model_spec(config)
-    layers = _kept_layers(config, model.num_layers, model.stored_parameters_per_layer)
     notes = []
     settings, parallel = config.model, config.parallel
+    wanted_layers = max(parallel.pp * parallel.virtual, 2, int(_MAX_PARAMETERS // model.stored_parameters_per_layer))
+    layers = min(model.num_layers, wanted_layers)
     parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
     if layers < model.num_layers:
         notes.append(f"first {layers} of {model.num_layers} layers")
         _write_short_model(Path(settings.path), directory / "model", layers, random_init=settings.random_init)
         settings = msgspec.structs.replace(settings, path=str(directory / "model"))
         parallel = msgspec.structs.replace(parallel, stage_layers=None)
-    if settings.router_aux_loss_coef is None or settings.router_aux_loss_coef:
-        # The reference trains no balance of routers; other models have none.
-        settings = msgspec.structs.replace(settings, router_aux_loss_coef=0.0)
+    # The reference trains no balance of routers; other models have none.
+    settings = msgspec.structs.replace(settings, router_aux_loss_coef=0.0)
     tokens = int(min(max(_STEP_FLOPS / (6 * parameters), _MIN_TOKENS), _MAX_TOKENS))
     data, options = config.data, config.plan.options
     longest = min(data.max_document_tokens, tokens // 4)
@@ -62,13 +62,9 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         workers=0,
         shuffle_window=min(data.shuffle_window, 64),
     )
-    if options.max_pack_tokens is not None:
-        options = msgspec.structs.replace(
-            options, max_pack_tokens=max(longest, min(options.max_pack_tokens, 2 * longest))
-        )
-    else:
-        # Room for several documents in a pack, so that there is something to keep apart.
-        options = msgspec.structs.replace(options, max_pack_tokens=2 * longest)
+    # Room for several documents in a pack, so that there is something to keep apart.
+    pack_tokens = max(longest, min(options.max_pack_tokens or 2 * longest, 2 * longest))
+    options = msgspec.structs.replace(options, max_pack_tokens=pack_tokens)
     train = msgspec.structs.replace(
         config.train,
         steps=max(config.train.steps or STEPS, STEPS),
@@ -90,11 +86,6 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     return Scope(config=smaller, notes=tuple(notes))
 
 
-def _kept_layers(config: TrainConfig, num_layers: int, parameters_per_layer: int) -> int:
-    stages = config.parallel.pp * config.parallel.virtual
-    return min(num_layers, max(stages, 2, int(_MAX_PARAMETERS // parameters_per_layer)))
-
-
 def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
     """A directory with the first layers' config.json and, unless weights are random, their weights."""
     source = path if path.is_dir() else path.parent
@@ -107,14 +98,10 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
         if isinstance(value, list) and len(value) == num_layers:
             settings[key] = value[:layers]
     (directory / "config.json").write_text(json.dumps(settings))
-    if not random_init:
-        _link_weights(source, directory, layers)
-
-
-def _link_weights(source: Path, directory: Path, layers: int) -> None:
-    """Links to the files, and an index that leaves out the other layers' tensors."""
-    stored = stored_weights(source)
-    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name) < layers}
+    if random_init:
+        return
+    # Links to the files, and an index that leaves out the other layers' tensors.
+    kept = {name: tensor.file for name, tensor in stored_weights(source).items() if _layer_of(name) < layers}
     for file in sorted(set(kept.values())):
         (directory / file).symlink_to((source / file).resolve())
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": kept}))

@@ -82,11 +82,7 @@ class ObservedStage(PipelineStage):
 
 
 class StepRunner:
-    """Runs steps of a configuration without training.
-
-    Args:
-        backend: of attention; default: the configured one.
-    """
+    """Runs steps of a configuration without training, with its attention or another."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> None:
         held = build_rank_stages(config, mesh, ObservedStage, backend)
@@ -95,11 +91,7 @@ class StepRunner:
         self._exchange: Exchange = config.parallel.cp_exchange
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
-        """Run a step on zero gradients. Collective.
-
-        Args:
-            tokens: of every document of the step.
-        """
+        """Run a step on zero gradients, with the tokens of every document of it. Collective."""
         mesh = self._mesh
         mesh.watch.step = plan.step
         for buffer in self._buffers:
@@ -113,14 +105,9 @@ class StepRunner:
         gradients: dict[str, Tensor] = {}
         for buffer, shard in zip(self._buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
-            if mesh.data_size > 1:
-                dist.all_gather_single(flat, shard, group=mesh.data)
-            else:
-                flat.copy_(shard)
-            start = 0
-            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                own = flat[start : start + parameter.numel()].view(parameter.shape)
-                gradients[name] = join_parts(own, tensor_split(parameter), mesh.tensor)
-                start += parameter.numel()
+            dist.all_gather_single(flat, shard, group=mesh.data)
+            parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
+            for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
+                gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
         seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
         return StepOutcome(float(loss), gradients, seen)

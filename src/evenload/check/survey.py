@@ -53,18 +53,17 @@ def survey_batches(
     layout: ParallelLayout,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
-    clock=time.perf_counter,
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
     planner = run_planner(config, model, layout, coefficients, memory_cap_bytes)
     survey, state = Survey(), DelayState()
-    until_s = clock() + _MAX_S
+    until_s = time.perf_counter() + _MAX_S
     loader = GlobalBatchLoader(
         msgspec.structs.replace(config.data, epochs=1, mixture_end="once"), vocab_size=model.vocab_size
     )
     trained = 0
     try:
-        while not survey.steps or (survey.documents < _MAX_DOCUMENTS and clock() < until_s):
+        while not survey.steps or (survey.documents < _MAX_DOCUMENTS and time.perf_counter() < until_s):
             batch = loader.next_batch()
             if batch is None:
                 survey.whole_epoch = True
@@ -88,7 +87,11 @@ def survey_batches(
             loader.note_step(batch, plan)
             loader.check_ledger()
             survey.steps += 1
-        _compare(loader, trained)
+        if loader.ledger.state.trained.tokens != trained:
+            raise DataError(
+                f"the ledger has {loader.ledger.state.trained.tokens:,} trained tokens, the plans {trained:,}; "
+                "please report this as a bug"
+            )
     except InfeasiblePlanError as error:
         survey.memory_error = str(error)
     except (DataError, InvalidPlanError) as error:
@@ -97,19 +100,6 @@ def survey_batches(
         survey.ledger_lines = tuple(loader.summary())
         loader.close()
     return survey
-
-
-def _compare(loader: GlobalBatchLoader, trained: int) -> None:
-    """The loader's account against our own count of what was planned for training.
-
-    Raises:
-        DataError: they differ.
-    """
-    if loader.ledger.state.trained.tokens != trained:
-        raise DataError(
-            f"the ledger has {loader.ledger.state.trained.tokens:,} trained tokens, the plans {trained:,}; "
-            "please report this as a bug"
-        )
 
 
 def check_ledger(survey: Survey) -> Verdict:

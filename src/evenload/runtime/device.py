@@ -16,14 +16,7 @@ from evenload.types.cluster import DeviceKind
 
 
 def require_device(kind: DeviceKind, processes_here: int) -> None:
-    """Refuse a device that this machine does not have.
-
-    Args:
-        processes_here: ranks on this machine.
-
-    Raises:
-        ConfigError: no GPU, or fewer than ranks.
-    """
+    """Refuse a device that this machine does not have: no GPU, or fewer than ranks on this machine (`ConfigError`)."""
     if kind == "cpu":
         return
     if not torch.cuda.is_available():
@@ -85,11 +78,7 @@ def measured_peak_bytes(device: torch.device) -> int | None:
 
 
 class HostClock:
-    """Times inside a step, read at its end; marks are the host's times.
-
-    Args:
-        now: seconds, monotonic.
-    """
+    """Times inside a step in seconds, read at its end; marks are the host's times."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.mark: Callable[[], Any] = now
@@ -124,10 +113,5 @@ class EventClock(HostClock):
         return event
 
 
-def step_clock(device: torch.device, now: Callable[[], float] = time.perf_counter) -> HostClock:
-    """That of a device.
-
-    Args:
-        now: the host's clock.
-    """
-    return EventClock(device) if device.type == "cuda" else HostClock(now)
+def step_clock(device: torch.device) -> HostClock:
+    return EventClock(device) if device.type == "cuda" else HostClock()

@@ -10,7 +10,6 @@ backward starts to come back before its gradient is waited for.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.channels import Channels, open_channels
+from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock
@@ -105,22 +104,12 @@ class RankRun:
 
 
 class Executor:
-    """Runs plans on one rank.
+    """Runs plans on one rank, which has virtual stages by index."""
 
-    Args:
-        stages: the rank's virtual stages by index.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, PipelineStage],
-        mesh: Mesh,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
         self._stages = stages
         self._mesh = mesh
-        self._clock = step_clock(mesh.device, clock)
+        self._clock = step_clock(mesh.device)
         self._receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copies = host_copies(mesh.device)
 
@@ -195,15 +184,12 @@ class Executor:
 
     def _open_channels(self, step: RankStep, actions: Sequence[Action]) -> Channels:
         packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
-        rows: dict[Channel, list[tuple[int, int]]] = {
-            (kind, stage): [] for stage in self._stages for kind in ("F", "B")
-        }
+        rows: dict[Channel, dict[int, int]] = {(kind, stage): {} for stage in self._stages for kind in "FB"}
         for action in actions:
-            stage = self._stages[action.stage]
-            if action.kind == "F":
-                rows["F", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.forward[action.pack]))))
-            elif action.kind != "W":
-                rows["B", action.stage].append((action.pack, stage.num_rows(mine.ranges(packs.backward[action.pack]))))
+            if action.kind != "W":
+                kind, of_kind = ("F", packs.forward) if action.kind == "F" else ("B", packs.backward)
+                ranges = mine.ranges(of_kind[action.pack])
+                rows[kind, action.stage][action.pack] = self._stages[action.stage].num_rows(ranges)
         like = next(iter(self._stages.values()))
         carried = Carried(
             hidden_size=like.hidden_size,
@@ -212,7 +198,7 @@ class Executor:
             watch=self._mesh.watch,
             stream=self._receives,
         )
-        return open_channels(step.order, self._mesh, rows, carried)
+        return Channels(step.order, self._mesh, rows, carried)
 
 
 class _Row(NamedTuple):

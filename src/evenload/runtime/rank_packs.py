@@ -104,14 +104,8 @@ class RankPacks:
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]]) -> "RankPacks":
-        """Make all packs ready: ids, targets and positions, and where the rows of shared ones travel.
-
-        Args:
-            tokens: of every document of the replica.
-
-        Returns:
-            Itself.
-        """
+        """Make all packs ready from the tokens of every document of the replica: ids, targets and positions, and where
+        the rows of shared ones travel. Returns itself."""
         documents = table_of(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
             self._ready[pack.direction, pack.index] = self._collated(pack, documents)

@@ -14,7 +14,6 @@ PROGRESS_FILE = "progress.json"
 
 
 def checkpoints_of(output_dir: str) -> Path:
-    """The directory of a run's checkpoints."""
     return Path(output_dir) / "checkpoints"
 
 
@@ -27,11 +26,8 @@ def latest_checkpoint(directory: Path) -> Path | None:
 def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
     """The latest checkpoint of a run's directory; None = it starts from the beginning.
 
-    Args:
-        may_resume: `train.resume`.
-
     Raises:
-        ConfigError: there is one, but the run may not go on from it.
+        ConfigError: there is one, but `train.resume` is off.
     """
     found = latest_checkpoint(directory)
     if found is not None and not may_resume:
@@ -63,11 +59,7 @@ def steps_in_name(path: Path) -> int:
 
 
 def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
-    """Why directories that are named like newer checkpoints than the one that is resumed from are not.
-
-    Args:
-        taken: the checkpoint that the run goes on from; None = it starts from the beginning.
-    """
+    """Why directories that are named like newer checkpoints than `taken`, which is resumed from, are not."""
     instead = f"going on from {taken.name}" if taken is not None else "starting from the beginning"
     return [
         f"{path} is not a complete checkpoint (no {PROGRESS_FILE}, which is written last) and is passed over; {instead}"

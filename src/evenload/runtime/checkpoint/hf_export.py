@@ -53,11 +53,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
 
 
 def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig, model_path: str, mesh: Mesh) -> None:
-    """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective.
-
-    Args:
-        model_path: of the base model, as configured.
-    """
+    """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective."""
     everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.layout.world_size)]
     own = {name: parameter.cpu() for name, parameter in _own_parameters(buffers, mesh).items()}
     dist.all_gather_object(everyone, own, group=mesh.control)

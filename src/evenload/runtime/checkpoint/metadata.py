@@ -44,10 +44,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The index of a checkpoint.
-
-    Args:
-        path: the checkpoint's directory.
+    """The index of the checkpoint in a directory.
 
     Raises:
         ConfigError: missing, damaged, or holding anything but an index of tensors in this directory.

@@ -10,49 +10,34 @@ ranks share one group and one queue, in one order that both know. When to post a
 step (`types.transfers.TransferOrder`); the executor calls both alike.
 """
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.receives import DirectedReceives, QueuedReceives, Receives, Rows
+from evenload.runtime.comm.receives import Receives, Rows
 from evenload.runtime.comm.transfers import Carried, Line, Sender
-from evenload.types.transfers import Channel, FreedSends, TransferOrder
-
-
-def open_channels(order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> "Channels":
-    """The channels of this rank for a step."""
-    lines = _lines(mesh, carried)
-    incoming = {channel: line for channel, line in lines.items() if _is_receiver(mesh, channel)}
-    outgoing = {channel: line for channel, line in lines.items() if channel not in incoming}
-    receives = (
-        DirectedReceives(incoming, rows) if order.receives is None else QueuedReceives(incoming, rows, order.receives)
-    )
-    return Channels(mesh, receives, outgoing, order.frees)
+from evenload.types.transfers import Channel, TransferOrder
 
 
 class Channels:
     """What the executor calls, action by action.
 
-    Args:
-        mesh: names the stages.
-        outgoing: channels on which the rank sends to another.
-        frees: for every action of the rank the sends to free before it.
-
     Raises:
         RankLostError: from any transfer, when a neighbour died or is stuck.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        receives: Receives,
-        outgoing: Mapping[Channel, Line],
-        frees: FreedSends,
-    ) -> None:
+    def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
         self._num_stages = mesh.layout.num_stages
-        self._receives, self._frees = receives, frees
-        self._senders = {channel: Sender(line) for channel, line in outgoing.items()}
+        incoming: dict[Channel, Line] = {}
+        self._senders: dict[Channel, Sender] = {}
+        for kind, groups in (("F", mesh.forward), ("B", mesh.backward)):
+            for stage, group in sorted(groups.items()):
+                channel, receiver = (kind, stage), mesh.rank_of_stage(stage)
+                if receiver == mesh.rank:
+                    sender = mesh.rank_of_stage(stage - 1 if kind == "F" else stage + 1)
+                    incoming[channel] = Line(channel, group, sender, carried)
+                else:
+                    self._senders[channel] = Sender(Line(channel, group, receiver, carried))
+        self._receives, self._frees = Receives(incoming, rows, order.receives), order.frees
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
 
     def before_action(self, at: int) -> None:
@@ -101,23 +86,3 @@ class Channels:
             self._senders[channel].send(pack, tensor)
         else:
             self._handed_over[channel, pack] = tensor
-
-
-def _lines(mesh: Mesh, carried: Carried) -> dict[Channel, Line]:
-    """This rank's ends of all channels to other ranks."""
-    return {
-        (kind, stage): Line((kind, stage), group, _peer(mesh, (kind, stage)), carried)
-        for kind, groups in (("F", mesh.forward), ("B", mesh.backward))
-        for stage, group in sorted(groups.items())
-    }
-
-
-def _is_receiver(mesh: Mesh, channel: Channel) -> bool:
-    return mesh.rank_of_stage(channel[1]) == mesh.rank
-
-
-def _peer(mesh: Mesh, channel: Channel) -> int:
-    kind, stage = channel
-    if not _is_receiver(mesh, channel):
-        return mesh.rank_of_stage(stage)
-    return mesh.rank_of_stage(stage - 1 if kind == "F" else stage + 1)

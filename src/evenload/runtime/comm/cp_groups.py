@@ -8,12 +8,15 @@ Transfers are asynchronous: a caller starts one, computes, and waits. What a gro
 rank receives, padding included; a ring of n ranks receives as much as an all-gather among n.
 """
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.runtime.comm.watch import RankWatch
@@ -36,11 +39,6 @@ class Transfer:
     what: str
 
     def wait(self) -> Tensor:
-        """What arrived.
-
-        Raises:
-            RankLostError: another rank of the group died or is stuck.
-        """
         with self.group.waiting(self.what):
             for work in self.works:
                 work.wait()
@@ -48,11 +46,7 @@ class Transfer:
 
 
 class ContextGroup:
-    """This rank's view of one group.
-
-    Args:
-        watch: names who failed.
-    """
+    """This rank's view of one group."""
 
     def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
         self.process_group = group
@@ -75,15 +69,10 @@ class ContextGroup:
 
     def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
         """[size · n, ...] -> this rank's n rows, summed over ranks."""
-        result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        result, group = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:])), self.process_group
         self.moved_bytes += (self.size - 1) * result.nbytes
         return self._start(
-            what,
-            rows,
-            result,
-            lambda: dist.reduce_scatter_single(
-                result, rows, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
-            ),
+            what, rows, result, lambda: dist.reduce_scatter_single(result, rows, group=group, async_op=True)
         )
 
     def pass_on(self, rows: Tensor, what: str) -> Transfer:
@@ -91,23 +80,12 @@ class ContextGroup:
         result = torch.empty_like(rows)
         self.moved_bytes += result.nbytes
         to, source = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
-
-        def start() -> list[dist.Work]:
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, rows, to, self.process_group),
-                    dist.P2POp(dist.irecv, result, source, self.process_group),
-                ]
-            )
-
-        return self._start(what, rows, result, start)
+        send = dist.P2POp(dist.isend, rows, to, self.process_group)
+        receive = dist.P2POp(dist.irecv, result, source, self.process_group)
+        return self._start(what, rows, result, lambda: dist.batch_isend_irecv([send, receive]))
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for the others.
-
-        Raises:
-            RankLostError: one of them died or is stuck.
-        """
+        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
         others = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if index != self.rank)
         return self._watch.waiting(what, f"rank{'s' if self.size > 2 else ''} {others}")
 
@@ -118,33 +96,22 @@ class ContextGroup:
         return Transfer(result, works, sent, self, what)  # type: ignore[arg-type]
 
 
-def block_sizes(dp: int) -> list[int]:
-    """Replicas of the blocks a plan may use: powers of two that divide dp, 1 among them."""
-    return [size for size in (2**k for k in range(dp.bit_length())) if dp % size == 0]
+def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:
+    """Global ranks by place: [pp, dp, cp, tp], in the order of `ParallelLayout.global_rank`."""
+    return np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
 
 
 def create_context_groups(
     layout: ParallelLayout, rank: int, new_group: Callable[[list[int]], dist.ProcessGroup], watch: RankWatch
 ) -> dict[ReplicaBlock, ContextGroup]:
-    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout.
-
-    Args:
-        new_group: makes one group of global ranks.
-        watch: names who failed.
-    """
-    mine: dict[ReplicaBlock, ContextGroup] = {}
-    for size in block_sizes(layout.dp):
-        if size * layout.cp == 1:
+    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout."""
+    grid, mine = rank_grid(layout), {}
+    for size in (2**k for k in range(layout.dp.bit_length())):
+        if layout.dp % size or size * layout.cp == 1:
             continue
-        for pp_rank in range(layout.pp):
-            for tp_rank in range(layout.tp):
-                for first in range(0, layout.dp, size):
-                    members = [
-                        layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
-                        for dp_rank in range(first, first + size)
-                        for cp_rank in range(layout.cp)
-                    ]
-                    made = new_group(members)
-                    if rank in members:
-                        mine[ReplicaBlock(first, size)] = ContextGroup(made, watch)
+        for p, t, first in itertools.product(range(layout.pp), range(layout.tp), range(0, layout.dp, size)):
+            members: list[int] = grid[p, first : first + size, :, t].ravel().tolist()
+            made = new_group(members)
+            if rank in members:
+                mine[ReplicaBlock(first, size)] = ContextGroup(made, watch)
     return mine

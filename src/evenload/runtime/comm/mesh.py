@@ -8,15 +8,16 @@ group.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
-from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups
+from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
@@ -120,9 +121,8 @@ def create_mesh(
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
     device_backend = "nccl" if device.type == "cuda" else "gloo"
     rank = dist.get_rank()
-    column, tp_rank = divmod(rank, layout.tp)
-    pp_rank, data_rank = divmod(column, layout.dp * layout.cp)
-    dp_rank, cp_rank = divmod(data_rank, layout.cp)
+    grid = rank_grid(layout)
+    pp_rank, dp_rank, cp_rank, tp_rank = (int(place) for place in np.unravel_index(rank, grid.shape))
 
     def group(members: list[int], backend: str = device_backend, timeout: timedelta = timeout) -> dist.ProcessGroup:
         return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
@@ -131,17 +131,17 @@ def create_mesh(
     control, planning = (group(everyone, backend="gloo") for _ in range(2))
     saving = group(everyone, backend="gloo", timeout=timedelta(seconds=saving_timeout_s or timeout_s))
 
-    sizes = range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp)
-    data = {
-        (p, t): group(_ranks(layout, (p,), sizes[1], sizes[2], (t,))) for p, t in itertools.product(sizes[0], sizes[3])
-    }
-    watch = RankWatch(
-        rank, f"rank {rank} ({_place(layout, dp_rank, cp_rank, tp_rank)}, stage {pp_rank})", world_size, signs
-    )
+    data = {(p, t): group(grid[p, :, :, t].ravel().tolist()) for p, t in np.ndindex(layout.pp, layout.tp)}
+    places = [
+        f"dp {dp_rank}",
+        *([f"cp {cp_rank}"] if layout.cp > 1 else []),
+        *([f"tp {tp_rank}"] if layout.tp > 1 else []),
+    ]
+    watch = RankWatch(rank, f"rank {rank} ({', '.join(places)}, stage {pp_rank})", world_size, signs)
     tensor = None
-    for p, d, c in itertools.product(*sizes[:3]) if layout.tp > 1 else ():
-        made = group(_ranks(layout, (p,), (d,), (c,), sizes[3]))
-        tensor = TensorGroup(made, watch) if (p, d, c) == (pp_rank, dp_rank, cp_rank) else tensor
+    for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
+        made = group(grid[place].tolist())
+        tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
     forward, backward, tie = _stage_groups(layout, rank, group, channels)
     return Mesh(
         layout=layout,
@@ -166,17 +166,15 @@ def create_mesh(
 
 
 def _stage_groups(
-    layout: ParallelLayout,
-    rank: int,
-    group: Callable[[list[int]], dist.ProcessGroup],
-    channels: ChannelMode,
+    layout: ParallelLayout, rank: int, group: Callable[[list[int]], dist.ProcessGroup], channels: ChannelMode
 ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup], dist.ProcessGroup | None]:
     """Groups of neighbouring stages: forward by the stage that receives, backward likewise, and of both ends."""
     forward: dict[int, dist.ProcessGroup] = {}
     backward: dict[int, dist.ProcessGroup] = {}
     tie = None
-    for d, c, t in itertools.product(range(layout.dp), range(layout.cp), range(layout.tp)):
-        holders = _ranks(layout, layout.stage_to_rank, (d,), (c,), (t,))
+    grid = rank_grid(layout)
+    for d, c, t in np.ndindex(*grid.shape[1:]):
+        holders: list[int] = grid[layout.stage_to_rank, d, c, t].tolist()
         shared: dict[frozenset[int], dist.ProcessGroup] = {}
         for stage, pair in enumerate(itertools.pairwise(holders)):
             if pair[0] == pair[1]:
@@ -193,21 +191,3 @@ def _stage_groups(
             ends = group(sorted((holders[0], holders[-1])))
             tie = ends if rank in (holders[0], holders[-1]) else tie
     return forward, backward, tie
-
-
-def _ranks(
-    layout: ParallelLayout,
-    pp_ranks: Iterable[int],
-    dp_ranks: Iterable[int],
-    cp_ranks: Iterable[int],
-    tp_ranks: Iterable[int],
-) -> list[int]:
-    places = itertools.product(pp_ranks, dp_ranks, cp_ranks, tp_ranks)
-    return [layout.global_rank(pp_rank=p, dp_rank=d, cp_rank=c, tp_rank=t) for p, d, c, t in places]
-
-
-def _place(layout: ParallelLayout, dp_rank: int, cp_rank: int, tp_rank: int) -> str:
-    parts = [f"dp {dp_rank}"]
-    parts += [f"cp {cp_rank}"] if layout.cp > 1 else []
-    parts += [f"tp {tp_rank}"] if layout.tp > 1 else []
-    return ", ".join(parts)

@@ -17,11 +17,7 @@ from evenload.types.token_range import Range
 
 @dataclass(frozen=True)
 class RowShard:
-    """Which rows a rank of a tensor-parallel group has between blocks.
-
-    Args:
-        rank: of the group; size: its ranks.
-    """
+    """Which rows a rank of a tensor-parallel group has between blocks."""
 
     rank: int
     size: int

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.row_shard import RowShard, row_owners
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
@@ -28,11 +29,7 @@ from evenload.types.token_range import Range
 
 
 class TensorGroup:
-    """This rank's view of its group.
-
-    Args:
-        watch: names who failed.
-    """
+    """This rank's view of its group."""
 
     def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
         self._group = group
@@ -62,11 +59,7 @@ class TensorGroup:
         return tensor
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a transfer.
-
-        Raises:
-            RankLostError: another rank of the group died or is stuck.
-        """
+        """Around a transfer; `RankLostError` where another rank of the group died or is stuck."""
         return self._watch.waiting(what, self._others)
 
 
@@ -93,11 +86,6 @@ class RowExchange:
     def num_own(self) -> int:
         return self._counts[self._group.shard.rank]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all ranks, T."""
-        return len(self._owners)
-
     def gather(self, own: Tensor) -> Tensor:
         """[num_own, ...] -> [T, ...] in row order. Collective, as all of these."""
         missing = self._padded - self.num_own
@@ -107,16 +95,11 @@ class RowExchange:
     def sum_scatter(self, partial: Tensor) -> Tensor:
         """[T, ...] of every rank -> [num_own, ...], the sum over ranks of own rows, in the dtype of `partial`."""
         parts = self._group.all_to_all(partial[self._order], self._counts, self._what)
-        work = torch.float64 if partial.dtype == torch.float64 else torch.float32
         parts = parts.view(self._group.shard.size, self.num_own, *partial.shape[1:])
-        return parts.sum(0, dtype=work).to(partial.dtype)
+        return parts.sum(0, dtype=work_dtype(partial)).to(partial.dtype)
 
     def divide(self, chosen: NDArray[np.bool_]) -> tuple["RowExchange", Tensor, Tensor]:
-        """An exchange of the chosen rows only; which of this rank's rows they are, and which the others.
-
-        Args:
-            chosen: bool[T].
-        """
+        """An exchange of the chosen rows (bool[T]) only; which of this rank's rows they are, and which the others."""
         own = chosen[self._owners == self._group.shard.rank]
         part = RowExchange(self._group, self._owners[chosen], self._device, self._what)
         return part, self._on_device(np.flatnonzero(own)), self._on_device(np.flatnonzero(~own))

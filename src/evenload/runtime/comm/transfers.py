@@ -5,7 +5,7 @@ their own: a transfer waits for work queued before it on the stream that posts i
 """
 
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -43,15 +43,19 @@ class Line:
     peer: int
     carried: Carried
 
+    def waiting(self, pack: int, before: str = "") -> AbstractContextManager[None]:
+        what = f"{before}{_WORDS[self.channel[0]]} pack {pack}"
+        return self.carried.watch.waiting(what, f"rank {self.peer}")
+
     def post_receive(self, pack: int, rows: int) -> "PostedReceive":
         """Let a pack's tensor come. Does not wait for it."""
-        carried, name = self.carried, f"{_WORDS[self.channel[0]]} pack {pack}"
+        carried = self.carried
         where = nullcontext() if carried.stream is None else torch.cuda.stream(carried.stream)
-        with where, carried.watch.waiting(f"a connection for {name}", f"rank {self.peer}"):
+        with where, self.waiting(pack, "a connection for "):
             tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
             work = dist.irecv(tensor, self.peer, group=self.group)
         assert work is not None
-        return PostedReceive(self, name, tensor, work)
+        return PostedReceive(self, pack, tensor, work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +63,13 @@ class PostedReceive:
     """A tensor on its way."""
 
     line: Line
-    name: str
+    pack: int
     tensor: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """The tensor, when it is there."""
         carried = self.line.carried
-        with carried.watch.waiting(self.name, f"rank {self.line.peer}"):
+        with self.line.waiting(self.pack):
             self.work.wait()
         if carried.stream is not None:
             # Made on the stream of receives, read on this one: its memory is not reused before that is done.
@@ -86,8 +89,7 @@ class Sender:
     def send(self, pack: int, tensor: Tensor) -> None:
         """Let a tensor go to the peer. Does not wait for its receipt."""
         line, tensor = self.line, tensor.contiguous()
-        what = f"a connection for {_WORDS[line.channel[0]]} pack {pack}"
-        with line.carried.watch.waiting(what, f"rank {line.peer}"):
+        with line.waiting(pack, "a connection for "):
             work = dist.isend(tensor, line.peer, group=line.group)
         assert work is not None
         self.kept.append((pack, tensor, work))
@@ -96,9 +98,7 @@ class Sender:
 
     def free(self, count: int) -> None:
         """Wait for the first `count` sends of the step and free their tensors."""
-        line = self.line
         while self.num_sent - len(self.kept) < count:
             pack, _, work = self.kept.popleft()
-            what = f"the receipt of {_WORDS[line.channel[0]]} pack {pack}"
-            with line.carried.watch.waiting(what, f"rank {line.peer}"):
+            with self.line.waiting(pack, "the receipt of "):
                 work.wait()

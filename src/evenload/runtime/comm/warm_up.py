@@ -17,10 +17,7 @@ from evenload.runtime.device import wait_for
 
 
 def warm_up(mesh: Mesh) -> int:
-    """Use every group of this rank once. Collective over all ranks.
-
-    Returns:
-        Transfers made.
+    """Use every group of this rank once; the number of transfers made. Collective over all ranks.
 
     Raises:
         RankLostError: a rank does not come.

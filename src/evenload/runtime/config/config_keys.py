@@ -90,8 +90,6 @@ def require_known(
     """Check the keys of a table, and its words that have fixed choices, and all tables inside it.
 
     Args:
-        tree: of the TOML file.
-        kind: the struct that it is to become.
         prefix: of its keys in messages, such as "data.".
         every: all settings of the whole file; default: of `kind`.
 
@@ -131,9 +129,6 @@ def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> Table:
     """A table as the struct that it is to become.
-
-    Args:
-        prefix: of its keys in messages, such as "data.".
 
     Raises:
         ConfigError: a value of another type, or one that the struct refuses.

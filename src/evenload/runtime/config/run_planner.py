@@ -24,9 +24,5 @@ def run_planner(
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
 ) -> StepPlanner:
-    """As training plans.
-
-    Args:
-        memory_cap_bytes: of one process.
-    """
+    """As training plans; `memory_cap_bytes` is of one process."""
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients))

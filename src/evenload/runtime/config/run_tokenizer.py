@@ -35,11 +35,7 @@ def model_directory(model_path: str) -> Path | None:
 
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
-    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised.
-
-    Args:
-        model_path: `model.path`.
-    """
+    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised."""
     if data.tokenizer is not None or trains_given_ids(data):
         return data
     directory = model_directory(model_path)
@@ -70,9 +66,7 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
 def refuse_bytes(
     data: DataConfig, tokenizer: DocumentTokenizer, *, model_path: str, random_init: bool, vocab_size: int
 ) -> None:
-    """Raises:
-    ConfigError: bytes for pretrained weights whose vocabulary is another one.
-    """
+    """`ConfigError` for pretrained weights whose vocabulary is not one of bytes."""
     if random_init or trains_given_ids(data) or not isinstance(tokenizer, ByteTokenizer):
         return
     if vocab_size <= MAX_BYTE_VOCABULARY:

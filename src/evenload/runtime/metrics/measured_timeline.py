@@ -8,7 +8,9 @@ Context ranks run the same packs together; the timeline shows the one with the m
 action, the memory of the fullest.
 """
 
+from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -16,9 +18,6 @@ import torch.distributed as dist
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
 from evenload.types.timeline import Timeline
-
-_Row = tuple[int, int, float, int, RankTrace]
-"""(dp_rank, pp_rank, zero_s, static_bytes, trace) of one rank."""
 
 
 def gather_timeline(
@@ -30,44 +29,34 @@ def gather_timeline(
         zero_s: this rank's clock at the step's start.
         static_bytes: weights, gradients and optimizer state of this rank.
     """
-    mine = (mesh.dp_rank, mesh.pp_rank, zero_s, static_bytes, trace)
-    everyone: list[_Row | None] = [None] * mesh.layout.world_size
-    dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
+    mine = replace(
+        trace,
+        start_s=trace.start_s - zero_s,
+        end_s=trace.end_s - zero_s,
+        memory_bytes=trace.memory_bytes + static_bytes,
+    )
+    told = (mesh.dp_rank, mesh.pp_rank, mine)
+    everyone = [told] * mesh.layout.world_size
+    dist.gather_object(told, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
-    rows = _one_of_each_place([row for row in everyone if row is not None])
-    sizes = [len(row[4].start_s) for row in rows]
-
-    def per_task(values: list[int], dtype) -> np.ndarray:
-        return np.repeat(np.array(values, dtype=dtype), sizes)
-
-    def joined(parts: list[np.ndarray], dtype) -> np.ndarray:
-        return np.concatenate(parts).astype(dtype)
-
-    ends = [row[4].end_s - row[2] for row in rows]
-    return Timeline(
-        dp_rank=per_task([row[0] for row in rows], np.int32),
-        rank=per_task([row[1] for row in rows], np.int32),
-        stage=joined([row[4].stage for row in rows], np.int32),
-        kind=joined([row[4].kind for row in rows], np.uint8),
-        pack=joined([row[4].pack for row in rows], np.int32),
-        start_s=joined([row[4].start_s - row[2] for row in rows], np.float64),
-        end_s=joined(ends, np.float64),
-        step_time_s=step_time_s,
-        memory_dp_rank=per_task([row[0] for row in rows], np.int32),
-        memory_rank=per_task([row[1] for row in rows], np.int32),
-        memory_time_s=joined(ends, np.float64),
-        memory_bytes=joined([row[4].memory_bytes + row[3] for row in rows], np.int64),
-    )
+    places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
+    for dp_rank, pp_rank, one in everyone:
+        places[dp_rank, pp_rank].append(one)
+    parts = [_columns(*place, traces) for place, traces in places.items()]
+    joined: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return Timeline(**joined, step_time_s=step_time_s)
 
 
-def _one_of_each_place(rows: list[_Row]) -> list[_Row]:
-    places: dict[tuple[int, int], list[_Row]] = {}
-    for row in rows:
-        places.setdefault((row[0], row[1]), []).append(row)
-    found = []
-    for members in places.values():
-        busiest = max(members, key=lambda row: float((row[4].end_s - row[4].start_s).sum()))
-        most = np.maximum.reduce([row[4].memory_bytes + row[3] for row in members]) - busiest[3]
-        found.append((*busiest[:4], replace(busiest[4], memory_bytes=most)))
-    return found
+def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, np.ndarray]:
+    busiest = max(traces, key=lambda trace: float((trace.end_s - trace.start_s).sum()))
+    place = {
+        "dp_rank": np.full(len(busiest.kind), dp_rank, np.int32),
+        "rank": np.full(len(busiest.kind), pp_rank, np.int32),
+    }
+    tasks = {name: getattr(busiest, name) for name in ("stage", "kind", "pack", "start_s", "end_s")}
+    memory = {f"memory_{name}": column for name, column in place.items()} | {
+        "memory_time_s": busiest.end_s,
+        "memory_bytes": np.maximum.reduce([trace.memory_bytes for trace in traces]),
+    }
+    return place | tasks | memory

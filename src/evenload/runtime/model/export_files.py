@@ -54,11 +54,7 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
 
 def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     """What lies beside an exported model, for the line that says where it is; also where transformers would load other
-    tokens than those that were trained.
-
-    Args:
-        directory: of the exported model.
-    """
+    tokens than those that were trained."""
     source = tokenizer_source(data, model_path)
     if source is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory)}"

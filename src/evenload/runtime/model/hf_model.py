@@ -66,12 +66,8 @@ class StageModel:
             yield "head", _trained(named)
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Rotary cosines and sines of every layer, by layer index; layers share them unless they differ by kind.
-
-        Args:
-            like: [1, T, hidden] of the compute precision and device.
-            positions: int64[1, T].
-        """
+        """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
+        kind. `like` [1, T, hidden] is of the compute precision and device."""
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
         if kinds is None:
             same = self.rotary(like, positions)
@@ -205,33 +201,30 @@ def build_stage_model(
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    modules: dict[str, nn.Module | None] = {f"model.layers.{index}": layer for index, layer in kept.items()}
-    modules |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
-    for name, module in modules.items():
-        if module is None:
-            continue
+    named = {f"model.layers.{index}": layer for index, layer in kept.items()}
+    named |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
+    units = [(name, unit) for name, unit in named.items() if unit is not None]
+    for name, unit in units:
         if name == "lm_head" and tied_copy:
-            assert stage.head is not None
             assert stage.embedding is not None
-            stage.head.weight = stage.embedding.weight
+            unit.weight = stage.embedding.weight
             continue
         # One unit after the other, so that no more than one is whole where each is cut.
         # Random weights are made on the CPU, so that every device starts from the same ones.
-        module.to_empty(device="cpu" if weights is None else device)
+        unit.to_empty(device="cpu" if weights is None else device)
         if weights is None:
-            initialise_weights(whole, {name: module}, seed)
-            module.to(device)
+            initialise_weights(whole, name, unit, seed)
+            unit.to(device)
         else:
-            load_weights({name: module}, Path(weights), stored, tied=tied_copy, experts=architecture.experts)
+            load_weights(name, unit, Path(weights), stored, architecture.experts)
+        fill_constants(unit)
         if tp > 1 and lora is None:
-            split_weights([(name, module)], architecture, tp_rank, tp)
-    fill_constants(modules)
+            split_weights([(name, unit)], architecture, tp_rank, tp)
     if lora is not None:
         add_adapters(whole, kept, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
-            whole_units = [(name, module) for name, module in modules.items() if module is not None]
-            split_weights(whole_units, architecture, tp_rank, tp)
+            split_weights(units, architecture, tp_rank, tp)
     return stage
 
 

@@ -19,52 +19,33 @@ from evenload.types.architectures.architecture import ExpertNames
 _UNIT_OF_PREFIX = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 2}
 
 
-def initialise_weights(whole: Any, modules: dict[str, nn.Module | None], seed: int) -> None:
-    """Fill every unit by the model's own rules, from a seed of its own.
-
-    Args:
-        whole: the transformers model that the modules belong to.
-        modules: by their name in the model; None is skipped.
-    """
-    tied = bool(whole.config.tie_word_embeddings)
+def initialise_weights(whole: Any, name: str, unit: nn.Module, seed: int) -> None:
+    """Fill a unit of a transformers model by the model's own rules, from a seed of its own."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for name, module in modules.items():
-            if module is None or (name == "lm_head" and tied):
-                continue
-            torch.manual_seed(unit_seed(name, seed))
-            for part in module.modules():
-                whole._init_weights(part)
+        torch.manual_seed(unit_seed(name, seed))
+        for part in unit.modules():
+            whole._init_weights(part)
 
 
 def unit_seed(prefix: str, seed: int) -> int:
-    """The seed of a unit's random weights; depends on the unit and not on the layout."""
+    """Depends on the unit and not on the layout."""
     index = _UNIT_OF_PREFIX[prefix] if prefix in _UNIT_OF_PREFIX else 3 + int(prefix.rsplit(".", 1)[1])
     return seed * 1_000_003 + index
 
 
 def load_weights(
-    modules: dict[str, nn.Module | None],
-    directory: Path,
-    stored: Mapping[str, StoredTensor],
-    *,
-    tied: bool,
-    experts: ExpertNames | None,
+    prefix: str, unit: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], experts: ExpertNames | None
 ) -> None:
-    """Copy tensors from a Hugging Face safetensors directory into the modules.
+    """Copy tensors from a Hugging Face safetensors directory into a unit.
 
     Args:
-        modules: by their name in the model; None is skipped.
         stored: what the directory holds, after `require_fitting`.
-        tied: the head is the embedding.
         experts: names of experts in files.
     """
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
-    for prefix, module in modules.items():
-        if module is None or (prefix == "lm_head" and tied):
-            continue
-        for name, parameter in module.named_parameters(prefix=prefix):
-            for part, view in stored_parts(stored, name, parameter.detach(), experts):
-                by_file.setdefault(stored[part].file, []).append((part, view))
+    for name, parameter in unit.named_parameters(prefix=prefix):
+        for part, view in stored_parts(stored, name, parameter.detach(), experts):
+            by_file.setdefault(stored[part].file, []).append((part, view))
     with torch.no_grad():
         for file, wanted in by_file.items():
             with safe_open(directory / file, framework="pt") as tensors:
@@ -72,8 +53,7 @@ def load_weights(
                     view.copy_(tensors.get_tensor(name))
 
 
-def fill_constants(modules: dict[str, nn.Module | None]) -> None:
+def fill_constants(unit: nn.Module) -> None:
     """Buffers that are in no file, and that a model built without memory has lost: Gemma's factor of embeddings."""
-    for module in modules.values():
-        if module is not None and isinstance(getattr(module, "embed_scale", None), Tensor):
-            module.embed_scale.fill_(module.scalar_embed_scale)  # type: ignore[operator,union-attr]
+    if isinstance(getattr(unit, "embed_scale", None), Tensor):
+        unit.embed_scale.fill_(unit.scalar_embed_scale)  # type: ignore[operator]

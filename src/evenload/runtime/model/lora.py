@@ -159,12 +159,7 @@ def peft_name(name: str) -> str:
 
 
 def write_adapter(directory: Path, tensors: dict[str, Tensor], lora: LoraConfig, model_path: str) -> None:
-    """Write a PEFT directory that `PeftModel.from_pretrained(base, directory)` loads.
-
-    Args:
-        tensors: all adapter tensors by their name in the model.
-        model_path: of the base model, as configured.
-    """
+    """Write a PEFT directory that `PeftModel.from_pretrained(base, directory)` loads; tensors by name in the model."""
     directory.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[1] for name in tensors})
     config = _peft_config(lora, targets, model_path)

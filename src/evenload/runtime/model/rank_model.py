@@ -24,11 +24,7 @@ def build_rank_models(
     lora: LoraConfig | None = None,
     router_aux_loss_coef: float = 0.0,
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages by stage, ascending; arguments as `build_stage_model`.
-
-    Raises:
-        UnsupportedModelError, ConfigError: as `build_stage_model`.
-    """
+    """Models of a pipeline rank's virtual stages, ascending; arguments and errors as of `build_stage_model`."""
     models = {
         stage: build_stage_model(
             config,

@@ -66,11 +66,7 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
 
 
 def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
-    """What to say where documents may be longer than what the model's positions are made for; "" where they are not.
-
-    Args:
-        max_document_tokens: the longest document that is trained.
-    """
+    """What to say where documents may be longer than what the model's positions are made for; "" where they are not."""
     known = getattr(config, "max_position_embeddings", None)
     if not known:
         return ""

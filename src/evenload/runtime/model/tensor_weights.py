@@ -75,11 +75,7 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
 
 
 def split_weights(modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int) -> None:
-    """Leave in every module, in place, what a tensor-parallel rank holds of it.
-
-    Args:
-        modules: with their names; all modules inside them are cut, too.
-    """
+    """Leave in every named module and all modules inside it, in place, what a tensor-parallel rank holds of it."""
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
             for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -124,11 +120,7 @@ def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int) -> None:
 
 
 def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | None) -> Tensor:
-    """A whole tensor from the parts of a group, on every rank of it. Collective; nothing to do where it is whole.
-
-    Args:
-        local: this rank's part, of the shape that `split` says.
-    """
+    """A whole tensor from the parts of a group, on every rank of it. Collective; nothing to do where it is whole."""
     if split is None or group is None:
         return local
     rows = local.movedim(split.dim, 0)

@@ -112,12 +112,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def require_fitting(
     stored: Mapping[str, StoredTensor], whole: nn.Module, directory: Path, experts: ExpertNames | None, *, tied: bool
 ) -> None:
-    """Refuse weights that are not exactly the model's.
-
-    Args:
-        whole: the model, without memory.
-        experts: names of experts in files.
-        tied: the head is the embedding.
+    """Refuse weights that are not exactly those of the whole model, which is without memory.
 
     Raises:
         UnsupportedModelError: quantised weights.
@@ -154,11 +149,7 @@ def require_fitting(
 
 
 def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
-    """Refuse a tensor whose numbers mean something else without a scale beside them.
-
-    Raises:
-        UnsupportedModelError: not a plain floating-point type.
-    """
+    """`UnsupportedModelError` for a tensor whose numbers mean something else without a scale beside them."""
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModelError(
             f"{directory / tensor.file}: '{name}' is stored as {tensor.dtype}, so the weights are quantised; only "

@@ -32,11 +32,7 @@ _MAX_NAMED = 4
 
 
 class NonFiniteSteps:
-    """What became of such steps of one run.
-
-    Args:
-        on_nonfinite: `train.on_nonfinite`.
-    """
+    """What became of such steps of one run."""
 
     def __init__(self, on_nonfinite: Literal["stop", "skip"], mesh: Mesh) -> None:
         self.num_skipped = 0

@@ -16,11 +16,7 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
 class ShardedAdamW:
-    """Optimizer state of one rank.
-
-    Args:
-        buffers: of this rank's stage, from `flatten_units`.
-    """
+    """Optimizer state of one rank, for the buffers of `flatten_units`."""
 
     def __init__(self, buffers: list[FlatBuffer], mesh: Mesh, config: OptimizerConfig) -> None:
         self._buffers = buffers
@@ -46,12 +42,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, shards: list[Tensor], grad_norm: float, learning_rate: float) -> None:
-        """Clip, update this rank's shards and gather the rest. Collective over the data group.
-
-        Args:
-            shards: reduced gradients from `reduce_gradients`.
-            grad_norm: from `global_norm_and_loss`.
-        """
+        """Clip, update with shards of reduced gradients, and gather the rest. Collective over the data group."""
         limit = self._config.clip_norm
         scale = limit / (grad_norm + 1e-6) if limit and grad_norm > limit else 1.0
         for master, shard, group in zip(self._masters, shards, self._adamw.param_groups, strict=True):

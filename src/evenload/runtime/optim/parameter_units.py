@@ -8,11 +8,12 @@ units. One buffer takes weight decay (matrices), the other does not (norms, bias
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
 
@@ -40,7 +41,7 @@ class FlatBuffer:
     grads: Tensor
     decays: bool
     tied: bool
-    is_part: bool = False
+    is_part: bool
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         """The view of `flat` that a data-parallel rank owns."""
@@ -71,7 +72,10 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
             tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
             assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
             key = f"{unit}.{'decay' if decays else 'no_decay'}"
-            buffers.append(replace(_flatten(key, group, dp, decays, tied), is_part=is_part))
+            names, parameters = zip(*group, strict=True)
+            num_elements = sum(p.numel() for p in parameters)
+            values, grads = _flatten(parameters, num_elements, -(-num_elements // dp) * dp)
+            buffers.append(FlatBuffer(key, names, parameters, num_elements, values, grads, decays, tied, is_part))
     return buffers
 
 
@@ -80,32 +84,18 @@ def frozen_bytes(stages: Sequence[StageModel]) -> int:
     return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
 
 
-def _flatten(key: str, group: list[tuple[str, nn.Parameter]], dp: int, decays: bool, tied: bool) -> FlatBuffer:
-    num_elements = sum(p.numel() for _, p in group)
-    padded = -(-num_elements // dp) * dp
-    like = group[0][1]
-    values = like.new_zeros(padded)
-    grads = torch.zeros(
-        padded, device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32
-    )
-    start = 0
-    for _, parameter in group:
-        stop = start + parameter.numel()
-        values[start:stop].copy_(parameter.detach().flatten())
-        parameter.data = values[start:stop].view(parameter.shape)
-        parameter.main_grad = grads[start:stop].view(parameter.shape)  # type: ignore[attr-defined]
+def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int) -> tuple[Tensor, Tensor]:
+    """Values and gradients, [padded], of parameters, which become views of them."""
+    values = torch.zeros(padded, dtype=parameters[0].dtype, device=parameters[0].device)
+    grads = torch.zeros_like(values, dtype=work_dtype(values))
+    sizes = [p.numel() for p in parameters]
+    parts, grad_parts = (flat[:num_elements].split(sizes) for flat in (values, grads))
+    for parameter, part, grad in zip(parameters, parts, grad_parts, strict=True):
+        part.copy_(parameter.detach().flatten())
+        parameter.data = part.view(parameter.shape)
+        parameter.main_grad = grad.view(parameter.shape)  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-        start = stop
-    return FlatBuffer(
-        key=key,
-        names=tuple(name for name, _ in group),
-        parameters=tuple(parameter for _, parameter in group),
-        num_elements=num_elements,
-        values=values,
-        grads=grads,
-        decays=decays,
-        tied=tied,
-    )
+    return values, grads
 
 
 def _add_to_main_grad(parameter: Tensor) -> None:

@@ -64,12 +64,7 @@ class AttentionCall:
 
 
 class PackAttention(ABC):
-    """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads.
-
-    Args:
-        group: the ranks that share the pack.
-        label: of the pack, for messages.
-    """
+    """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
@@ -92,11 +87,7 @@ class PackAttention(ABC):
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """The local part of a pack: slices of documents that lie whole on this rank.
-
-    Args:
-        ranges: with their rows of the pack.
-    """
+    """The local part of a pack: slices of documents that lie whole on this rank, with their rows of the pack."""
 
     ranges: tuple[tuple[slice, Range], ...] = ()
 
@@ -299,12 +290,8 @@ def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: T
 def join_forward(
     shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
 ) -> None:
-    """Take part in the transfers of a forward pack of which this rank computes no rows; the others need it there.
-
-    Args:
-        shared: None = the pack has no transfers.
-        like: of the dtype and device of hidden states.
-    """
+    """Take part in the transfers of a forward pack, if it has any, of which this rank computes no rows; the others need
+    it there. `like` is of the dtype and device of hidden states."""
     if shared is not None:
         for layer in model.layers:
             q, k = _no_rows(model, layer, like)

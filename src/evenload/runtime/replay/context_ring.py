@@ -149,11 +149,6 @@ class RingAttention(PackAttention):
 
 
 def require_no_window(window: int) -> None:
-    """Refuse a ring of a model with sliding windows.
-
-    Raises:
-        ConfigError: the window is not 0.
-    """
     if window:
         raise ConfigError(
             f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together: the keys that "

@@ -9,6 +9,8 @@ becomes the gradient in place, and one temporary of the same size is there while
 import torch
 from torch import Tensor
 
+from evenload.attention.range_attention import work_dtype
+
 
 @torch.no_grad()
 def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +24,7 @@ def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, scale: float) ->
         Loss (fp64 scalar on the device), and gradient [T, vocab] in the precision of the logits, computed in fp32
         (fp64 for fp64).
     """
-    work = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    work = work_dtype(logits)
     exact = logits.detach().to(work, copy=True)
     labelled = targets >= 0
     words = targets.clamp(min=0)[:, None]

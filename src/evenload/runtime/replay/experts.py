@@ -169,11 +169,8 @@ class _Order:
         return out
 
     def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
-        """Add to `main_grad` [E, out, in].
-
-        Args:
-            input_rows: sorted [T·k, in], or by token [T, in]; grad_rows: sorted [T·k, out].
-        """
+        """Add to `main_grad` [E, out, in] from input rows, sorted [T·k, in] or by token [T, in], and sorted gradients
+        [T·k, out]."""
         if by_token:
             input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ On a CPU this saves nothing, since device and host are one memory; it is there s
 are tested, everywhere.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -30,40 +31,40 @@ class Copy(NamedTuple):
     release: Callable[[], object]
 
 
-class ThreadHostCopies:
+class HostCopies(ABC):
+    """What both devices have in common."""
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Copy]:
+        """A host tensor and the copy that fills it. `tensor` must not be changed."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return host, self._copy(host, [tensor], device_side=tensor)
+
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
+        """A device tensor of the rows of host tensors, one after the other, and the copy that fills it."""
+        rows = sum(piece.shape[0] for piece in pieces)
+        buffer = torch.empty(rows, *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
+        return buffer, self._copy(buffer, pieces, device_side=buffer)
+
+    @abstractmethod
+    def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy: ...
+
+
+class ThreadHostCopies(HostCopies):
     """One thread; a copy starts when the one before has ended."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-offload")
 
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Copy]:
-        """A host tensor and the copy that fills it. `tensor` must not be changed."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return host, self._copy(host, [tensor])
-
-    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
-        """A device tensor of the rows of host tensors, one after the other, and the copy that fills it."""
-        buffer = _empty_for(pieces, device)
-        return buffer, self._copy(buffer, pieces)
-
-    def _copy(self, into: Tensor, pieces: Sequence[Tensor]) -> Copy:
+    def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy:
         done = self._thread.submit(_copy_rows, into, pieces)
         return Copy(done.result, done.result)
 
 
-class CudaHostCopies:
-    """As `ThreadHostCopies`, on a side stream and in pinned memory. Not run on hardware yet."""
+class CudaHostCopies(HostCopies):
+    """On a side stream and in pinned memory. Not run on hardware yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Copy]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host, self._copy(host, [tensor], device_side=tensor)
-
-    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
-        buffer = _empty_for(pieces, device)
-        return buffer, self._copy(buffer, pieces, device_side=buffer)
 
     def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy:
         device = device_side.device
@@ -78,20 +79,11 @@ class CudaHostCopies:
         return Copy(lambda: torch.cuda.current_stream(device).wait_event(done), lambda: None)
 
 
-HostCopies = ThreadHostCopies | CudaHostCopies
-
-
 def host_copies(device: torch.device) -> HostCopies:
     return CudaHostCopies(device) if device.type == "cuda" else ThreadHostCopies()
 
 
-def _empty_for(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    rows = sum(piece.shape[0] for piece in pieces)
-    return torch.empty(rows, *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
-
-
 def _copy_rows(into: Tensor, pieces: Sequence[Tensor]) -> None:
-    row = 0
-    for piece in pieces:
-        into[row : row + piece.shape[0]].copy_(piece, non_blocking=True)
-        row += piece.shape[0]
+    sizes = [piece.shape[0] for piece in pieces]
+    for rows, piece in zip(into.split(sizes), pieces, strict=True):
+        rows.copy_(piece, non_blocking=True)

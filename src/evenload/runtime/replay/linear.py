@@ -16,24 +16,35 @@ class ReplayLinear(nn.Linear):
     replay: ReplayState
     site: tuple[int, str]
     output_unused: bool
+    has_own_rows = False
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, T, in] -> [1, T, out]."""
         state = self.replay
         assert state.store is not None
         if state.mode == "record":
-            output = self.product(input)
+            output = self.product(input[0])
             if not self.output_unused:
-                state.store.record(self.site, output[0], is_product=True)
-            return output
+                state.store.record(self.site, output, is_product=True, is_own_rows=self.has_own_rows)
+            return output[None]
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.
-            return self.known(input, input.new_zeros(()).expand(1, input.shape[1], self.out_features))
-        return self.known(input, state.read_or_remake(self.site, self.product, input[0].detach())[None])
+            output = input.new_zeros(()).expand(self.num_rows(input), self.out_features)
+        else:
+            output = self.read_or_remake(input[0].detach())
+        return self.known(input, output[None])
+
+    def num_rows(self, input: Tensor) -> int:
+        """Rows of the output."""
+        return input.shape[1]
 
     def product(self, rows: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """[T, in] -> [T, out]."""
         return nn.functional.linear(rows, self.weight, self.bias)
+
+    def read_or_remake(self, rows: Tensor) -> Tensor:
+        """The product of a backward pack's rows."""
+        return self.replay.read_or_remake(self.site, self.product, rows)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         """The output of a backward pack, for autograd."""

@@ -109,20 +109,13 @@ class PipelineStage:
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
 
     def begin_step(self, num_tokens: dict[int, int]) -> None:
-        """Before a step's first pack.
-
-        Args:
-            num_tokens: of every document of the global batch, without padding.
-        """
+        """Before a step's first pack; tokens of every document of the global batch, without padding."""
         if self._state.balance is not None:
             self._state.balance.begin_step(num_tokens)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
-        """Run a forward pack.
-
-        Args:
-            hidden: [T, hidden] from the stage before; None on the first.
+        """Run a forward pack on hidden states [T, hidden] of the stage before (None on the first).
 
         Returns:
             Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
@@ -132,7 +125,7 @@ class PipelineStage:
             hidden = embed(self.model, pack.token_ids, rows)
         hidden = self.forward_layers(pack, hidden, store)
         if self.model.is_last:
-            store.record_final(hidden)
+            store.record("final", hidden, is_own_rows=True, stays_on_device=True)
         return hidden
 
     @torch.no_grad()
@@ -232,11 +225,7 @@ class PipelineStage:
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Loss and gradient of the final hidden states [T, hidden], in row blocks. Last stage only.
-
-        Args:
-            ranges: that the rows belong to.
-        """
+        """Loss and gradient of the final hidden states [T, hidden] of `ranges`, in row blocks. Last stage only."""
         if self._tensor is not None:
             owners = row_owners(ranges, self._tensor.shard.size)
             grad, loss = divided_head(self.model, hidden, targets, num_label_tokens, self._tensor, owners)

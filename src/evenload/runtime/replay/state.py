@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
@@ -13,7 +14,7 @@ from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.router_balance import RouterBalance
-from evenload.runtime.replay.store import ActivationStore, num_rows
+from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.token_range import Range
 
@@ -55,10 +56,14 @@ class TensorRows:
     def remade(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
         """Rows of documents whose products are made again: their exchange, and which of own rows are (not) theirs."""
         if self._remade is None:
-            again = [store.policy(doc_id) == "recompute" for doc_id, _, _ in self.ranges]
-            chosen = np.repeat(np.array(again, bool), [stop - start for _, start, stop in self.ranges])
-            self._remade = self.rows.divide(chosen)
+            self._remade = self.rows.divide(_is_remade(store, self.ranges))
         return self._remade
+
+
+def _is_remade(store: ActivationStore, ranges: tuple[Range, ...]) -> NDArray[np.bool_]:
+    """bool[T], of every row whether its document's products are made again."""
+    again = [store.policy(doc_id) == "recompute" for doc_id, _, _ in ranges]
+    return np.repeat(np.array(again, bool), [stop - start for _, start, stop in ranges])
 
 
 @dataclass(eq=False)
@@ -93,15 +98,12 @@ class ReplayState:
         """Find the rows of the running pack whose products are not stored."""
         assert self.store is not None
         self.remade, self.kept, self.kept_ranges = None, None, ()
-        again = [self.store.policy(r[0]) == "recompute" for r in self.ranges]
-        if self.mode == "record" or not any(again):
+        if self.mode == "record" or not (is_remade := _is_remade(self.store, self.ranges)).any():
             return
-        rows = torch.arange(num_rows(self.ranges))
-        is_again = torch.repeat_interleave(torch.tensor(again), torch.tensor([b - a for _, a, b in self.ranges]))
-        self.remade = to_device(rows[is_again], device)
-        if not all(again):
-            self.kept = to_device(rows[~is_again], device)
-            self.kept_ranges = tuple(r for r, remade in zip(self.ranges, again, strict=True) if not remade)
+        self.remade = to_device(torch.from_numpy(np.flatnonzero(is_remade)), device)
+        if not is_remade.all():
+            self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_remade)), device)
+            self.kept_ranges = tuple(r for r in self.ranges if self.store.policy(r[0]) != "recompute")
 
     def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         """The product [T, out] of `input` [T, in] at a site of the running backward pack.

@@ -106,12 +106,21 @@ class ActivationStore:
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         self._open = self._index.open_pack(ranges)
 
-    def record(self, key: Hashable, rows: Tensor, *, is_product: bool = False, is_own_rows: bool = False) -> None:
+    def record(
+        self,
+        key: Hashable,
+        rows: Tensor,
+        *,
+        is_product: bool = False,
+        is_own_rows: bool = False,
+        stays_on_device: bool = False,
+    ) -> None:
         """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
 
         Args:
             is_product: of a linear layer, which recomputed documents do not keep.
             is_own_rows: a tensor-parallel rank has own rows only, [n, ...].
+            stays_on_device: under every policy.
         """
         if is_own_rows:
             self._own_rows_keys.add(key)
@@ -119,19 +128,14 @@ class ActivationStore:
             own = rows if len(self._open) == 1 else rows[block.own_rows if is_own_rows else block.rows]
             if block.policy == "recompute" and is_product:
                 continue
-            if block.policy == "offload":
+            if block.policy == "offload" and not stays_on_device:
                 block.leaving[key] = own
                 self.held.count("offload_buffers", own.nbytes)
                 continue
             # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
-            self._keep(block, key, own if len(self._open) == 1 else own.clone())
-
-    def record_final(self, rows: Tensor) -> None:
-        """Keep the last layer's output (own rows) of the open pack for the head, on the device in any case."""
-        self._own_rows_keys.add("final")
-        for block in self._open:
-            own = rows[block.own_rows].clone() if len(self._open) > 1 else rows
-            self._keep(block, "final", own)
+            block.tensors[key] = own if len(self._open) == 1 else own.clone()
+            block.num_bytes += own.nbytes
+            self.held.count(_ACTIVATIONS[block.policy], own.nbytes)
 
     def end_layer(self, layer: int) -> None:
         """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
@@ -139,33 +143,31 @@ class ActivationStore:
         for block in self._open:
             for key, rows in block.leaving.items():
                 self._device = rows.device
-                host, copy = self._host_copies(self._device).to_host(rows)
+                if self._copies is None:
+                    self._copies = host_copies(rows.device)
+                host, copy = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 copies.append(copy)
+                block.num_host_bytes += rows.nbytes
                 num_bytes += rows.nbytes
-            block.num_host_bytes += sum(rows.nbytes for rows in block.leaving.values())
             block.leaving.clear()
         if not copies:
             return
         self.held.count_host(num_bytes)
         self._leaving.append((copies, num_bytes))
-        while len(self._leaving) > 1:
-            left, num_bytes = self._leaving.popleft()
-            for copy in left:
+        if len(self._leaving) > 1:
+            for copy in self._oldest_leaving():
                 copy.wait()
-            self.held.count("offload_buffers", -num_bytes)
 
     def close_pack(self) -> None:
         while self._leaving:
-            left, num_bytes = self._leaving.popleft()
-            for copy in left:
+            for copy in self._oldest_leaving():
                 copy.release()
-            self.held.count("offload_buffers", -num_bytes)
 
-    def _keep(self, block: StoredBlock, key: Hashable, rows: Tensor) -> None:
-        block.tensors[key] = rows
-        block.num_bytes += rows.nbytes
-        self.held.count(_ACTIVATIONS[block.policy], rows.nbytes)
+    def _oldest_leaving(self) -> list[Copy]:
+        copies, num_bytes = self._leaving.popleft()
+        self.held.count("offload_buffers", -num_bytes)
+        return copies
 
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows.
@@ -228,12 +230,8 @@ class ActivationStore:
     # ---- backward ------------------------------------------------------------------------------
 
     def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
-        """Announce a backward pack, so that offloaded tensors of its first layer start to come back. May be called
-        ahead of the pack; a second call does nothing.
-
-        Args:
-            layers: in the order in which they will be entered.
-        """
+        """Announce a backward pack, so that offloaded tensors of its first layer start to come back; layers in the
+        order in which they will be entered. May be called ahead of the pack; a second call does nothing."""
         offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
         if not offloaded or self._fetch_ranges:
             return
@@ -264,8 +262,9 @@ class ActivationStore:
                 pieces[key].append(part.of(tensor, own=key in self._own_rows_keys))
         fetch = self._fetched[layer] = _Fetch()
         assert self._device is not None, "rows to fetch were sent away from some device"
+        assert self._copies is not None
         for key, parts in pieces.items():
-            fetch.tensors[key], copy = self._host_copies(self._device).to_device(parts, self._device)
+            fetch.tensors[key], copy = self._copies.to_device(parts, self._device)
             fetch.copies.append(copy)
             fetch.num_bytes += fetch.tensors[key].nbytes
         self.held.count("offload_buffers", fetch.num_bytes)
@@ -345,11 +344,6 @@ class ActivationStore:
     def _count_document(self, buffers: _DocumentBuffers, kind: StoreKind, num_bytes: int) -> None:
         buffers.num_bytes[kind] += num_bytes
         self.held.count(kind, num_bytes)
-
-    def _host_copies(self, device: torch.device) -> HostCopies:
-        if self._copies is None:
-            self._copies = host_copies(device)
-        return self._copies
 
 
 _ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {

@@ -25,11 +25,8 @@ from evenload.runtime.replay.weight_products import is_frozen
 
 
 def embed(model: StageModel, token_ids: Tensor, rows: RowExchange | None) -> Tensor:
-    """int64[T] of a pack -> embeddings of own rows, [n, hidden].
-
-    Args:
-        rows: of a vocabulary that is divided over a group, collective; None = this rank has all words.
-    """
+    """int64[T] of a pack -> embeddings of own rows, [n, hidden]; collective where `rows` says that the vocabulary is
+    divided over a group."""
     embedding = model.embedding
     assert embedding is not None
     if rows is None:

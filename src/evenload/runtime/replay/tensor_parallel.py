@@ -89,33 +89,31 @@ class ColumnLinear(ReplayLinear):
 
 
 class RowLinear(ReplayLinear):
-    """Own inputs of all rows; products are summed over the group, every rank keeps its rows."""
+    """Own inputs of all rows [1, T, in / tp] -> [1, n, out]: summed over the group, every rank keeps its rows."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[1, T, in / tp] -> [1, n, out]."""
-        state, pack = self.replay, self.replay.tensor_rows
+    has_own_rows = True
+
+    def num_rows(self, input: Tensor) -> int:
+        return self._pack.rows.num_own
+
+    def product(self, rows: Tensor) -> Tensor:
+        return self._sum_product(rows, self._pack.rows)
+
+    @torch.no_grad()
+    def read_or_remake(self, rows: Tensor) -> Tensor:
+        state, pack = self.replay, self._pack
         assert state.store is not None
-        assert pack is not None
-        if state.mode == "record":
-            output = self._sum_product(input[0], pack.rows)
-            if not self.output_unused:
-                state.store.record(self.site, output, is_product=True, is_own_rows=True)
-            return output[None]
-        if self.output_unused:
-            # Nothing in the layer's backward reads this value, only its shape.
-            output = input.new_zeros(()).expand(pack.rows.num_own, self.out_features)
-        elif state.remade is None:
-            output = state.store.read(self.site, state.ranges)
-        else:
-            output = self._remake(input[0].detach(), state.remade, pack)
-        return self.known(input, output[None])
+        if state.remade is None or state.kept is None:
+            return super().read_or_remake(rows)
+        exchange, own_remade, own_kept = pack.remade(state.store)
+        made = self._sum_product(rows[state.remade], exchange)
+        output = made.new_empty(pack.rows.num_own, made.shape[1])
+        output[own_remade], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
+        return output
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
-        """[1, n, out] of own rows, as if computed from [1, T, in / tp]."""
-        pack = self.replay.tensor_rows
-        assert pack is not None
         weight, bias, products = self.weight, self.bias, self.replay.products
-        rows, exchange, again, key = input.detach()[0], pack.rows, pack.again, object()
+        rows, exchange, again, key = input.detach()[0], self._pack.rows, self._pack.again, object()
 
         def add_later(input_rows: Tensor, own_grad: Tensor) -> None:
             add_weight_gradient(weight, None, input_rows, again(own_grad, key))
@@ -139,17 +137,10 @@ class RowLinear(ReplayLinear):
         # Once a row, behind the sum.
         return output if self.bias is None else output + self.bias
 
-    @torch.no_grad()
-    def _remake(self, input: Tensor, remade: Tensor, pack: TensorRows) -> Tensor:
-        state = self.replay
-        assert state.store is not None
-        if state.kept is None:
-            return self._sum_product(input, pack.rows)
-        exchange, own_remade, own_kept = pack.remade(state.store)
-        made = self._sum_product(input[remade], exchange)
-        output = made.new_empty(pack.rows.num_own, made.shape[1])
-        output[own_remade], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
-        return output
+    @property
+    def _pack(self) -> TensorRows:
+        assert self.replay.tensor_rows is not None
+        return self.replay.tensor_rows
 
 
 def gather_rows(own: Tensor, rows: RowExchange) -> Tensor:

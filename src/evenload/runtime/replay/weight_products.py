@@ -50,11 +50,7 @@ def is_frozen(weight: Tensor) -> bool:
 
 
 class WeightProducts:
-    """The products one backward pack has deferred.
-
-    Args:
-        held: where their operands are counted.
-    """
+    """The products one backward pack has deferred."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
@@ -63,11 +59,8 @@ class WeightProducts:
         self._kept: dict[tuple, Tensor] = {}
 
     def defer(self, add: AddRows, input_rows: Tensor, grad_rows: Tensor) -> None:
-        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards.
-
-        Args:
-            add: holds no activations itself; they would not be counted.
-        """
+        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards, and `add` holds no
+        activations itself: they would not be counted."""
         self._products.append(_Product(add, self._keep(input_rows), self._keep(grad_rows)))
 
     @torch.no_grad()
