@@ -12,6 +12,12 @@ from evenload.types.pipeline import PackBytes, PipelineTasks, SplitBackward
 _SECONDS = tuple(field.name for field in fields(PipelineTasks) if field.name not in ("held", "split"))
 _BYTES = tuple(field.name for field in fields(PackBytes))
 _SPLIT = tuple(field.name for field in fields(SplitBackward))
+_OF_STAGE_OR_RANK = ("stage_to_rank", "static_bytes")
+_OF_PACK = ("p2p_forward_s", "p2p_backward_s", "forwards_needed")
+_DTYPES = {
+    name: np.dtype(np.float64 if name.endswith("_s") else np.int64 if name.endswith("_bytes") else np.int32)
+    for name in (*_SECONDS, *_BYTES, *_SPLIT)
+}
 
 
 def task_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...]:
@@ -20,29 +26,26 @@ def task_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...]:
     Raises:
         ConfigError: a column of another dtype, shape or memory order than `PipelineTasks` documents.
     """
-    seconds = tuple(_checked(tasks, f"tasks.{name}", getattr(tasks, name)) for name in _SECONDS)
-    return seconds + tuple(_checked(tasks, f"tasks.held.{name}", getattr(tasks.held, name)) for name in _BYTES)
+    return _checked(tasks, "tasks", tasks, _SECONDS) + _checked(tasks, "tasks.held", tasks.held, _BYTES)
 
 
 def split_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...] | None:
     """As `task_arrays`, for `tasks.split`; None where there is none."""
-    if tasks.split is None:
-        return None
-    return tuple(_checked(tasks, f"tasks.split.{name}", getattr(tasks.split, name)) for name in _SPLIT)
+    return None if tasks.split is None else _checked(tasks, "tasks.split", tasks.split, _SPLIT)
 
 
-def _checked(tasks: PipelineTasks, path: str, array: NDArray[Any]) -> NDArray[Any]:
-    name = path.rpartition(".")[2]
-    dtype = np.float64 if name.endswith("_s") else np.int64 if name.endswith("_bytes") else np.int32
-    num_packs = tasks.num_forward if "forward_" in name else tasks.num_backward
-    shape: tuple[int, ...] = (num_packs, tasks.num_stages)
-    if name.startswith("p2p") or name == "forwards_needed":
-        shape = (num_packs,)
-    elif name in ("stage_to_rank", "static_bytes"):
-        shape = (len(array),)
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise ConfigError(
-            f"{path} is {array.dtype}{list(array.shape)}, contiguous={array.flags.c_contiguous}; "
-            f"expected contiguous {np.dtype(dtype)}{list(shape)} (packs, stages)"
-        )
-    return array
+def _checked(tasks: PipelineTasks, path: str, part: object, names: tuple[str, ...]) -> tuple[NDArray[Any], ...]:
+    num_forward, num_backward, num_stages = tasks.num_forward, tasks.num_backward, tasks.num_stages
+    arrays = tuple([getattr(part, name) for name in names])
+    for name, array in zip(names, arrays, strict=True):
+        shape: tuple[int, ...] = (num_forward if "forward_" in name else num_backward, num_stages)
+        if name in _OF_PACK:
+            shape = shape[:1]
+        elif name in _OF_STAGE_OR_RANK:
+            shape = (len(array),)
+        if array.dtype != _DTYPES[name] or array.shape != shape or not array.flags.c_contiguous:
+            raise ConfigError(
+                f"{path}.{name} is {array.dtype}{list(array.shape)}, contiguous={array.flags.c_contiguous}; "
+                f"expected contiguous {_DTYPES[name]}{list(shape)} (packs, stages)"
+            )
+    return arrays

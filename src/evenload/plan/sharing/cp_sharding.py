@@ -65,7 +65,7 @@ def pack_shardings(
     ranks = np.zeros(forward.num_packs, np.int64)
     np.maximum.at(ranks, forward.pack_of_slice(), shared_by)
     found: list[PackSharding] = ["" if count <= 1 else rule for count in ranks.tolist()]  # type: ignore[list-item]
-    if rule in ("per_sequence", "per_document"):
+    if rule in ("per_sequence", "per_document") or not (ranks > 1).any():
         return tuple(found)
     stop = np.maximum(forward.stop, np.repeat(forward.pad_to, np.diff(forward.pack_offset)))
     is_cut_otherwise = _cut_otherwise(forward, stop, backward)

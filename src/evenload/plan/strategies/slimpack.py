@@ -177,10 +177,13 @@ def slimpack_rules(
         known: scores that other searches of the problem found.
     """
     orders = orders_of(problem.options.schedule) if orders is None else orders
+    # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
+    has_pipeline = problem.layout.num_stages > 1
+    most_uneven = problem.options.own(SlimpackOptions).max_imbalance if has_pipeline else float("inf")
     return SearchRules(
         first=partial(_first_trials, order=orders[0]),
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
-        worth=partial(_worth, problem),
+        worth=partial(_worth, most_uneven),
         shared=SHARED_TRIALS,
         known=known,
     )
@@ -228,11 +231,9 @@ def _is_even_and_fits(found: FoundStep) -> bool:
     return not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
 
 
-def _worth(problem: StepProblem, score: TrialScore) -> tuple[int, float]:
+def _worth(max_imbalance: float, score: TrialScore) -> tuple[int, float]:
     """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
-    uneven = max(score.imbalance_forward, score.imbalance_backward)
-    # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
-    is_even = problem.layout.num_stages == 1 or uneven <= problem.options.own(SlimpackOptions).max_imbalance
+    is_even = max(score.imbalance_forward, score.imbalance_backward) <= max_imbalance
     return score.excess_bytes, score.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
 
 
