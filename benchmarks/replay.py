@@ -79,8 +79,8 @@ def pack_plan(lengths: np.ndarray, num_packs: int, cuts: str) -> PackPlan:
         forward, backward = (_equal_work(lengths, m, b) for m, b in zip(ASYMMETRIC_PACKS, (False, True), strict=True))
     return PackPlan(
         dp_rank=0,
-        forward=forward.packs("forward", ids, np.zeros(forward.num_packs)),
-        backward=backward.packs("backward", ids, np.zeros(backward.num_packs)),
+        forward=forward.packs("forward", forward.pack_slices(ids), np.zeros(forward.num_packs)),
+        backward=backward.packs("backward", backward.pack_slices(ids), np.zeros(backward.num_packs)),
     )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,6 +134,7 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
     lengths, forward, backward = case
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     layout = even_layout(3, cp=cp, pp=pp)
+    forward, backward = (replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
     found = pipeline_bytes(sample_model(), layout, forward, backward, np.array(lengths), policy)
     np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
     live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
@@ -151,13 +154,13 @@ def test_tensor_parallel_ranks_hold_their_share_by_hand() -> None:
 
 
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
-    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]])
-    backward = SliceColumns.from_ranges([[(0, 0, 9), (1, 0, 3)]])
-    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), forward, backward, np.array([9, 3]))
+    pieces = [[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]], [[(0, 0, 9), (1, 0, 3)]]
+    shared, whole = ([SliceColumns.from_ranges(packs, cp) for packs in pieces] for cp in (2, 1))
+    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), *shared, np.array([9, 3]))
     chunk = 3 * ACTIVATION + 16
     # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.
     assert found.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
-    alone = pipeline_bytes(sample_model(), even_layout(3), forward, backward, np.array([9, 3]))
+    alone = pipeline_bytes(sample_model(), even_layout(3), *whole, np.array([9, 3]))
     gathered = 12 * (KV + KV_GRADIENT)
     assert found.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
     # Optimizer state is sharded over context ranks too.

@@ -46,6 +46,7 @@ def test_kinds_add_up_to_the_columns_that_planners_use(case, pp, cp, tp, split, 
     lengths, forward, backward = case
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     layout, num_tokens = even_layout(3, cp=cp, pp=pp, tp=tp), np.array(lengths)
+    forward, backward = (dataclasses.replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
     tasks = priced(layout, forward, backward, num_tokens, policy, split=split)
     kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens, policy)
     for field in dataclasses.fields(PackBytes):

@@ -181,7 +181,7 @@ def test_tensor_parallelism_divides_work_and_adds_half_of_its_transfers() -> Non
 
 
 def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hide() -> None:
-    packs = SliceColumns.from_ranges([[(0, 0, 16)]])
+    packs = SliceColumns.from_ranges([[(0, 0, 16)]], cp=4)
     pairs = 16 * 17 / 2
     for bandwidth in (1e9, 1.0):
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
@@ -194,14 +194,13 @@ def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hi
 
 def test_packs_shared_by_replicas_cost_like_context_parallelism_of_the_layout() -> None:
     """DP-Merge and static cp are one thing to the cost model; only where the group comes from differs."""
-    packs = SliceColumns.from_ranges([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]])
-    shared = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, packs.pad_to, np.array([4, 4, 4]))
+    packs = SliceColumns.from_ranges([[(0, 0, 64)], [(1, 0, 40), (2, 0, 3)]], cp=4)
     coefficients = sample_coefficients(**LINKS)
     static = PackCosts(sample_model(), coefficients, even_layout(3, cp=4, pp=3))
     merged = PackCosts(sample_model(), coefficients, even_layout(3, dp=4, pp=3))
     for direction in ("forward", "backward"):
-        np.testing.assert_allclose(merged.pack_seconds(shared, direction), static.pack_seconds(packs, direction))
-    np.testing.assert_allclose(p2p_seconds(merged, shared), p2p_seconds(static, packs))
+        np.testing.assert_allclose(merged.pack_seconds(packs, direction), static.pack_seconds(packs, direction))
+    np.testing.assert_allclose(p2p_seconds(merged, packs), p2p_seconds(static, packs))
     np.testing.assert_allclose(merged.document_seconds([64, 3], ranks=4), static.document_seconds([64, 3]))
 
 
@@ -210,10 +209,10 @@ def test_short_slices_stay_whole_under_context_parallelism() -> None:
     coefficients = sample_coefficients(attention_tile=8, **LINKS)
     costs = PackCosts(sample_model(), coefficients, even_layout(3, cp=2))
     one = PackCosts(sample_model(), coefficients, even_layout(3))
-    packs = SliceColumns.from_ranges([[(0, 0, 31)]])
+    whole, shared = (SliceColumns.from_ranges([[(0, 0, 31)]], cp) for cp in (1, 2))
     layers_only = 3 * 5.0
-    half = (one.pack_seconds(packs, "forward")[0, 0] - layers_only) / 2
-    assert costs.pack_seconds(packs, "forward")[0, 0] == pytest.approx(half + layers_only)
+    half = (one.pack_seconds(whole, "forward")[0, 0] - layers_only) / 2
+    assert costs.pack_seconds(shared, "forward")[0, 0] == pytest.approx(half + layers_only)
 
 
 def test_lower_bound_does_not_depend_on_how_devices_are_arranged() -> None:

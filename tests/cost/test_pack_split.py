@@ -62,7 +62,7 @@ def test_causes_add_up_and_none_is_negative(lengths, cp, tp, pp, direction, data
     num_tokens = np.array(lengths)
     padded = data.draw(st.booleans())
     groups = [[doc] for doc in range(len(lengths))] if data.draw(st.booleans()) else [list(range(len(lengths)))]
-    columns = whole_document_columns(groups, num_tokens, padded=padded)
+    columns = whole_document_columns(groups, num_tokens, cp, padded=padded)
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     forward, backward = (
         type(one)(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "prefix_s_per_token": 0.02})
@@ -82,6 +82,6 @@ def test_useful_work_of_all_ranks_is_the_lower_bound(lengths, cp, tp):
     num_tokens = np.array(lengths)
     layout = even_layout(3, cp=cp, tp=tp, pp=3)
     costs = costs_of(layout, attention_tile=4)
-    columns = whole_document_columns([list(range(len(lengths)))], num_tokens, padded=True)
+    columns = whole_document_columns([list(range(len(lengths)))], num_tokens, cp, padded=True)
     useful_s = sum(split_pack_seconds(costs, columns, way).useful_s.sum() for way in ("forward", "backward"))
     assert useful_s / layout.pp == pytest.approx(costs.lower_bound_seconds(num_tokens), rel=1e-12)

@@ -47,6 +47,7 @@ def test_nothing_is_gathered_again_by_one_rank_or_for_frozen_weights() -> None:
 def ring_and_gathered(packs, direction: str, size: int):
     """Seconds of a layer's transfers, where transfers take a second a byte and a million a hop."""
     link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)
+    packs = dataclasses.replace(packs, cp=np.full(packs.num_slices, size))
     found = []
     for exchange in ("ring", "all_gather"):
         coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
@@ -68,5 +69,5 @@ def test_a_ring_carries_the_prefix_of_every_slice() -> None:
 
 
 def test_short_slices_do_not_travel_in_a_ring_either() -> None:
-    packs = dataclasses.replace(SliceColumns.from_ranges([[(0, 500, 506)]]), cp=np.array([4]))
+    packs = SliceColumns.from_ranges([[(0, 500, 506)]])
     assert ring_and_gathered(packs, "backward", 4) == [[0.0], [0.0]]

@@ -96,7 +96,7 @@ def test_many_packs_are_shared_as_each_alone(packs, cp, rule, data) -> None:
     assert not any(name == "per_sequence" for name, is_cut in zip(found.shardings, is_cut, strict=True) if is_cut)
 
 
-def slice_columns(packs, cp=None) -> SliceColumns:
+def slice_columns(packs, cp) -> SliceColumns:
     """Packs of (document, start, stop)."""
     doc, start, stop = (np.array(column) for column in zip(*(s for pack in packs for s in pack), strict=True))
     offset = np.cumsum([0, *map(len, packs)])
@@ -109,13 +109,15 @@ def test_plans_name_what_was_decided() -> None:
     packs = [[(0, 0, 40), (1, 0, 40)], [(2, 0, 40), (3, 0, 40)], [(4, 0, 40)]]
     forward = slice_columns(packs, np.array([4, 4, 2, 2, 1]))
     asked = []
-    found = pack_shardings("adaptive", forward, forward, 1, lambda cp: asked.append(cp) or even)
+    found = pack_shardings("adaptive", forward, forward, lambda cp: asked.append(cp) or even)
     assert found == ("per_sequence", "per_sequence", "")
     assert asked == [2, 4]
-    backward = slice_columns([[(1, 0, 40)], [(0, 7, 40)], [(0, 0, 7)], packs[1], packs[2]])
-    assert pack_shardings("adaptive", forward, backward, 1, lambda _: even) == ("per_document", "per_sequence", "")
-    assert pack_shardings("per_sequence", forward, backward, 1, lambda _: even) == ("per_sequence", "per_sequence", "")
-    assert pack_shardings("mixed", forward, backward, 1, lambda _: even)[2] == ""
+    backward = slice_columns(
+        [[(1, 0, 40)], [(0, 7, 40)], [(0, 0, 7)], packs[1], packs[2]], np.array([4, 4, 4, 2, 2, 1])
+    )
+    assert pack_shardings("adaptive", forward, backward, lambda _: even) == ("per_document", "per_sequence", "")
+    assert pack_shardings("per_sequence", forward, backward, lambda _: even) == ("per_sequence", "per_sequence", "")
+    assert pack_shardings("mixed", forward, backward, lambda _: even)[2] == ""
 
 
 @settings(max_examples=150)

@@ -43,7 +43,7 @@ def sliced(draw: st.DrawFn, num_tokens: list[int], pads: bool, ranks: bool, *, b
     flat = np.array(pieces, np.int64).reshape(-1, 3)
     longest = [int(flat[lo:hi, 2].max()) for lo, hi in itertools.pairwise(offset)]
     pad_to = np.array([tokens if pads and draw(st.booleans()) else 0 for tokens in longest], np.int64)
-    cp = None
+    cp = np.ones(len(flat), np.int64)
     if ranks:
         of_document = np.array([draw(st.sampled_from([1, 2, 4, 8])) for _ in num_tokens], np.int64)
         cp = of_document[flat[:, 0]]
@@ -75,6 +75,10 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     exchange = draw(st.sampled_from(["all_gather", "ring"]))
     costs = PackCosts(model, sample_coefficients(**LINKS, context_exchange=exchange), layout)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
+    if not shares:
+        forward, backward = (
+            dataclasses.replace(packs, cp=np.full(packs.num_slices, layout.cp)) for packs in (forward, backward)
+        )
     if pads:
         backward = forward
     codes = draw(st.lists(st.integers(0, 2), min_size=len(num_tokens), max_size=len(num_tokens)))
@@ -103,7 +107,12 @@ def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
     """A token sees the whole document, so a slice has no price."""
     costs = PackCosts(sample_model(causal=False), sample_coefficients(), even_layout(3))
     packs = SliceColumns(
-        np.zeros(2, np.int32), np.array([0, 4]), np.array([4, 8]), np.array([0, 1, 2]), np.zeros(2, np.int64)
+        np.zeros(2, np.int32),
+        np.array([0, 4]),
+        np.array([4, 8]),
+        np.array([0, 1, 2]),
+        np.zeros(2, np.int64),
+        np.ones(2, np.int64),
     )
     for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match="bidirectional"):
@@ -113,7 +122,7 @@ def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
 def test_offloading_over_an_unknown_link_is_refused_by_both() -> None:
     """Else the core would divide by a bandwidth of zero."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    packs = SliceColumns(np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64))
+    packs = SliceColumns.from_ranges([[(0, 0, 8)]])
     for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match="host_link"):
             price(costs, packs, packs, np.array([8]), np.array([OFFLOAD], np.int8))
@@ -133,7 +142,7 @@ def test_sharing_over_an_unknown_link_is_refused_by_both() -> None:
 def test_packs_of_other_documents_are_refused() -> None:
     """The core reads memory by these numbers."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    packs = SliceColumns(np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64))
+    packs = SliceColumns.from_ranges([[(0, 0, 8)]])
     with pytest.raises(ValueError, match="names document"):
         pipeline_tasks(costs, packs, packs, np.empty(0, np.int64))
     rest = dataclasses.replace(packs, start=np.array([4]))

@@ -71,7 +71,7 @@ def test_cuts_equal_their_reference(num_tokens: list[int], setting: Setting, cha
     """Every cut, with windows, tiles, token limits, least slices, token weights and tapered ends."""
     problem = problem_of(num_tokens, **changes)
     rules = cut_rules(problem)
-    core = trial_packs(problem, rules, problem.num_tokens, setting, None)
+    core = trial_packs(problem, rules, problem.num_tokens, setting, 1)
     reference = cut_packs(rules, problem.num_tokens, setting)
     assert (core is None) == (reference is None)
     if core and reference:

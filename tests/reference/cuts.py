@@ -17,12 +17,12 @@ from reference.partition import partition_by_work
 
 
 def cut_packs(
-    rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int | None = None
+    rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int = 1
 ) -> tuple[SliceColumns, SliceColumns] | None:
     """As `evenload.plan.search.trial_packs.trial_packs`."""
     packs = _tapered(rules, num_tokens, setting)
-    if packs is None or ranks is None:
-        return packs
+    if packs is None:
+        return None
     forward, backward = (replace(columns, cp=np.full(columns.num_slices, ranks, np.int64)) for columns in packs)
     return forward, backward
 

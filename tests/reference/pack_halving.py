@@ -74,4 +74,5 @@ def _replace(
         stop=stop.astype(np.int64),
         pack_offset=pack_offset.astype(np.int64),
         pad_to=np.zeros(len(pack_offset) - 1, np.int64),
+        cp=np.ones(len(doc), np.int64),
     )

@@ -73,6 +73,7 @@ def partition_by_work(
         stop=np.asarray(stop, dtype=np.int64),
         pack_offset=np.asarray(offset, dtype=np.int64),
         pad_to=np.zeros(len(offset) - 1, dtype=np.int64),
+        cp=np.ones(len(doc), np.int64),
     )
 
 

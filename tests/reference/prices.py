@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.split_backward import divide_backward, gather_seconds, pack_tokens, weight_share
+from evenload.cost.split_backward import divide_backward, gather_seconds, weight_share
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
@@ -41,7 +41,7 @@ def p2p_seconds(costs: PackCosts, columns: SliceColumns) -> NDArray[np.float64]:
         return np.zeros(columns.num_packs)
     link = costs.coefficients.stage_link()
     token_bytes = costs.model.hidden_size * costs.model.bytes_per_element / costs.layout.tp
-    pack_bytes = pack_tokens(columns, costs.layout) * token_bytes
+    pack_bytes = columns.rank_tokens() * token_bytes
     return pack_bytes / link.bandwidth_bytes_per_s + link.latency_s
 
 
@@ -69,7 +69,7 @@ def split_backward(
     layout, per_layer = costs.layout, costs.coefficients.backward
     share = weight_share(costs.model)
     weight_s = share * np.outer(
-        pack_tokens(backward, layout) * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
+        backward.rank_tokens() * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
         np.array(layout.stage_counts, np.float64),
     )
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.

@@ -139,7 +139,7 @@ def pipeline_bytes(
         num_tokens: int64[num_documents] of the replica's documents, without padding.
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
     """
-    return bytes_at_rates(byte_rates(model, layout), count_tokens(layout, forward, backward, num_tokens, policy))
+    return bytes_at_rates(byte_rates(model, layout), count_tokens(forward, backward, num_tokens, policy))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,6 @@ class TokenCounts:
 
 
 def count_tokens(
-    layout: ParallelLayout,
     forward: SliceColumns,
     backward: SliceColumns,
     num_tokens: NDArray[np.int64],
@@ -174,7 +173,7 @@ def count_tokens(
 ) -> TokenCounts:
     """What `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
-    forward_ranks, backward_ranks = sharing_ranks(forward, layout), sharing_ranks(backward, layout)
+    forward_ranks, backward_ranks = forward.cp, backward.cp
     whole_forward_tokens = forward.slice_tokens()
     whole_backward_tokens = backward.slice_tokens()
     forward_tokens = -(-whole_forward_tokens // forward_ranks)
@@ -297,11 +296,6 @@ def backward_temp_estimate(
     return np.outer(pack_tokens, rates.backward_temp[REPLAY]) + np.outer(
         np.minimum(pack_tokens, HEAD_ROWS), rates.logits_per_row
     )
-
-
-def sharing_ranks(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Ranks that share each slice; int64[num_slices]."""
-    return np.full(columns.num_slices, layout.cp, np.int64) if columns.cp is None else columns.cp
 
 
 def _kv_tokens(

@@ -82,7 +82,7 @@ def bytes_by_kind(
     for name in PackBytes.pack_columns():
         columns[name] = np.zeros((len(views), *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
     for rank, view in enumerate(views):
-        counts = count_tokens(layout, *view, num_tokens, policy)
+        counts = count_tokens(*view, num_tokens, policy)
         for kind, of_kind in rates.items():
             held = bytes_at_rates(of_kind, counts)
             for field, column in columns.items():

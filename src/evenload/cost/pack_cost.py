@@ -28,7 +28,7 @@ from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
-from evenload.cost.memory import sharing_ranks, trained_parameters_per_rank
+from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
@@ -79,7 +79,7 @@ class PackCosts:
         matrix = self.stage_seconds[direction]
         features = self._features(columns)
         seconds = _weighted(features, matrix)
-        if columns.cp is not None or self.layout.cp > 1:
+        if (columns.cp > 1).any():
             hidden_s = self.coefficients.context_hidden_share * self._attention_seconds(features, direction)
             seconds += np.maximum(0.0, self.context_seconds(columns, direction) - hidden_s)
         if policy is not None and policy.any():
@@ -97,7 +97,7 @@ class PackCosts:
 
     def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
-        ranks, rows = sharing_ranks(columns, self.layout), columns.slice_tokens()
+        ranks, rows = columns.cp, columns.slice_tokens()
         # In a ring a slice's keys and values travel with those of its prefix.
         travelling = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
         gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), travelling, 0))
@@ -249,7 +249,7 @@ class PackCosts:
     def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
         pack = columns.pack_of_slice()
-        tokens = columns.slice_tokens() / sharing_ranks(columns, self.layout)
+        tokens = columns.slice_tokens() / columns.cp
         sums = np.bincount(
             pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
         )
@@ -267,8 +267,7 @@ class PackCosts:
         self.require_sliceable(columns)
         pack = columns.pack_of_slice()
         stop = columns.start + columns.slice_tokens()
-        shared = columns.cp is not None or self.layout.cp > 1
-        slices = self._slice_features(columns.start, stop, sharing_ranks(columns, self.layout) if shared else None)
+        slices = self._slice_features(columns.start, stop, columns.cp)
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
         for column in range(slices.shape[1]):

@@ -72,7 +72,7 @@ def _require_known_links(
     costs.require_sliceable(backward)
     if policy is not None and (policy == OFFLOAD).any():
         costs.host_link()
-    shared = forward.cp is not None or backward.cp is not None or costs.layout.cp > 1
+    shared = (forward.cp > 1).any() or (backward.cp > 1).any()
     coefficients = costs.coefficients
     leaves_node = costs.layout.world_size > coefficients.devices_per_node
     if shared and (coefficients.intra_node is None or (leaves_node and coefficients.inter_node is None)):
@@ -93,5 +93,4 @@ def require_links_of_group(costs: PackCosts, ranks: int, policy: NDArray[np.int8
 
 
 def _arrays(columns: SliceColumns) -> tuple[NDArray, ...]:
-    ranks = np.empty(0, np.int64) if columns.cp is None else columns.cp
-    return columns.doc, columns.start, columns.stop, columns.pack_offset, columns.pad_to, ranks
+    return columns.doc, columns.start, columns.stop, columns.pack_offset, columns.pad_to, columns.cp

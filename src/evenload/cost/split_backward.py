@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from evenload.cost.activation import local_kv_heads
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import weight_gather_seconds
-from evenload.cost.memory import sharing_ranks
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -39,7 +38,7 @@ def gather_seconds(
     """What I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again in W;
     float64[m_b, P]."""
     token_s, pack_s = weight_gather_seconds(model, coefficients, layout.tp)
-    return np.outer(pack_tokens(backward, layout) * token_s + pack_s, np.array(layout.stage_counts, np.float64))
+    return np.outer(backward.rank_tokens() * token_s + pack_s, np.array(layout.stage_counts, np.float64))
 
 
 def weight_share(model: ModelSpec) -> float:
@@ -60,7 +59,7 @@ def divide_backward(
     Args:
         input_s, weight_s: float64[m_b, P].
     """
-    tokens, layers = pack_tokens(backward, layout).astype(np.int64), np.array(layout.stage_counts, np.int64)
+    tokens, layers = backward.rank_tokens(), np.array(layout.stage_counts, np.int64)
     element = model.bytes_per_element
     held = np.outer(tokens, layers * (element * weight_elements_per_token(model, layout.tp)))
     return SplitBackward(
@@ -86,8 +85,3 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     into_down, into_ffn = -(-ffn // tp), -(-(2 if model.gated_ffn else 1) * ffn // tp)
     inputs = 2 * hidden + query + into_down
     return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
-
-
-def pack_tokens(columns: SliceColumns, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Tokens of every pack on one device, padding included."""
-    return columns.pack_sums(-(-columns.slice_tokens() // sharing_ranks(columns, layout)))

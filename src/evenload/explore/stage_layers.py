@@ -194,7 +194,7 @@ def _problem(
     one_each = even_layout(model.num_layers, pp=model.num_layers, cp=even.cp, tp=even.tp)
     costs = PackCosts(model, coefficients, one_each)
     # All documents as one pack; an empty pack has the constants that are left out.
-    columns = whole_document_columns([list(range(len(num_tokens))), []], num_tokens)
+    columns = whole_document_columns([list(range(len(num_tokens))), []], num_tokens, even.cp)
     seconds = costs.pack_seconds(columns, "forward") + costs.pack_seconds(columns, "backward")
     layer_s = (seconds[0] - seconds[1]) / (even.dp * num_steps)
     ticks_per_s = TICKS / float(layer_s.sum())

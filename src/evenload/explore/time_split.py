@@ -95,7 +95,7 @@ def _split_packs(
 ) -> PackSplit:
     """All replicas' packs of one direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    columns = SliceColumns.concat([getattr(one, direction) for one in found], first_doc, costs.layout.cp)
+    columns = SliceColumns.concat([getattr(one, direction) for one in found], first_doc)
     policy = None
     if any(one.policy is not None for one in found):
         policies = [

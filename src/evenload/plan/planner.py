@@ -210,31 +210,20 @@ class StepPlanner:
         choices: tuple[ReplicaChoice, ...],
         age_steps: np.ndarray,
     ) -> StepPlan:
-        layout_cp = self.layout.cp
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
             found = choice.candidate
             doc_ids = problem.doc_ids[choice.documents]
-            slices = found.forward.pack_slices(doc_ids, layout_cp=layout_cp)
+            slices = found.forward.pack_slices(doc_ids)
             is_same = found.backward is found.forward
+            backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
                     forward=found.forward.packs(
-                        "forward",
-                        doc_ids,
-                        _slowest_stage(found.tasks.forward_s),
-                        layout_cp=layout_cp,
-                        shardings=self._shardings(found),
-                        slices=slices,
+                        "forward", slices, _slowest_stage(found.tasks.forward_s), self._shardings(found)
                     ),
-                    backward=found.backward.packs(
-                        "backward",
-                        doc_ids,
-                        _slowest_stage(found.tasks.backward_s),
-                        layout_cp=layout_cp,
-                        slices=slices if is_same else None,
-                    ),
+                    backward=found.backward.packs("backward", backward_slices, _slowest_stage(found.tasks.backward_s)),
                     policies=_policies(doc_ids, found.policy),
                 )
             )
@@ -285,7 +274,7 @@ class StepPlanner:
             owner = found.owner.tolist()
             return tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(found.forward.pack_offset.tolist()))
         rule, price = self.options.cp_sharding, functools.partial(sharding_cost, self.costs)
-        return pack_shardings(rule, found.forward, found.backward, self.layout.cp, price)
+        return pack_shardings(rule, found.forward, found.backward, price)
 
     def _proposal(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None) -> Proposal:
         found = [choice.candidate for choice in choices]
@@ -319,12 +308,8 @@ class StepPlanner:
             f"strategy {strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
             f"the device offers {format_bytes(self.memory_cap_bytes)} ({format_bytes(missing_bytes)} less); raise pp, "
             f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document "
-            f"({self._longest(choices)} tokens)"
+            f"({max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)} tokens)"
         )
-
-    @staticmethod
-    def _longest(choices: tuple[ReplicaChoice, ...]) -> int:
-        return max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:
@@ -338,8 +323,6 @@ def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, Activ
 
 def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
     """Max/mean pack time of the worst set of ranks: packs that a group of replicas shares are a set of their own."""
-    if packs.cp is None:
-        return imbalance(pack_s)
     ranks = packs.cp[packs.pack_offset[:-1]]
     return max(imbalance(pack_s[ranks == count]) for count in np.unique(ranks))
 

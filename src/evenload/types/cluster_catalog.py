@@ -15,7 +15,6 @@ The bandwidth of H100's memory is left to the default, which is made from it. 5 
 and fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
 """
 
-import difflib
 import re
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import msgspec
 
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from evenload.types.nearest_name import nearest_name
 
 DEVICES_PER_NODE = 8
 """Of the built-in clusters."""
@@ -76,10 +76,10 @@ def cluster_from(name_or_path: str) -> ClusterSpec:
     if not path.is_file():
         count = match[2] if match else "8"
         names = [f"{device}x{count}" for device in _DEVICES]
-        near = difflib.get_close_matches(name_or_path.lower(), names, n=1, cutoff=0.3)
+        near = nearest_name(name_or_path, names, similarity=0.3) or names[0]
         raise ConfigError(
             f"cluster '{name_or_path}' is no built-in name and no TOML file; "
-            f"did you mean '{(near or names)[0]}'? built in: {', '.join(f'{d}xN' for d in _DEVICES)}"
+            f"did you mean '{near}'? built in: {', '.join(f'{d}xN' for d in _DEVICES)}"
         )
     try:
         return msgspec.toml.decode(path.read_bytes(), type=ClusterSpec)

@@ -5,7 +5,7 @@ Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +26,7 @@ class SliceColumns:
         start, stop: int64[num_slices], half-open token range.
         pack_offset: int64[num_packs + 1]; pack i holds slices `[pack_offset[i], pack_offset[i+1])`.
         pad_to: int64[num_packs], 0 where slices are not padded.
-        cp: int64[num_slices], ranks that share each slice; None = the context-parallel ranks of the layout.
+        cp: int64[num_slices], ranks that share each slice.
     """
 
     doc: NDArray[np.int32]
@@ -34,11 +34,11 @@ class SliceColumns:
     stop: NDArray[np.int64]
     pack_offset: NDArray[np.int64]
     pad_to: NDArray[np.int64]
-    cp: NDArray[np.int64] | None = None
+    cp: NDArray[np.int64]
 
     @classmethod
-    def from_ranges(cls, packs: Sequence[Sequence[tuple[int, int, int]]]) -> "SliceColumns":
-        """Packs without padding, of (document, start, stop)."""
+    def from_ranges(cls, packs: Sequence[Sequence[tuple[int, int, int]]], cp: int = 1) -> "SliceColumns":
+        """Packs without padding, of (document, start, stop), each shared by `cp` ranks."""
         flat = np.array([piece for pack in packs for piece in pack], np.int64).reshape(-1, 3)
         return cls(
             doc=flat[:, 0].astype(np.int32),
@@ -46,26 +46,19 @@ class SliceColumns:
             stop=flat[:, 2].copy(),
             pack_offset=_offsets([len(pack) for pack in packs]),
             pad_to=np.zeros(len(packs), np.int64),
+            cp=np.full(len(flat), cp, np.int64),
         )
 
     @classmethod
-    def concat(cls, parts: Sequence["SliceColumns"], first_doc: Sequence[int], layout_cp: int) -> "SliceColumns":
-        """Packs of all parts one after the other.
-
-        Args:
-            first_doc: what a part's document 0 counts as.
-            layout_cp: ranks that share a slice of a part without `cp`.
-        """
-        cp = None
-        if any(part.cp is not None for part in parts):
-            cp = [np.full(part.num_slices, layout_cp, np.int64) if part.cp is None else part.cp for part in parts]
+    def concat(cls, parts: Sequence["SliceColumns"], first_doc: Sequence[int]) -> "SliceColumns":
+        """Packs of all parts one after the other; `first_doc` is what a part's document 0 counts as."""
         return cls(
             doc=np.concatenate([part.doc + np.int32(doc) for part, doc in zip(parts, first_doc, strict=True)]),
             start=np.concatenate([part.start for part in parts]),
             stop=np.concatenate([part.stop for part in parts]),
             pack_offset=_offsets(np.concatenate([np.diff(part.pack_offset) for part in parts])),
             pad_to=np.concatenate([part.pad_to for part in parts]),
-            cp=None if cp is None else np.concatenate(cp),
+            cp=np.concatenate([part.cp for part in parts]),
         )
 
     @property
@@ -109,7 +102,7 @@ class SliceColumns:
             stop=self.stop[index],
             pack_offset=_offsets(np.bincount(pack, minlength=num_packs)),
             pad_to=np.zeros(num_packs, np.int64),
-            cp=None if self.cp is None else self.cp[index],
+            cp=self.cp[index],
         )
 
     def pack_range(self, first: int, last: int) -> "SliceColumns":
@@ -121,7 +114,7 @@ class SliceColumns:
             stop=self.stop[lo:hi],
             pack_offset=self.pack_offset[first : last + 1] - lo,
             pad_to=self.pad_to[first:last],
-            cp=None if self.cp is None else self.cp[lo:hi],
+            cp=self.cp[lo:hi],
         )
 
     def slice_tokens(self) -> NDArray[np.int64]:
@@ -136,15 +129,17 @@ class SliceColumns:
         """Tokens of each pack as computed, padding included; int64[num_packs]."""
         return self.pack_sums(self.slice_tokens()).astype(np.int64)
 
-    def pack_slices(self, doc_ids: NDArray[np.int64], *, layout_cp: int = 1) -> PackSlices:
+    def rank_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each pack on one of the ranks that share it, padding included; int64[num_packs]."""
+        return self.pack_sums(-(-self.slice_tokens() // self.cp)).astype(np.int64)
+
+    def pack_slices(self, doc_ids: NDArray[np.int64]) -> PackSlices:
         """The slices of every pack as objects; both directions may share them where they have the same packs.
 
         Args:
             doc_ids: int64[num_documents], the id of each document index.
-            layout_cp: ranks that share a pack where `cp` is None.
         """
-        cp = [layout_cp] * self.num_slices if self.cp is None else self.cp.tolist()
-        columns = (doc_ids[self.doc].tolist(), self.start.tolist(), self.stop.tolist(), cp)
+        columns = (doc_ids[self.doc].tolist(), self.start.tolist(), self.stop.tolist(), self.cp.tolist())
         slices = tuple(
             Slice(doc_id=doc_id, start=start, stop=stop, cp=ranks)
             for doc_id, start, stop, ranks in zip(*columns, strict=True)
@@ -154,57 +149,43 @@ class SliceColumns:
     def packs(
         self,
         direction: Direction,
-        doc_ids: NDArray[np.int64],
+        slices: PackSlices,
         cost_s: NDArray[np.float64],
-        *,
-        layout_cp: int = 1,
         shardings: Sequence[PackSharding] = (),
-        slices: PackSlices | None = None,
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
         Args:
-            doc_ids: int64[num_documents], the id of each document index.
+            slices: of `pack_slices`.
             cost_s: float64[num_packs].
-            layout_cp: ranks that share a pack where `cp` is None.
             shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
-            slices: what `pack_slices` gave, where it is there already.
         """
-        if slices is None:
-            slices = self.pack_slices(doc_ids, layout_cp=layout_cp)
-        pad_to, cost = self.pad_to.tolist(), cost_s.tolist()
+        unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
+        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
         return tuple(
-            MicroPack(
-                index=i,
-                direction=direction,
-                slices=slices[i],
-                pad_to=pad_to[i],
-                sharding=shardings[i] if shardings else "",
-                cost_s=cost[i],
-            )
-            for i in range(self.num_packs)
+            MicroPack(index=index, direction=direction, slices=pieces, pad_to=pad_to, sharding=sharding, cost_s=seconds)
+            for index, (pieces, pad_to, sharding, seconds) in enumerate(rows)
         )
 
 
 def whole_document_columns(
-    groups: list[list[int]], num_tokens: NDArray[np.int64], *, padded: bool = False
+    groups: Sequence[Sequence[int]], num_tokens: NDArray[np.int64], cp: int = 1, *, padded: bool = False
 ) -> SliceColumns:
     """Packs of whole documents.
 
     Args:
         groups: per pack the document indices, in order.
         num_tokens: int64[num_documents].
-        padded: every document of a pack is padded to the pack's longest.
+        cp: ranks that share every document.
+        padded: every document of a pack is padded to the pack's longest; no pack is empty then.
     """
-    doc = np.array([d for group in groups for d in group], dtype=np.int32)
-    pad_to = [int(num_tokens[group].max()) if padded and len(group) > 1 else 0 for group in groups]
-    return SliceColumns(
-        doc=doc,
-        start=np.zeros(len(doc), dtype=np.int64),
-        stop=num_tokens[doc].astype(np.int64),
-        pack_offset=_offsets([len(group) for group in groups]),
-        pad_to=np.array(pad_to, dtype=np.int64),
-    )
+    sizes = np.array([len(group) for group in groups], np.int64)
+    doc = np.fromiter(chain.from_iterable(groups), np.int32, int(sizes.sum()))
+    stop, pack_offset = num_tokens[doc].astype(np.int64), _offsets(sizes)
+    pad_to = np.zeros(len(groups), np.int64)
+    if padded and len(groups):
+        pad_to = np.where(sizes > 1, np.maximum.reduceat(stop, pack_offset[:-1]), 0)
+    return SliceColumns(doc, np.zeros(len(doc), np.int64), stop, pack_offset, pad_to, np.full(len(doc), cp, np.int64))
 
 
 def _offsets(counts: ArrayLike) -> NDArray[np.int64]:

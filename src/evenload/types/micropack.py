@@ -4,7 +4,6 @@ A MicroPack is a list of slices that one stage computes in one go (SlimPack §4.
 backward have their own MicroPacks; only whole documents tie them together.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from evenload.types.document import Slice
 
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]
-PackState = Literal["slim", "mix", "pack"]
 PackSharding = Literal["", "per_sequence", "per_document"] | tuple[int, ...]
 """Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_ranges`, or for every slice the rank
 that computes it whole, -1 = all of them; "" = no group shares the pack."""
@@ -48,17 +46,6 @@ class MicroPack(Frozen):
     def num_padding_tokens(self) -> int:
         """Tokens computed for nothing."""
         return self.pad_to * len(self.slices) - self.num_tokens if self.pad_to else 0
-
-    def state(self, num_tokens: Mapping[int, int]) -> PackState:
-        """SlimPack Fig. 4: *slim* = slices of one document, *pack* = whole documents, else *mix*.
-
-        Args:
-            num_tokens: tokens of every document by id.
-        """
-        whole = [piece.num_tokens == num_tokens[piece.doc_id] for piece in self.slices]
-        if all(whole):
-            return "pack"
-        return "slim" if len(self.slices) == 1 else "mix"
 
 
 class PackPlan(Frozen):

@@ -6,7 +6,6 @@ said to scale layers and width in proportion, so 550M, 30B and 70B are our readi
 config.json, of Gemma 3 the text part. Embeddings and heads count as stored once where they are tied.
 """
 
-import difflib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from evenload.errors import ConfigError
 from evenload.types.architectures.registry import ARCHITECTURES
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec
+from evenload.types.nearest_name import did_you_mean
 
 
 class _Row(NamedTuple):
@@ -110,10 +110,9 @@ def model_from(name_or_path: str) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        near = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.3)
-        hint = f"did you mean '{near[0]}'? " if near else ""
         raise ConfigError(
-            f"model '{name_or_path}' is no built-in name and no config.json; {hint}known: {', '.join(MODELS)}"
+            f"model '{name_or_path}' is no built-in name and no config.json; "
+            f"{did_you_mean(name_or_path, MODELS, similarity=0.3)}known: {', '.join(MODELS)}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMI
     return by_lower[found[0]] if found else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str:
     """ "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
-    near = nearest_name(name, known)
+    near = nearest_name(name, known, similarity)
     return f"did you mean '{near}'? " if near else ""

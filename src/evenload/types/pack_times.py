@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from evenload.types.micropack import Direction
 from evenload.types.timeline import KINDS, Timeline
 
-FORWARD_KIND = KINDS.index("F")
-
 
 class PackSeconds(NamedTuple):
     """Packs of one direction, by ascending (dp rank, pack).
@@ -40,14 +38,10 @@ class PackSeconds(NamedTuple):
         return worst
 
 
-def is_forward(timeline: Timeline) -> NDArray[np.bool_]:
-    """bool[num_tasks]: forward tasks; all other kinds belong to backward packs."""
-    return timeline.kind == FORWARD_KIND
-
-
 def pack_times(timeline: Timeline, direction: Direction) -> PackSeconds:
     """Seconds of the packs of one direction over all replicas."""
-    chosen = is_forward(timeline) == (direction == "forward")
+    # All kinds but F belong to backward packs.
+    chosen = (timeline.kind == KINDS.index("F")) == (direction == "forward")
     seconds = (timeline.end_s - timeline.start_s)[chosen]
     keys = np.stack([timeline.dp_rank[chosen], timeline.pack[chosen], timeline.stage[chosen]]).astype(np.int64)
     stages, of_stage = np.unique(keys, axis=1, return_inverse=True)

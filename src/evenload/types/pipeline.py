@@ -6,7 +6,7 @@ Both are flat numpy columns because planners build and simulate hundreds of cand
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,26 @@ from evenload.types.schedule import Action, ActionKind, Schedule
 from evenload.types.timeline import KINDS
 
 
+class _PackRows:
+    """A dataclass of columns of which all but `static_bytes` have a row a pack."""
+
+    @classmethod
+    def pack_columns(cls) -> tuple[str, ...]:
+        """Names of the columns that have a row a pack."""
+        return tuple(field.name for field in fields(cls) if field.name != "static_bytes")  # type: ignore[arg-type]
+
+    def rows(self, packs: slice) -> Self:
+        """Some packs, the same forward and backward."""
+        return replace(self, **{name: getattr(self, name)[packs] for name in self.pack_columns()})  # type: ignore[type-var]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Packs of all parts one after the other, on the same ranks."""
+        return replace(parts[0], **_stacked(parts, cls.pack_columns()))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SplitBackward:
+class SplitBackward(_PackRows):
     """Backward packs as two actions (zero bubble): I on the critical path, W any time later on the same stage.
 
     I gives the gradient of the pack's input, which the stage before waits for; W adds the gradients of the weights
@@ -36,18 +54,9 @@ class SplitBackward:
     input_temp_bytes: NDArray[np.int64]
     weight_freed_bytes: NDArray[np.int64]
 
-    def rows(self, packs: slice) -> "SplitBackward":
-        """Some packs."""
-        return SplitBackward(**{field.name: getattr(self, field.name)[packs] for field in fields(self)})
-
-    @classmethod
-    def concat(cls, parts: Sequence["SplitBackward"]) -> "SplitBackward":
-        """Packs of all parts one after the other."""
-        return cls(**_stacked(parts, [field.name for field in fields(cls)]))
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackBytes:
+class PackBytes(_PackRows):
     """Bytes that one replica's packs hold. P = virtual stages, R = pipeline ranks.
 
     Args:
@@ -65,11 +74,6 @@ class PackBytes:
     backward_temp_bytes: NDArray[np.int64]
 
     @classmethod
-    def pack_columns(cls) -> tuple[str, ...]:
-        """Names of the columns that have a row a pack."""
-        return tuple(field.name for field in fields(cls) if field.name != "static_bytes")
-
-    @classmethod
     def nothing(cls, num_forward: int, num_backward: int, num_stages: int, num_ranks: int) -> "PackBytes":
         """Of packs and ranks that hold nothing, where only times matter."""
         rows = {"forward": num_forward, "backward": num_backward}
@@ -77,15 +81,6 @@ class PackBytes:
             static_bytes=np.zeros(num_ranks, np.int64),
             **{name: np.zeros((rows[name.split("_")[0]], num_stages), np.int64) for name in cls.pack_columns()},
         )
-
-    def rows(self, packs: slice) -> "PackBytes":
-        """Some packs, the same forward and backward."""
-        return replace(self, **{name: getattr(self, name)[packs] for name in self.pack_columns()})
-
-    @classmethod
-    def concat(cls, parts: Sequence["PackBytes"]) -> "PackBytes":
-        """Packs of all parts one after the other, on the same ranks."""
-        return replace(parts[0], **_stacked(parts, cls.pack_columns()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,12 +14,7 @@ from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 
 
 def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
-
-    Args:
-        groups: whole documents of every micro-batch, as indices of the problem; empty ones are left out.
-        note: for the report, see `ReplicaChoice`.
-    """
+    """Whole documents of every micro-batch to replicas; empty ones are left out."""
     return run_packs(problem, price_packs(problem, even_shares(problem, groups)), note)
 
 
@@ -30,20 +25,12 @@ def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
     group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
     documents = np.array(list(chain.from_iterable(groups)), np.int64)
     group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
-    shares = longest_first(
-        group_s,
-        dp,
-        num_tokens=np.ones(len(groups), np.int64),
-        capacity=max(1, -(-len(groups) // dp)),
-    )
+    one_each = np.ones(len(groups), np.int64)
+    shares = longest_first(group_s, dp, num_tokens=one_each, capacity=max(1, -(-len(groups) // dp)))
     return [[groups[index] for index in share] for share in shares]
 
 
 def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
-    """Pack i goes to replica `i mod dp`; 1F1B in that order.
-
-    Args:
-        padded: every document of a pack is padded to the pack's longest.
-    """
+    """Pack i goes to replica `i mod dp`; 1F1B in that order."""
     shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
     return run_packs(problem, price_packs(problem, shares, padded=padded))

@@ -31,8 +31,7 @@ def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[li
         InfeasiblePlanError: a document is longer than `capacity`.
         ConfigError: a length below 1.
     """
-    sizes = _checked_tokens(num_tokens, capacity)
-    return _split(*_native.best_fit_decreasing(sizes, capacity))
+    return _split(*_native.best_fit_decreasing(_checked_tokens(num_tokens, capacity), capacity))
 
 
 def longest_first(
@@ -91,5 +90,5 @@ def _checked_tokens(num_tokens: NDArray[np.int64], capacity: int) -> NDArray[np.
 
 
 def _split(members: NDArray[np.int64], offset: NDArray[np.int64]) -> list[list[int]]:
-    items, edges = members.tolist(), offset.tolist()
-    return [items[lo:hi] for lo, hi in itertools.pairwise(edges)]
+    items = members.tolist()
+    return [items[lo:hi] for lo, hi in itertools.pairwise(offset.tolist())]

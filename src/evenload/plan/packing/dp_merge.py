@@ -49,12 +49,8 @@ class Merge:
     own: list[NDArray[np.int64]]
 
     def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-        """The other documents assigned again, longest first to the least loaded replica.
-
-        Args:
-            document_s: float64[n], of all documents.
-            load_s: float64[dp], what the shared documents take of every replica's time.
-        """
+        """The other documents assigned again, longest first to the least loaded replica; `load_s` float64[dp] is what
+        the shared documents take of every replica's time."""
         return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
@@ -175,9 +171,8 @@ def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDA
         documents: per phase the documents its candidate counts; the result counts them all, in this order.
     """
     first_doc = np.cumsum([0, *(len(group) for group in documents[:-1])]).tolist()
-    cp = problem.layout.cp
-    forward = SliceColumns.concat([phase.forward for phase in phases], first_doc, cp)
-    backward = SliceColumns.concat([phase.backward for phase in phases], first_doc, cp)
+    forward = SliceColumns.concat([phase.forward for phase in phases], first_doc)
+    backward = SliceColumns.concat([phase.backward for phase in phases], first_doc)
     tasks = PipelineTasks.concat([phase.tasks for phase in phases])
     actions = _joined_actions(phases)
     label = "; then ".join(phase.label for phase in phases if phase.forward.num_packs)

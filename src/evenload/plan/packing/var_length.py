@@ -52,11 +52,7 @@ def pack_greedily(
 
 
 def members_of(group_of: NDArray[np.int64], items: NDArray[np.int64], num_groups: int) -> list[list[int]]:
-    """Per group its items in the order of placement; items left over are in none.
-
-    Args:
-        group_of: int64[n] as from `pack_greedily`; items: int64[n], what was placed.
-    """
+    """Per group of `pack_greedily` its items in the order of placement; items left over are in none."""
     placed = group_of != LEFT_OVER
     by_group = np.argsort(group_of[placed], kind="stable")
     members = items[placed][by_group].tolist()

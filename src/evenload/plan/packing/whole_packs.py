@@ -7,7 +7,6 @@ replicas with equally many packs share one schedule. O(documents + packs · stag
 """
 
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.problem.candidate import candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 Shares = list[list[list[int]]]
@@ -41,38 +40,19 @@ class PricedPacks:
 
 
 def price_packs(problem: StepProblem, shares: Shares, *, padded: bool = False) -> PricedPacks:
-    """Price every pack of every replica.
-
-    Args:
-        padded: every document of a pack is padded to the pack's longest.
-    """
+    """Price every pack of every replica."""
     packs = [pack for share in shares for pack in share]
-    documents = np.array(list(chain.from_iterable(packs)), np.int64)
-    sizes = np.array([len(pack) for pack in packs], np.int64)
-    offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    num_tokens = problem.num_tokens[documents].astype(np.int64)
-    pad_to = np.zeros(len(packs), np.int64)
-    if padded and len(packs):
-        pad_to = np.where(sizes > 1, np.maximum.reduceat(num_tokens, offset[:-1]), 0)
-    columns = SliceColumns(
-        doc=np.arange(len(documents), dtype=np.int32),
-        start=np.zeros(len(documents), np.int64),
-        stop=num_tokens,
-        pack_offset=offset,
-        pad_to=pad_to,
-    )
+    columns = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
+    documents = columns.doc.astype(np.int64)
+    columns = replace(columns, doc=np.arange(len(documents), dtype=np.int32))
     split = problem.options.rule(ONE_F_ONE_B).splits_backward
-    tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, problem.policy_of(documents), split=split)
+    tasks = pipeline_tasks(problem.costs, columns, columns, columns.stop, problem.policy_of(documents), split=split)
     first_pack = np.concatenate([[0], np.cumsum([len(share) for share in shares])]).astype(np.int64)
     return PricedPacks(documents, columns, tasks, first_pack)
 
 
 def run_packs(problem: StepProblem, priced: PricedPacks, note: str = "") -> tuple[ReplicaChoice, ...]:
-    """Every replica's packs in the order given, under the schedule that was asked for (1F1B), simulated.
-
-    Args:
-        note: for the report, see `ReplicaChoice`.
-    """
+    """Every replica's packs in the order given, under the schedule that was asked for (1F1B), simulated."""
     choices: list[ReplicaChoice] = []
     rule = problem.options.rule(ONE_F_ONE_B)
     actions: dict[int, ActionColumns] = {}

@@ -82,11 +82,7 @@ def candidate(
     *,
     schedule: str,
 ) -> Candidate:
-    """Simulate one order of priced packs.
-
-    Args:
-        schedule: name of the rule that made it.
-    """
+    """Simulate one order of priced packs; `schedule` names the rule that made it."""
     simulation = simulate(tasks, actions)
     excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
     return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy, schedule)

@@ -110,7 +110,7 @@ class FlexPlanner:
         others: list[_Outcome] = []
         for layout in self._worth_planning(found, state.layout):
             other = self._outcome(layout, step, known, left_out)
-            moving_s = switch_seconds(self._model, self._links_of(layout), state.layout, layout)
+            moving_s = switch_seconds(self._model, self._links(layout.pp, layout.dp), state.layout, layout)
             others.append(replace(other, switch_s=self.options.overhead_s + moving_s))
             if sum(bool(one.holds) for one in others) == self.options.finalists:
                 break
@@ -150,12 +150,7 @@ class FlexPlanner:
         return found
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
-        """HBSA for one batch.
-
-        Args:
-            num_tokens: int64[n].
-            current: the layout to switch from.
-        """
+        """HBSA for one batch; `current` is the layout to switch from."""
         if not len(num_tokens):
             return MappingSearch((), 0)
         start = self.start
@@ -204,7 +199,7 @@ class FlexPlanner:
         layout = even_layout(
             self._model.num_layers, dp=start.dp * start.pp // depth, pp=depth, cp=start.cp, tp=start.tp
         )
-        return ReceiveSeconds(self._model, self._links_of(layout), current, layout)
+        return ReceiveSeconds(self._model, self._links(layout.pp, layout.dp), current, layout)
 
     def _worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """Layouts in the order in which they promise most: the best of every known batch, then the second, …; all that
@@ -252,7 +247,7 @@ class FlexPlanner:
         if key not in self._planners:
             self._planners[key] = StepPlanner(
                 self._model,
-                self._links_of(layout),
+                self._links(layout.pp, layout.dp),
                 key,
                 self.start.memory_cap_bytes,
                 self.start.options,
@@ -270,9 +265,6 @@ class FlexPlanner:
             stage_to_rank=tuple(range(mapping.depth)),
             generation=generation,
         )
-
-    def _links_of(self, layout: ParallelLayout) -> CostCoefficients:
-        return self._links(layout.pp, layout.dp)
 
     def _links(self, depth: int, dp: int) -> CostCoefficients:
         if (depth, dp) not in self._coefficients:

@@ -103,9 +103,7 @@ class Decision:
 
     def describe(self) -> str:
         """For reports: the conditions that hold by their letters."""
-        held = (
-            self.fits, self.switching_is_slower, self.fits_saving, self.switching_is_slower_than_saving,
-        )  # fmt: skip
+        held = self.fits, self.switching_is_slower, self.fits_saving, self.switching_is_slower_than_saving
         letters = " ".join(letter if holds else f"not {letter}" for letter, holds in zip("ABCD", held, strict=True))
         return f"{self.action} ({letters}{', patient' if self.is_patient else ''})"
 

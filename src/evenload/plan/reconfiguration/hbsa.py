@@ -24,6 +24,7 @@ recompute or offload (`plan.search.policy_order`), not only the current one. The
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from evenload.cost.switch import ReceiveSeconds
 from evenload.plan.reconfiguration.mapping_cost import Mapping, MappingCosts
@@ -49,8 +50,7 @@ class MappingSearch:
     num_priced: int
 
 
-@dataclass(frozen=True)
-class LayerBounds:
+class LayerBounds(NamedTuple):
     """Fewest and most layers of every stage of one depth."""
 
     low: tuple[int, ...]
@@ -102,23 +102,23 @@ def search_mappings(
             if not hopeful and closest is not None:
                 continue
             # A hopeless depth is priced all the same: it may be the only one that fits.
-            tried = [(_even(one, level, groups // depth, receive), one) for one in hopeful or prices[:1]]
+            dp = groups // depth
+            tried = [(priced_mapping(one, one.even_edges, level, dp, receive), one) for one in hopeful or prices[:1]]
             tried.sort(key=lambda pair: _order(pair[0], switch_weight))
             num_priced += len(tried)
             start = tried[0][0]
             for even, price in tried:
-                if not _total_fits(price):
+                if price.cap_bytes is not None and price.total_bytes() > depth * price.cap_bytes:
                     continue  # lines 3-6
                 limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
-                search = _Search(price, level, groups // depth, receive, switch_weight, limit_s)
-                found = search.run()
-                num_priced += search.num_priced
-                if found is None and even.excess_bytes:
-                    # Memory may ask for stages beyond the bounds: few layers beside the head, say.
-                    search = _Search(price, level, groups // depth, receive, switch_weight, limit_s, bounded=False)
+                # Memory may ask for stages beyond the bounds: few layers beside the head, say.
+                for bounded in (True, False) if even.excess_bytes else (True,):
+                    search = _Search(price, level, dp, receive, switch_weight, limit_s, bounded=bounded)
                     found = search.run()
                     num_priced += search.num_priced
-                start = found or start
+                    if found is not None:
+                        start = found
+                        break
                 if not start.excess_bytes:
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory
             if closest is None or _order(start, switch_weight) < _order(closest, switch_weight):
@@ -141,14 +141,6 @@ def _cost(mapping: Mapping, switch_weight: float) -> float:
 def _order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
     """Memory first, then time; the shallower of equals."""
     return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
-
-
-def _total_fits(price: MappingCosts) -> bool:
-    return price.cap_bytes is None or price.total_bytes() <= price.depth * price.cap_bytes
-
-
-def _even(price: MappingCosts, level: int, dp: int, receive: ReceiveSeconds | None) -> Mapping:
-    return priced_mapping(price, price.even_edges, level, dp, receive)
 
 
 def priced_mapping(
@@ -180,7 +172,7 @@ class _Search:
         switch_weight: float,
         limit_s: float,
         *,
-        bounded: bool = True,
+        bounded: bool,
     ) -> None:
         self._price, self._level, self._dp, self._receive = price, level, dp, receive
         self._weight, self._best_s = switch_weight, limit_s

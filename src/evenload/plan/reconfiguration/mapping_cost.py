@@ -96,7 +96,7 @@ class BatchCosts:
         self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
         document_s = costs.document_seconds(num_tokens, policy)
         heaviest = int(document_s.argmax())
-        columns = whole_document_columns([list(range(len(num_tokens))), [heaviest], []], num_tokens)
+        columns = whole_document_columns([list(range(len(num_tokens))), [heaviest], []], num_tokens, cp)
         seconds = costs.pack_seconds(columns, "forward", policy) + costs.pack_seconds(columns, "backward", policy)
         # An empty pack is what every micro-batch costs on top of its documents.
         self.whole_s = _running(seconds[0] - seconds[2])

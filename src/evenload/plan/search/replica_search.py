@@ -45,7 +45,7 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
-KnownScores = dict[tuple[int | None, bytes], dict["Trial", "TrialScore | None"]]
+KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
 """By the ranks that share documents, and the documents."""
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
 
@@ -59,7 +59,7 @@ class ReplicaSearch:
 
     Args:
         documents: int64[k], indices into the problem's arrays.
-        ranks: that share every slice; None = the context-parallel ranks of the layout.
+        ranks: that share every slice; default: the context-parallel ranks of the layout.
         worth: how trials are ranked, smaller is better.
         known: scores that other searches of the same problem found, and where this one leaves its own.
     """
@@ -74,11 +74,11 @@ class ReplicaSearch:
     ) -> None:
         self.problem = problem
         self.pool = known
-        key = (ranks, documents.tobytes())
+        self.ranks = problem.layout.cp if ranks is None else ranks
+        key = (self.ranks, documents.tobytes())
         self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
         self.worth = worth
         self.documents = documents
-        self.ranks = ranks
         self.num_tokens = np.ascontiguousarray(problem.num_tokens[documents])
         self.policy = problem.policy_of(documents)
         self.scores: dict[Trial, TrialScore | None] = {}
@@ -89,7 +89,7 @@ class ReplicaSearch:
     def work_s(self) -> float:
         """Forward + backward through the whole pipeline, of one of the ranks that share it."""
         problem = self.problem
-        if self.ranks is None:
+        if self.ranks == problem.layout.cp:
             return float(problem.document_s[self.documents].sum())
         return float(problem.costs.document_seconds(self.num_tokens, self.policy, ranks=self.ranks).sum())
 
@@ -218,16 +218,14 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
     count = sum(len(trials) for _, trials in jobs)
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
-        require_links_of_group(
-            problem.costs, problem.layout.cp if search.ranks is None else search.ranks, search.policy
-        )
+        require_links_of_group(problem.costs, search.ranks, search.policy)
     found = _native.score_trials(
         problem.costs.native,
         [
             (
                 search.num_tokens,
                 empty if search.policy is None else np.ascontiguousarray(search.policy),
-                problem.layout.cp if search.ranks is None else search.ranks,
+                search.ranks,
                 trial_rows(trials),
             )
             for search, trials in jobs

@@ -158,11 +158,7 @@ class FoundStep:
 
 
 def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rules: SearchRules) -> FoundStep | None:
-    """The best found for documents assigned to replicas; None where no trial of theirs is possible.
-
-    Args:
-        replicas: per replica its documents, indices into the problem's arrays.
-    """
+    """The best found for documents assigned to replicas; None where no trial of theirs is possible."""
     return _search(problem, list(replicas), {}, rules)
 
 
@@ -192,7 +188,7 @@ def _search(
     rules: SearchRules,
     merge: Merge | None = None,
 ) -> FoundStep | None:
-    searches = [ReplicaSearch(problem, documents, None, rules.worth, rules.known) for documents in replicas]
+    searches = [ReplicaSearch(problem, documents, worth=rules.worth, known=rules.known) for documents in replicas]
     found = FoundStep(searches, blocks, merge)
     busy = [search for search in searches if len(search.documents)]
     if not busy:
@@ -329,9 +325,9 @@ def _move(found: FoundStep, slow: int, fast: int, wanted_s: float) -> bool:
     busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
     moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
     trials = one.ranking()[:MOVED_TRIALS]
-    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), None, one.worth, one.pool)
+    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth, known=one.pool)
     joined = np.sort(np.append(other.documents, one.documents[moved]))
-    heavier = ReplicaSearch(problem, joined, None, one.worth, one.pool)
+    heavier = ReplicaSearch(problem, joined, worth=one.worth, known=one.pool)
     score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
     if not (_has_trial(lighter) and _has_trial(heavier)):
         return False

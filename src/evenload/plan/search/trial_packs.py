@@ -74,14 +74,10 @@ def cut_rules(problem: StepProblem) -> CutRules:
 
 
 def trial_packs(
-    problem: StepProblem, rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int | None
+    problem: StepProblem, rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """Forward and backward packs; None where the token limit rules the setting out.
-
-    Args:
-        num_tokens: int64[k], at least one.
-        ranks: that share every slice; None = the layout's.
-    """
+    """Forward and backward packs of at least one document, every slice shared by `ranks`; None where the token limit
+    rules the setting out."""
     found = _native.cut_packs(
         problem.costs.native,
         num_tokens,
@@ -94,7 +90,7 @@ def trial_packs(
     return None if found is None else (_columns(found[0], ranks), _columns(found[1], ranks))
 
 
-def _columns(cut: tuple[NDArray[Any], ...], ranks: int | None) -> SliceColumns:
+def _columns(cut: tuple[NDArray[Any], ...], ranks: int) -> SliceColumns:
     doc, start, stop, pack_offset = cut
-    cp = None if ranks is None else np.full(len(doc), ranks, np.int64)
-    return SliceColumns(doc, start, stop, pack_offset, np.zeros(len(pack_offset) - 1, np.int64), cp)
+    pad_to, cp = np.zeros(len(pack_offset) - 1, np.int64), np.full(len(doc), ranks, np.int64)
+    return SliceColumns(doc, start, stop, pack_offset, pad_to, cp)

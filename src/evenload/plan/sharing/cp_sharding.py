@@ -51,19 +51,16 @@ def pack_shardings(
     rule: CpRule,
     forward: SliceColumns,
     backward: SliceColumns,
-    layout_cp: int,
     cost_of: Callable[[int], ShardingCost],
 ) -> tuple[PackSharding, ...]:
     """`MicroPack.sharding` of every forward pack of a replica.
 
     Args:
         rule: `plan.options.cp_sharding`.
-        layout_cp: ranks that share a pack where `SliceColumns.cp` is None.
         cost_of: of a group with so many ranks; asked where the rule chooses by seconds.
     """
-    shared_by = np.full(forward.num_slices, layout_cp) if forward.cp is None else forward.cp
     ranks = np.zeros(forward.num_packs, np.int64)
-    np.maximum.at(ranks, forward.pack_of_slice(), shared_by)
+    np.maximum.at(ranks, forward.pack_of_slice(), forward.cp)
     found: list[PackSharding] = ["" if count <= 1 else rule for count in ranks.tolist()]  # type: ignore[list-item]
     if rule in ("per_sequence", "per_document") or not (ranks > 1).any():
         return tuple(found)

@@ -71,13 +71,7 @@ class OwnedGroups:
 
 
 def assign_owners(step: MicroBatch, groups: Sequence[Sequence[int]], *, as_published: bool = False) -> OwnedGroups:
-    """Owners for several micro-batches at once, each by itself.
-
-    Args:
-        step: columns of all documents.
-        groups: document indices of every micro-batch.
-        as_published: by Algorithm 1 alone.
-    """
+    """Owners for several micro-batches (document indices of each) at once; `as_published`: by Algorithm 1 alone."""
     offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
     members = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(offset[-1]))
     columns = (step.num_tokens, step.local_s, step.shared_s, step.gather_s)

@@ -64,15 +64,8 @@ class AutoOptions(StrategyOptions, tag="auto"):
 
 
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
-    """The step under the policies that suit it best, and one choice per replica.
-
-    Args:
-        problems: the step under every activation policy that may be used, all stored first.
-        others: candidates as they are, but those that need a solver or choose a layout.
-
-    Raises:
-        ConfigError, DataError, InfeasiblePlanError: nothing can plan this step; the error of the last strategy.
-    """
+    """`others` are candidates as they are, but those that need a solver or choose a layout. Where nothing can plan the
+    step, the error is the last strategy's."""
     plans: list[Planned] = []
     # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
     known: dict[int, KnownScores] = {id(problem): {} for problem in problems}

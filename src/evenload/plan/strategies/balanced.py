@@ -61,7 +61,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
         if options.micro_batches is not None and options.max_pack_tokens is not None and len(groups) > count:
             tight = best_fit_decreasing(num_tokens, options.max_pack_tokens)
             groups = min(groups, tight, key=len)
-        columns = whole_document_columns(groups, num_tokens)
+        columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
         label = f"{len(groups)} packs"
         tried = whole_candidate(label, columns, num_tokens, problem.costs, rule, problem.cap_bytes, policy)
         worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0

@@ -12,14 +12,7 @@ from evenload.plan.strategies.strategy import Strategy
 
 
 def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
-
-    Raises:
-        ConfigError: no `max_pack_tokens`.
-        DataError: a document longer than that.
-    """
-    window = problem.window_tokens("best_fit")
-    windows = best_fit_decreasing(problem.num_tokens, window)
+    windows = best_fit_decreasing(problem.num_tokens, problem.window_tokens("best_fit"))
     return assign_in_turn(problem, windows)
 
 

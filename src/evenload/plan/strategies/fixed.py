@@ -15,6 +15,7 @@ at W batches, the first steps and the last are smaller and larger. Mean delay is
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,35 +54,6 @@ Packer = Callable[[StepProblem, NDArray[np.float64], int], tuple[list[list[int]]
 """(problem, attention work, windows wanted) to (documents of every window, note)."""
 
 
-def plan_fixed_greedy(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica, of this batch alone.
-
-    Raises:
-        ConfigError: no `max_pack_tokens`.
-        DataError: a document longer than that.
-    """
-    return _plan_all(problem, "fixed_greedy", _greedy)
-
-
-def plan_fixed_exact(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """As `plan_fixed_greedy`, by MILP.
-
-    Raises:
-        ConfigError, DataError: as `plan_fixed_greedy`; or highspy is not installed.
-    """
-    return _plan_all(problem, "fixed_exact", _exact)
-
-
-def delay_fixed_greedy(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
-    """As `plan_fixed_greedy`, over `window` global batches."""
-    return _plan_pool(problem, arrivals, "fixed_greedy", _greedy)
-
-
-def delay_fixed_exact(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
-    """As `plan_fixed_exact`, over `window` global batches."""
-    return _plan_pool(problem, arrivals, "fixed_exact", _exact)
-
-
 def _packs_over_batches(options: PlanOptions) -> bool:
     return options.window > 1
 
@@ -96,11 +68,13 @@ def attention_work(problem: StepProblem) -> NDArray[np.float64]:
 
 
 def _plan_all(problem: StepProblem, name: str, pack: Packer) -> tuple[ReplicaChoice, ...]:
+    """Of this batch alone."""
     windows, note = pack(problem, attention_work(problem), _num_windows(problem, name))
     return assign_evenly(problem, windows, note)
 
 
 def _plan_pool(problem: StepProblem, arrivals: Arrivals, name: str, pack: Packer) -> DelayedChoice:
+    """Over `window` global batches."""
     if arrivals.is_last or problem.options.window == 1:
         return DelayedChoice(_plan_all(problem, name, pack))
     work = attention_work(problem)
@@ -155,16 +129,16 @@ def _due_windows(
 FIXED_GREEDY = Strategy(
     name="fixed_greedy",
     description="packs of fixed length with the least attention work, greedily",
-    plan=plan_fixed_greedy,
-    delay=delay_fixed_greedy,
+    plan=partial(_plan_all, name="fixed_greedy", pack=_greedy),
+    delay=partial(_plan_pool, name="fixed_greedy", pack=_greedy),
     moves_documents=_packs_over_batches,
     ignores_memory=True,
 )
 FIXED_EXACT = Strategy(
     name="fixed_exact",
     description="packs of fixed length with the least attention work, by an exact solver",
-    plan=plan_fixed_exact,
-    delay=delay_fixed_exact,
+    plan=partial(_plan_all, name="fixed_exact", pack=_exact),
+    delay=partial(_plan_pool, name="fixed_exact", pack=_exact),
     options=FixedExactOptions,
     moves_documents=_packs_over_batches,
     solver_limit_s=lambda options: options.own(FixedExactOptions).solver_time_limit_s,

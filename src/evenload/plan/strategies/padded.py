@@ -11,12 +11,6 @@ from evenload.plan.strategies.strategy import Strategy
 
 
 def plan_padded(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
-
-    Raises:
-        ConfigError: no `max_pack_tokens`.
-        DataError: a document longer than that.
-    """
     batches = padded_batches(problem.num_tokens.tolist(), problem.window_tokens("padded"))
     return assign_in_turn(problem, batches, padded=True)
 

@@ -28,6 +28,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO),
     ),
 )
+strategy_named, register = STRATEGIES.named, STRATEGIES.register
 
 
 def option_tables() -> dict[str, type[StrategyOptions]]:
@@ -38,24 +39,6 @@ def option_tables() -> dict[str, type[StrategyOptions]]:
 def whole_strategies() -> tuple[str, ...]:
     """Names of those that keep every document whole, in one layout."""
     return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
-
-
-def strategy_named(name: str) -> Strategy:
-    """The strategy of a name.
-
-    Raises:
-        ConfigError: unknown (the message offers the nearest name).
-    """
-    return STRATEGIES.named(name)
-
-
-def register(strategy: Strategy) -> None:
-    """Add a strategy in this process.
-
-    Raises:
-        ConfigError: its name is taken.
-    """
-    STRATEGIES.register(strategy)
 
 
 def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -> None:

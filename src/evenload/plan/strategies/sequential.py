@@ -30,11 +30,6 @@ Piece = tuple[int, int, int]
 
 
 def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica.
-
-    Raises:
-        ConfigError: no `max_pack_tokens`.
-    """
     window = problem.options.max_pack_tokens
     if window is None:
         raise ConfigError("strategy sequential cuts at windows of max_pack_tokens; set it")
@@ -85,7 +80,8 @@ def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int6
 
 def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) -> Candidate:
     num_tokens = problem.num_tokens[documents]
-    forward, backward = (SliceColumns.from_ranges(packs) for packs in sequential_packs(num_tokens.tolist(), window))
+    packs = sequential_packs(num_tokens.tolist(), window)
+    forward, backward = (SliceColumns.from_ranges(pieces, problem.layout.cp) for pieces in packs)
     policy = problem.policy_of(documents)
     rules = (ONE_F_ONE_B, LIST) if problem.options.schedule == CHOOSE else (problem.options.rule(ONE_F_ONE_B),)
     tasks = pipeline_tasks(problem.costs, forward, backward, num_tokens, policy, split=rules[0].splits_backward)

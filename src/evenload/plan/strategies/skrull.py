@@ -95,7 +95,7 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
         cp,
         bucket,
     )
-    empty = whole_document_columns([[]], num_tokens)
+    empty = whole_document_columns([[]], num_tokens, cp)
     pack_s = sum(float(costs.compute_seconds(empty, direction).sum()) for direction in _DIRECTIONS)
     published = problem.options.own(SkrullOptions).as_published
     return StepDocuments(columns, problem.document_s, problem.layout.dp, limit, pack_s, published)
@@ -124,7 +124,7 @@ def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray
     """Of every bucket under the most expensive policy, full of shared tokens, whose gathered keys and values make
     them the more expensive kind; int64[buckets]."""
     tokens = np.tile(buckets * problem.layout.cp, len(codes))
-    columns = whole_document_columns([[index] for index in range(len(tokens))], tokens)
+    columns = whole_document_columns([[index] for index in range(len(tokens))], tokens, problem.layout.cp)
     policy = np.repeat(codes, len(buckets))
     held = pipeline_bytes(problem.costs.model, problem.layout, columns, columns, tokens, policy)
     temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes)
@@ -182,7 +182,7 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
 
 def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """Transfers of every document's keys and values, forward and backward, were it shared."""
-    alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens)
+    alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, costs.layout.cp)
     return sum(costs.context_seconds(alone, direction).sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
 
 

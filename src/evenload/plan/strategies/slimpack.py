@@ -86,15 +86,7 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
 def plan_slimpack(
     problems: Sequence[StepProblem], known_of: Callable[[StepProblem], KnownScores | None] = lambda _: None
 ) -> Planned:
-    """The step under the policies that suit it best, and one choice per replica.
-
-    Args:
-        problems: the step under every activation policy that may be used, all stored first.
-        known_of: scores that other searches of a problem found.
-
-    Raises:
-        InfeasiblePlanError: no number of packs meets the token limit.
-    """
+    """As `Strategy.search`; `known_of` gives scores that other searches of a problem found."""
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
@@ -247,7 +239,7 @@ def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
         cuts = ("asymmetric",)
     elif own.cuts != "choose":
         cuts = (own.cuts,)
-    elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks):
+    elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks > layout.cp):
         # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
         cuts = (*cuts, "whole")
     return [trial_under(Setting(cut, count), order) for count in counts for cut in cuts]
