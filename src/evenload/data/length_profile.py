@@ -57,11 +57,7 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
 
 
 def require_windows(windows: Sequence[int]) -> None:
-    """Refuse windows that nothing fits.
-
-    Raises:
-        ConfigError: one below 1.
-    """
+    """Refuse windows below 1 with a `ConfigError`: nothing fits them."""
     bad = [window for window in windows if window < 1]
     if bad:
         raise ConfigError(f"window is {bad[0]}, must be at least 1 token")

@@ -15,7 +15,6 @@ Price: one indexed copy of every token and target (about 10 ns a token), and abo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +89,11 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
     sizes = np.where(rows < 0, 0, table.edges[rows + 1] - table.edges[rows])
     wrong = np.flatnonzero(~((starts >= 0) & (starts < real_stops) & (real_stops <= sizes) & (real_stops <= stops)))
     if len(wrong):
-        _refuse(pack, int(wrong[0]), None if rows[wrong[0]] < 0 else int(sizes[wrong[0]]))
+        piece, have = pack.slices[wrong[0]], "no tokens" if rows[wrong[0]] < 0 else f"{sizes[wrong[0]]} tokens"
+        raise InvalidPlanError(
+            f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
+            f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; the plan was made for another batch"
+        )
     token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
     return PackBatch(
         doc_ids=np.array(doc_ids, dtype=np.int64),
@@ -159,16 +162,6 @@ def _rows_between(first: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray
     found = np.flatnonzero(first < stops).tolist()
     spans = [np.arange(int(first[index]), int(stops[index])) for index in found]
     return np.concatenate([np.zeros(0, np.int64), *spans])
-
-
-def _refuse(pack: MicroPack, at: int, num_tokens: int | None) -> NoReturn:
-    piece = pack.slices[at]
-    have = "no tokens" if num_tokens is None else f"{num_tokens} tokens"
-    raise InvalidPlanError(
-        f"{pack.direction} pack {pack.index} holds tokens [{piece.start}, {piece.stop}) of document "
-        f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; "
-        "the plan was made for another batch"
-    )
 
 
 def collate_packs(

@@ -145,7 +145,13 @@ def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], 
     inputs = {
         "input": torch.from_numpy(pack.token_ids).reshape(shape),
         "positions": torch.from_numpy(pack.positions).reshape(shape),
-        "attention_masks": _varlen_metadata(pack),
+        "attention_masks": VarlenMetadata(
+            torch.from_numpy(pack.cu_seqlens_q),
+            torch.from_numpy(pack.cu_seqlens_k),
+            pack.max_seqlen_q,
+            pack.max_seqlen_k,
+            tuple(pack.cu_seqlens_q.tolist()),
+        ),
     }
     return inputs, torch.from_numpy(pack.targets).reshape(shape)
 
@@ -203,13 +209,3 @@ def move_batch(batch: Any, device: torch.device | str) -> Any:
     if isinstance(batch, tuple):
         return tuple(move_batch(part, device) for part in batch)
     return batch
-
-
-def _varlen_metadata(pack: PackBatch) -> VarlenMetadata:
-    return VarlenMetadata(
-        torch.from_numpy(pack.cu_seqlens_q),
-        torch.from_numpy(pack.cu_seqlens_k),
-        pack.max_seqlen_q,
-        pack.max_seqlen_k,
-        tuple(pack.cu_seqlens_q.tolist()),
-    )

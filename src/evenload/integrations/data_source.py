@@ -4,7 +4,6 @@ What is refused here would otherwise be a surprise later: options of other loade
 limit above a pack's, an evaluation that would leave something out.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from evenload.data.config import DataConfig
 from evenload.data.formats.hf_dataset import is_iterable_dataset
 from evenload.errors import ConfigError
+from evenload.types.nearest_name import did_you_mean
 
 DATASET_NAME = "dataset"
 """Source name of a data set object."""
@@ -93,9 +93,10 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             continue
         if name in _KNOWN_ELSEWHERE:
             raise ConfigError(f"PackedLoader has no '{name}': {_KNOWN_ELSEWHERE[name]}")
-        near = difflib.get_close_matches(name, DataConfig.__struct_fields__, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"PackedLoader has no '{name}'{hint} It takes its own arguments and the fields of DataConfig")
+        hint = did_you_mean(name, DataConfig.__struct_fields__)
+        raise ConfigError(
+            f"PackedLoader has no '{name}'; {hint}it takes its own arguments and the fields of DataConfig"
+        )
 
 
 def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

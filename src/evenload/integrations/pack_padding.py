@@ -15,6 +15,8 @@ import numpy as np
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.feed.collate import PADDING_TOKEN, PackBatch
 
+_COLUMNS = ("doc_ids", "starts", "stops", "token_ids", "targets", "positions")
+
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
     """Padding tokens, one document, without a loss."""
@@ -41,14 +43,10 @@ def pad_pack(pack: PackBatch, multiple: int) -> PackBatch:
     if not missing:
         return pack
     padding = zero_weight_pack(missing)
+    columns = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in _COLUMNS}
     return replace(
         pack,
-        doc_ids=np.concatenate([pack.doc_ids, padding.doc_ids]),
-        starts=np.concatenate([pack.starts, padding.starts]),
-        stops=np.concatenate([pack.stops, padding.stops]),
-        token_ids=np.concatenate([pack.token_ids, padding.token_ids]),
-        targets=np.concatenate([pack.targets, padding.targets]),
-        positions=np.concatenate([pack.positions, padding.positions]),
+        **columns,
         cu_seqlens_q=_with_end(pack.cu_seqlens_q, missing),
         cu_seqlens_k=_with_end(pack.cu_seqlens_k, missing),
         max_seqlen_q=max(pack.max_seqlen_q, missing),

@@ -66,11 +66,11 @@ class SampledDocuments:
 
 def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
     """Several runs as one; a block that comes several times stays one."""
-    index = {id(block): at for at, block in enumerate({id(b): b for run in runs for b in run.blocks}.values())}
-    blocks = tuple({id(block): block for run in runs for block in run.blocks}.values())
+    blocks = {id(block): block for run in runs for block in run.blocks}
+    index = {key: at for at, key in enumerate(blocks)}
     block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
     return SampledDocuments(
-        blocks,
+        tuple(blocks.values()),
         np.concatenate([np.zeros(0, np.int64), *block_of]),
         np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
         np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),

@@ -4,10 +4,9 @@ from evenload.data.config import DataConfig
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats
 from evenload.data.encoding.document_encoder import DocumentEncoder
-from evenload.data.encoding.plain_text import PlainText
 from evenload.data.encoding.prompt_completion import PromptCompletion
 from evenload.data.encoding.template_file import open_chat_template
-from evenload.data.encoding.text_encoder import TextEncoder
+from evenload.data.encoding.text_encoder import PlainText, TextEncoder
 from evenload.data.encoding.token_ids import TokenIds
 from evenload.data.encoding.tokenize import (
     ByteTokenizer,

@@ -12,8 +12,7 @@ from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import render_prompt
 from evenload.data.encoding.conversation import read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.plain_text import check_text
-from evenload.data.encoding.text_encoder import RenderedText
+from evenload.data.encoding.text_encoder import RenderedText, check_text
 
 
 class PromptCompletion:

@@ -78,13 +78,17 @@ Span = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]
 
 def join_spans(doc_ids: NDArray[np.int64], spans: Sequence[Span]) -> TokenTable:
     """A table of documents that each stand in one span, copied once."""
+    return TokenTable(doc_ids, *flat_spans(spans))
+
+
+def flat_spans(spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
+    """Edges, tokens and labels, as of `TokenTable`, of documents that each stand in one span."""
     lengths = np.fromiter((stop - start for _, _, start, stop in spans), np.int64, len(spans))
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    tokens = _join([tokens[start:stop] for tokens, _, start, stop in spans])
     labels = None
     if any(span[1] is not None for span in spans):
         labels = _join([span_labels(*span) for span in spans])
-    return TokenTable(doc_ids, edges, tokens, labels)
+    return edges, _join([tokens[start:stop] for tokens, _, start, stop in spans]), labels
 
 
 def join_tables(tables: Sequence[TokenTable]) -> TokenTable:

@@ -81,7 +81,12 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        return [_with_byte_offsets(self.encode(text)) for text in texts]
+        found = []
+        for tokens in self.encode_batch(texts):
+            # All bytes of a character but the first are 0b10xxxxxx.
+            character = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int32) - 1
+            found.append(TokensWithOffsets(tokens, np.stack([character, character + 1], axis=1)))
+        return found
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
         """Inverse of `encode`; end-of-document tokens are left out, broken UTF-8 is replaced."""
@@ -116,7 +121,8 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         # It would add special tokens, which nobody asks for here, and cut white space out of offsets.
         self._tokenizer.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self.vocab_size: int = self._vocab_size()
+        # Ids may have gaps, so the largest one counts, not the number of entries.
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = self._find_eos(file, eos_token)
         self.path = file
         self.kind: str = type(self._tokenizer.model).__name__
@@ -154,12 +160,10 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 
-    def _vocab_size(self) -> int:
-        # Ids may have gaps, so the largest one counts, not the number of entries.
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
     def _find_eos(self, file: Path, eos_token: str | None) -> int | None:
-        told = eos_token if eos_token is not None else _configured_eos(file.parent / "tokenizer_config.json")
+        told = eos_token
+        if told is None:
+            told = special_token_text(read_settings(file.parent / "tokenizer_config.json").get("eos_token"))
         if told is not None:
             index = self._tokenizer.token_to_id(told)
             if index is None:
@@ -241,12 +245,6 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     return FileTokenizer(path)
 
 
-def _with_byte_offsets(tokens: NDArray[np.int32]) -> TokensWithOffsets:
-    # All bytes of a character but the first are 0b10xxxxxx.
-    character = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int32) - 1
-    return TokensWithOffsets(tokens, np.stack([character, character + 1], axis=1))
-
-
 def read_settings(file: Path) -> dict[str, Any]:
     """A JSON object beside a tokeniser, such as `tokenizer_config.json`; empty where there is no such file.
 
@@ -259,10 +257,6 @@ def read_settings(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict)
     except msgspec.DecodeError as err:
         raise ConfigError(f"'{file}' is not a JSON object: {err}; repair or remove it") from err
-
-
-def _configured_eos(file: Path) -> str | None:
-    return special_token_text(read_settings(file).get("eos_token"))
 
 
 def special_token_text(value: Any) -> str | None:

@@ -1,6 +1,5 @@
 """`Column`: what the values of a column have to be, and how Python values become that."""
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -54,34 +53,30 @@ class ValueProblem(ValueError):
     """A value that is not what its column has to hold."""
 
 
-def value_converter(kind: ColumnKind) -> Callable[[Any], Any]:
-    """Checks and converts one Python value of a column; raises `ValueProblem`."""
-    match kind:
-        case "text":
-            return _text
-        case "messages":
-            return _messages
-        case "text_or_messages":
-            return lambda value: value if type(value) is str else _messages(value, KIND_WORDS["text_or_messages"])
-        case "tokens":
-            return token_array
+def convert_value(kind: ColumnKind, value: Any) -> Any:
+    """One Python value as its column holds it.
+
+    Raises:
+        ValueProblem: it is of another type; ids that int32 cannot hold.
+    """
+    if kind == "tokens":
+        return token_array(value)
+    is_text = type(value) is str
+    is_messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    if not ((is_text and kind != "messages") or (is_messages and kind != "text")):
+        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS[kind]}")
+    return value
 
 
 def token_array(value: Any) -> NDArray[np.int32]:
-    """int32[num_tokens] of a list or array of integers.
-
-    Raises:
-        ValueProblem: no integers, or ids that int32 cannot hold.
-    """
-    if not isinstance(value, list | tuple | np.ndarray):
-        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}")
-    if not len(value):
-        return np.zeros(0, dtype=np.int32)
+    """int32[num_tokens] of a list or array of integers; raises as `convert_value`."""
     try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError) as err:
-        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}") from err
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+        array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
+    except (ValueError, OverflowError):
+        array = None
+    if array is not None and array.shape[:1] == (0,):
+        return np.zeros(0, dtype=np.int32)
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}")
     narrowed, fits = narrow_ids(array)
     if fits is not None:
@@ -110,18 +105,6 @@ def beyond_int32(values: NDArray[Any]) -> str:
     _, fits = narrow_ids(values)
     worst = values[~fits][0] if fits is not None else values[0]
     return f"token id {worst} is no whole number of at most 2**31 - 1"
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueProblem(f"{_shown(value)} is not text")
-    return value
-
-
-def _messages(value: Any, wanted: str = KIND_WORDS["messages"]) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueProblem(f"{_shown(value)} is not {wanted}")
-    return value
 
 
 def _shown(value: Any) -> str:

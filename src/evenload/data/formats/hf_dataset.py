@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
-from evenload.data.formats.columns import Column, ValueProblem, value_converter
+from evenload.data.formats.columns import Column, ValueProblem, convert_value
 from evenload.data.formats.record import FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
@@ -83,15 +83,15 @@ class DatasetReader(RecordReader):
                 start += len(batch)
 
     def _transformed(self, name: str, rows: range) -> Iterator[Record]:
-        make, wanted = _RecordMaker(self.columns, name), self.columns
+        wanted = self.columns
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
             found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
             columns = [found[column.name] for column in wanted if column.name in found]
             if len(columns) < len(wanted):
-                make(found, start)  # raises what is missing
+                _make_record(wanted, name, found, start)  # raises what is missing
             for index, values in enumerate(zip(*columns, strict=True)):
                 example = {column.name: value for column, value in zip(wanted, values, strict=True)}
-                yield make(example, start + index)
+                yield _make_record(wanted, name, example, start + index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,6 @@ class IterableDatasetReader(RecordReader):
         dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
         shards = part.range_of(num_shards)
         first_shard, skipped = (shards.start, 0) if offset is None else _place(offset)
-        make = _RecordMaker(self.columns, name)
         for shard in range(first_shard, shards.stop):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
             at = shard << _EXAMPLE_BITS
@@ -127,29 +126,20 @@ class IterableDatasetReader(RecordReader):
                 examples, at = examples.skip(skipped), at + skipped
                 skipped = 0
             for example in examples:
-                yield make(example, at)
+                yield _make_record(self.columns, name, example, at)
                 at += 1
 
 
-class _RecordMaker:
-    """Makes records of Python examples."""
-
-    def __init__(self, wanted: Sequence[Column], name: str) -> None:
-        self._columns = [(column, value_converter(column.kind)) for column in wanted]
-        self._name = name
-
-    def __call__(self, example: Mapping[str, Any], offset: int) -> Record:
-        values = []
-        for column, convert in self._columns:
-            if column.name not in example:
-                raise DataError(
-                    f"{self._name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}"
-                )
-            try:
-                values.append(convert(example[column.name]))
-            except ValueProblem as problem:
-                return Record(offset, offset + 1, None, f"column '{column.name}': {problem}")
-        return Record(offset, offset + 1, tuple(values))
+def _make_record(columns: Sequence[Column], name: str, example: Mapping[str, Any], offset: int) -> Record:
+    values = []
+    for column in columns:
+        if column.name not in example:
+            raise DataError(f"{name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}")
+        try:
+            values.append(convert_value(column.kind, example[column.name]))
+        except ValueProblem as problem:
+            return Record(offset, offset + 1, None, f"column '{column.name}': {problem}")
+    return Record(offset, offset + 1, tuple(values))
 
 
 def _place(offset: int) -> tuple[int, int]:

@@ -100,6 +100,8 @@ def _line_decoder(wanted: Sequence[Column]) -> Callable[[int, int, bytes], Recor
     decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
     is_tokens = [column.kind == "tokens" for column in wanted]
     has_tokens = any(is_tokens)
+    names = ", ".join(f"'{column.name}'" for column in wanted)
+    described = " and ".join(f"{KIND_WORDS[kind].removeprefix('a ')} under key '{name}'" for name, kind, _ in wanted)
 
     def decode(position: int, after: int, line: bytes) -> Record:
         if position == 0:
@@ -113,24 +115,16 @@ def _line_decoder(wanted: Sequence[Column]) -> Callable[[int, int, bytes], Recor
                 )
             return Record(position, after, values)
         except UnicodeDecodeError as err:
-            problem = f"a text under {_names(wanted)} is not UTF-8: {err}"
+            problem = f"a text under {names} is not UTF-8: {err}"
         except OverflowError as err:
-            problem = f"a token id under {_names(wanted)} is beyond 32 bits: {err}"
+            problem = f"a token id under {names} is beyond 32 bits: {err}"
         except msgspec.ValidationError as err:
-            problem = f"no {_described(wanted)} ({err}{_keys_of(line)})"
+            problem = f"no {described} ({err}{_keys_of(line)})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"
         return Record(position, after, None, problem)
 
     return decode
-
-
-def _names(wanted: Sequence[Column]) -> str:
-    return ", ".join(f"'{column.name}'" for column in wanted)
-
-
-def _described(wanted: Sequence[Column]) -> str:
-    return " and ".join(f"{KIND_WORDS[column.kind].removeprefix('a ')} under key '{column.name}'" for column in wanted)
 
 
 def _keys_of(line: bytes) -> str:

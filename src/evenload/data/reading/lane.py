@@ -16,11 +16,10 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
-from evenload.data.encoding.token_table import span_labels
+from evenload.data.encoding.token_table import flat_spans
 from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
@@ -63,7 +62,6 @@ class BlockReader:
     """Reads blocks of one part of the mixture.
 
     Args:
-        config: of the part.
         stream: number of the part.
         on_open: told the name of every file that is opened.
     """
@@ -126,14 +124,9 @@ class BlockReader:
 
     def _lane_segments(self, lane: int, epoch: int) -> tuple[Segment, ...]:
         if self._assigned is None or self._assigned[0] != epoch:
-            config = self._config
+            lanes, seed = self._config.num_lanes, self._config.seed
             assigned = assign_segments(
-                self._files.segments,
-                config.num_lanes,
-                shuffled=self._shuffled,
-                seed=config.seed,
-                epoch=epoch,
-                stream=self._stream,
+                self._files.segments, lanes, shuffled=self._shuffled, seed=seed, epoch=epoch, stream=self._stream
             )
             self._assigned = (epoch, assigned)
         return self._assigned[1][lane]
@@ -217,24 +210,19 @@ def _make_block(
     read: Tally,
     dropped: dict[str, Tally],
 ) -> DocumentBlock:
-    lengths = np.fromiter((len(document.tokens) for document in documents), np.int32, len(documents))
-    edges = np.zeros(len(documents) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    tokens = np.concatenate([document.tokens for document in documents]) if documents else np.zeros(0, np.int32)
-    tokens = tokens.astype(np.int32, copy=False)
-    has_labels = any(document.labels is not None for document in documents)
-    labels: NDArray[np.int32] | None = None
+    spans = [(document.tokens, document.labels, 0, len(document.tokens)) for document in documents]
+    edges, tokens, labels = flat_spans(spans)
+    lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
-    if has_labels:
-        labels = np.concatenate([span_labels(d.tokens, d.labels, 0, len(d.tokens)) for d in documents])
+    if labels is not None:
         trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
-        num_labels = (trained[edges[1:]] - trained[edges[:-1]]).astype(np.int32)
+        num_labels = trained[edges[1:]] - trained[edges[:-1]]
     header = BlockHeader(
         cursor=cursor,
         next_cursor=next_cursor,
-        lengths=lengths.tobytes(),
+        lengths=lengths.astype(np.int32).tobytes(),
         num_labels=num_labels.astype(np.int32).tobytes(),
-        has_labels=has_labels,
+        has_labels=labels is not None,
         checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
         read=read,
         dropped=dropped,

@@ -16,12 +16,7 @@ from evenload.data.source.files import SourceFile, files_digest, list_files
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Files of one part of the mixture.
-
-    Args:
-        files, readers: in their fixed order.
-        segments: in file order.
-    """
+    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order."""
 
     files: tuple[SourceFile, ...]
     readers: tuple[RecordReader, ...]
@@ -40,7 +35,6 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
     """The files of a part.
 
     Args:
-        config: of the part (`mixture_configs`).
         dataset: a Hugging Face data set that is read instead of `config.sources`.
 
     Raises:

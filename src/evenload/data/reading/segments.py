@@ -28,11 +28,7 @@ class Segment(NamedTuple):
 
 
 def cut_segments(files: Sequence[SourceFile], readers: Sequence[RecordReader], num_lanes: int) -> tuple[Segment, ...]:
-    """All segments in file order.
-
-    Args:
-        readers: of each file.
-    """
+    """All segments in file order."""
     total_bytes = sum(file.size_bytes or 0 for file in files)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * num_lanes), _SMALLEST_BYTES), _LARGEST_BYTES)
     segments: list[Segment] = []

@@ -16,7 +16,7 @@ START_TIMEOUT_S = 300.0
 """How long a worker may take to start; where `data.stall_timeout_s` is longer, that long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Worker:
     """What is known of a worker.
 
@@ -51,13 +51,19 @@ class StallClock:
             self._workers[worker] = _Worker(self._now_s())
 
     def has_started(self, worker: int) -> None:
-        self._sign(worker, started=True)
+        with self._changed:
+            self._workers[worker].started = True
+            self.delivers(worker)
 
     def opens(self, worker: int, name: str) -> None:
-        self._sign(worker, reading=name)
+        with self._changed:
+            self._workers[worker].reading = name
+            self.delivers(worker)
 
     def delivers(self, worker: int) -> None:
-        self._sign(worker)
+        with self._changed:
+            self._workers[worker].last_sign_s = self._now_s()
+            self._changed.notify_all()
 
     def left_s(self, worker: int, asked_s: float, wanted: str) -> float:
         """How long one may still wait for the worker, which had something to do from `asked_s` on at the latest.
@@ -68,9 +74,8 @@ class StallClock:
         Raises:
             DataError: no sign of life for too long; says whether the worker did not start or which file it was reading.
         """
-        now_s = self._now_s()
         with self._changed:
-            known = self._workers[worker]
+            known, now_s = replace(self._workers[worker]), self._now_s()
         if not known.started:
             limit_s = max(START_TIMEOUT_S, self._stall_timeout_s)
             left_s = known.last_sign_s + limit_s - now_s
@@ -89,14 +94,3 @@ class StallClock:
                 f"{known.reading or 'no file yet'} ({wanted}); check the storage, or raise data.stall_timeout_s"
             )
         return left_s
-
-    def _sign(self, worker: int, *, started: bool | None = None, reading: str | None = None) -> None:
-        with self._changed:
-            known = self._workers[worker]
-            self._workers[worker] = replace(
-                known,
-                last_sign_s=self._now_s(),
-                started=known.started if started is None else started,
-                reading=reading or known.reading,
-            )
-            self._changed.notify_all()

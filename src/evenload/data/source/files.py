@@ -41,6 +41,7 @@ _SUFFIX_FORMATS: dict[str, FileFormat] = {
 # An index is read with the token file it belongs to and is no source of its own.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _BUFFER_BYTES = 1 << 18
+_DECOMPRESSORS: dict[Any, Any] = compr
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 
 
@@ -104,8 +105,7 @@ class SourceFile:
             if self.compression is None:
                 yield raw
             else:
-                decompressors: dict[Any, Any] = compr
-                stream = decompressors[self.compression](raw, mode="rb")
+                stream = _DECOMPRESSORS[self.compression](raw, mode="rb")
                 with io.BufferedReader(stream, _BUFFER_BYTES) as buffered:
                     yield buffered
 
@@ -249,9 +249,8 @@ def _magic_root(pattern: str) -> str:
 def _compression(path: str, name: str) -> str | None:
     found = infer_compression(path)
     suffix = os.path.splitext(path.lower())[1]
-    decompressors: dict[Any, Any] = compr
     # The package zstandard takes the end of a truncated file for the end of the data.
-    if suffix in (".zst", ".zstd") and getattr(decompressors.get("zstd"), "__name__", "") != "ZstdFile":
+    if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
         raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")
     if suffix == ".zstd":
         found = "zstd"
