@@ -210,13 +210,9 @@ def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:
     """One plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
     if not config.mixture:
         return (config,)
-    return tuple(_part_config(config, part) for part in config.mixture)
-
-
-def _part_config(config: DataConfig, part: MixturePart) -> DataConfig:
-    own = {
-        field: getattr(part, field)
-        for field in part.__struct_fields__
-        if field not in ("name", "weight") and getattr(part, field) is not None
-    }
-    return msgspec.structs.replace(config, **(own | {"mixture": (), "mixture_end": "once"}))
+    configs: list[DataConfig] = []
+    for part in config.mixture:
+        own = {field: value for field, value in msgspec.structs.asdict(part).items() if value is not None}
+        del own["name"], own["weight"]
+        configs.append(msgspec.structs.replace(config, **own, mixture=(), mixture_end="once"))
+    return tuple(configs)

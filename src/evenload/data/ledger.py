@@ -78,9 +78,7 @@ class LedgerState(Frozen):
 def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -> LedgerState:
     """The account after steps whose update was not applied: their documents were dropped, not trained.
 
-    Args:
-        skipped: documents and tokens of these steps.
-        masked: those of the tokens that had no loss of their own.
+    `masked` of the skipped tokens had no loss of their own.
     """
     trained, masked = state.trained - skipped, state.masked - masked
     return msgspec.structs.replace(state.with_dropped(reason, skipped), trained=trained, masked=masked)
@@ -134,14 +132,7 @@ class Ledger:
                 self.note_dropped(doc.reason, tally_of([doc]))
 
     def check(self, held: Tally) -> None:
-        """Compare what was read with what became of it.
-
-        Args:
-            held: documents and tokens that the loader holds now.
-
-        Raises:
-            DataError: they differ: tokens were lost or counted twice.
-        """
+        """Refuse an account that what is held does not balance: a `DataError`, for tokens lost or counted twice."""
         read, found = self.state.read, self.state.accounted() + held
         if found != read:
             raise DataError(

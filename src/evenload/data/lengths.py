@@ -16,7 +16,6 @@ from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.data.number_files import holds_numbers, read_numbers
-from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError, DataError
 from evenload.types.length_unit import LengthUnit
@@ -118,7 +117,7 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
         file, reader = files.files[segment.file], files.readers[segment.file]
         records = reader.records(file, segment.part)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
-            for record, outcome in zip(chunk, encode_records(encoder, chunk), strict=True):
+            for record, outcome in zip(chunk, encoder.encode_records(chunk), strict=True):
                 if not isinstance(outcome, str):
                     if len(outcome.tokens):
                         yield len(outcome.tokens)

@@ -44,9 +44,14 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
-    content = _read_bytes(source)
+    with _named_failures(source):
+        filesystem, path = fsspec.url_to_fs(source)
+        content = filesystem.cat_file(path)
     if source.endswith(".gz"):
-        content = _decompressed(content, source)
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as err:
+            raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
     if name.endswith(".npy"):
         return _npy_lengths(content, source)
     if name.endswith(".txt"):
@@ -69,19 +74,6 @@ def _named_failures(source: str) -> Iterator[None]:
         raise ConfigError(f"lengths file '{source}' needs a package that is not installed: {err}") from err
     except OSError as err:
         raise DataError(f"lengths file '{source}' cannot be read: {err}") from err
-
-
-def _read_bytes(source: str) -> bytes:
-    with _named_failures(source):
-        filesystem, path = fsspec.url_to_fs(source)
-        return filesystem.cat_file(path)
-
-
-def _decompressed(content: bytes, source: str) -> bytes:
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as err:
-        raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
 
 
 def _begins_with_numbers(source: str) -> bool:
@@ -182,11 +174,7 @@ _HOW = (
 
 
 def _meant_column(whole: Mapping[str, Sequence[int]], columns: Iterable[str], source: str) -> Sequence[int]:
-    """The one column of whole numbers, or the one with a usual name among several.
-
-    Args:
-        columns: names of all columns.
-    """
+    """The one column of whole numbers, or the one with a usual name among several."""
     if len(whole) == 1:
         return next(iter(whole.values()))
     by_name = {name.lower(): cells for name, cells in whole.items()}
@@ -209,8 +197,7 @@ def _decoded(content: bytes, source: str) -> Any:
 
 
 def _written_whole(cell: str) -> bool:
-    text = cell.strip()
-    return text.removeprefix("-").isdecimal()
+    return cell.strip().removeprefix("-").isdecimal()
 
 
 def _is_whole(value: Any) -> bool:

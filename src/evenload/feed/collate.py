@@ -167,11 +167,7 @@ def _rows_between(first: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray
 def collate_packs(
     packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
 ) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
-    """Forward and backward packs of one replica.
-
-    Raises:
-        InvalidPlanError: see `collate_pack`.
-    """
+    """Forward and backward packs of one replica; raises as `collate_pack`."""
     table = table_of(documents)
     forward = tuple(collate_pack(pack, table) for pack in packs.forward)
     return forward, tuple(collate_pack(pack, table) for pack in packs.backward)

@@ -26,14 +26,7 @@ def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: Peers) -> TokenTable:
-    """This rank's documents. Collective.
-
-    Args:
-        wanted: doc_ids of every rank of `peers`, each once.
-
-    Returns:
-        The documents of `wanted[peers.rank]`.
-    """
+    """This rank's documents, where `wanted` are the doc_ids of every rank of `peers`, each once. Collective."""
     if peers.size == 1:
         everything = len(wanted[0]) == len(batch.tokens)
         return batch.tokens if everything else batch.tokens.select(wanted[0])

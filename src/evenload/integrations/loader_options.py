@@ -99,11 +99,7 @@ class LoaderOptions:
         return -(-num_tokens // self.pack_multiple) * self.pack_multiple
 
     def check_data(self, config: DataConfig, place: LoaderPlace) -> None:
-        """Refuse data settings and a place that contradict the options.
-
-        Raises:
-            ConfigError: what, the values, the fix.
-        """
+        """Refuse data settings and a place that contradict the options: a `ConfigError` with the values and the fix."""
         if config.max_document_tokens > self.max_tokens and self.keeps_whole:
             raise ConfigError(
                 f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}: such a "

@@ -41,11 +41,7 @@ class LoaderPlace:
 
 
 def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: float) -> LoaderPlace:
-    """The place of this process; arguments as in `LoaderOptions`. Collective where ranks read together.
-
-    Raises:
-        ConfigError: half of a place, or two of them.
-    """
+    """This process's place; arguments as in `LoaderOptions`, a `ConfigError` for half of a place or two. Collective."""
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank is {rank} and world_size {world_size}; give both or none")
     if rank is not None and world_size is not None:

@@ -1,8 +1,4 @@
-"""`PackedStep`: one optimizer step as micro-batches of this rank, in the format asked for.
-
-Every rank runs equally many micro-batches where that is asked for: ranks short of work get packs of padding (see
-`pack_padding`).
-"""
+"""`PackedStep`: one optimizer step as micro-batches of this rank, in the format asked for."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -68,15 +64,11 @@ class PackedStep:
 
 
 def pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
-    """This rank's micro-batches of a step.
-
-    Raises:
-        ConfigError: a rank needs more packs than `micro_batches`; on every rank.
-    """
+    """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
     counts = [len(packs.forward) for packs in step.plan.pack_plans]
     wanted = options.micro_batches
     if wanted is not None and max(counts) > wanted:
-        raise ConfigError(_too_many(step.plan, counts, options, place.world_size))
+        raise ConfigError(_too_many(step.plan, counts, wanted, options.max_tokens))
     if wanted is None:
         wanted = max(counts) if options.equal_micro_batches else counts[place.rank]
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
@@ -92,10 +84,9 @@ def pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> 
     )
 
 
-def _too_many(plan: StepPlan, counts: list[int], options: LoaderOptions, world_size: int) -> str:
-    tokens = sum(document.num_tokens for document in plan.documents)
-    rank = max(range(len(counts)), key=counts.__getitem__)
-    micro_batches, max_tokens = options.micro_batches or 0, options.max_tokens
+def _too_many(plan: StepPlan, counts: list[int], micro_batches: int, max_tokens: int) -> str:
+    tokens, world_size = sum(document.num_tokens for document in plan.documents), len(counts)
+    rank = max(range(world_size), key=counts.__getitem__)
     return (
         f"step {plan.step}: rank {rank} needs {counts[rank]} packs of at most max_tokens = {max_tokens}, micro_batches "
         f"is {micro_batches}. The batch has {tokens} tokens in {len(plan.documents)} documents; {world_size} ranks x "

@@ -12,11 +12,7 @@ from evenload.plan.strategies.registry import strategy_named
 def start_lines(
     config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
 ) -> list[str]:
-    """One line a subject, `balance_line` first.
-
-    Args:
-        tokenizer: what is said about it.
-    """
+    """One line a subject, `balance_line` first; `tokenizer` = what is said about it."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
     batch = f"{config.batch_documents} documents" if config.batch_documents else f"up to {config.batch_tokens} tokens"
     most = f"at most {options.max_tokens} tokens"

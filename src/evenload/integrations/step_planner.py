@@ -56,12 +56,7 @@ def make_planner(
 
 
 def known_vocabulary(model: Any) -> int | None:
-    """Ids of the caller's model; None without a model, and for a built-in name, which may be another one that is
-    balanced alike.
-
-    Raises:
-        ConfigError: not a model.
-    """
+    """Ids of the caller's model; None without one, and for a built-in name: it may stand for one balanced alike."""
     if model is None:
         return None
     spec = _model_spec(model)

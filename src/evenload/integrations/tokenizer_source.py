@@ -51,14 +51,7 @@ def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[Dat
 
 
 def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
-    """Refuse plain bytes that nobody asked for where the caller's model has another vocabulary.
-
-    Args:
-        vocab_size: of the caller's model; None = not known.
-
-    Raises:
-        ConfigError: text is to be tokenised and no tokeniser is given.
-    """
+    """Refuse plain bytes that nobody asked for where the caller's model has another vocabulary: a `ConfigError`."""
     if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
         return
     if vocab_size > MAX_BYTE_VOCABULARY:
@@ -69,13 +62,7 @@ def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -
 
 
 def loader_tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
-    """What the first lines say about the tokeniser.
-
-    Args:
-        given: by the caller.
-        opened: the one that is used.
-        vocab_size: of the caller's model; None = not known.
-    """
+    """What the first lines say about the tokeniser that is used (`opened`), and whether the caller chose it."""
     if trains_given_ids(config):
         known = (
             "not checked, as the model is not known" if vocab_size is None else f"checked to be below {vocab_size:,}"

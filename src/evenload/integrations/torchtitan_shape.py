@@ -19,11 +19,7 @@ _EXPLICIT = 'say format="torchtitan_folded" ([T]) or format="torchtitan_batched"
 
 
 def torchtitan_is_folded() -> bool:
-    """The installed torchtitan takes [T].
-
-    Raises:
-        ConfigError: torchtitan is not installed, or its settings have neither name.
-    """
+    """The installed torchtitan takes [T]; a `ConfigError` where there is none, or its settings have neither name."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -46,11 +42,7 @@ def torchtitan_is_folded() -> bool:
 
 
 def training_settings(source: str) -> set[str]:
-    """Names of the fields of `TrainingConfig` in Python source; empty if there is no such class.
-
-    Raises:
-        SyntaxError, ValueError: not Python.
-    """
+    """Names of the fields of `TrainingConfig` in Python source; empty if there is no such class."""
     return {
         field.target.id
         for node in ast.walk(ast.parse(source))

@@ -82,11 +82,7 @@ class PackedTrainerMixin:
         return _TrainBatches(self._train_loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The evaluation loader's batches.
-
-        Raises:
-            ConfigError: there is no evaluation loader, or another data set is asked for.
-        """
+        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is asked for."""
         if self._eval_loader is None or isinstance(eval_dataset, str):
             raise ConfigError(
                 f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
@@ -113,7 +109,15 @@ class PackedTrainerMixin:
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, *rest: Any, **settings: Any
     ) -> Any:
         if resume_from_checkpoint is not None:
-            self._train_loader.load_state_dict(_read_state(Path(resume_from_checkpoint) / LOADER_STATE))
+            file = Path(resume_from_checkpoint) / LOADER_STATE
+            try:
+                state = json.loads(file.read_text())
+            except (OSError, ValueError) as err:
+                raise CheckpointError(
+                    f"checkpoint has no readable loader state '{file}': {err}; resume from another one, or train from "
+                    "its weights without resume_from_checkpoint"
+                ) from err
+            self._train_loader.load_state_dict(state)
         return super()._inner_training_loop(  # pyright: ignore[reportAttributeAccessIssue]
             batch_size, args, resume_from_checkpoint, *rest, **settings
         )
@@ -187,16 +191,6 @@ class _SaveLoader(TrainerCallback):
         part = file.with_suffix(".part")
         part.write_text(json.dumps(self._loader.state_dict()))
         os.replace(part, file)
-
-
-def _read_state(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as err:
-        raise CheckpointError(
-            f"checkpoint has no readable loader state '{file}': {err}; resume from another one, or train from its "
-            "weights without resume_from_checkpoint"
-        ) from err
 
 
 def _balance(loader: PackedLoader, model: Any) -> None:

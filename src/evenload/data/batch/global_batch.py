@@ -32,8 +32,7 @@ class GlobalBatch:
         tokens: of those of `documents` and `carried` that this rank has read.
         sampled: where the new documents come from, in their order.
         has_labels: some document's labels differ from its tokens.
-        carried: documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones.
-        deferrals: where these come from.
+        deferrals: where the documents of `carried` come from.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
 
@@ -43,9 +42,13 @@ class GlobalBatch:
     tokens: TokenTable
     sampled: SampledDocuments
     has_labels: bool = False
-    carried: tuple[Document, ...] = ()
     deferrals: Mapping[int, Deferral] = field(default_factory=dict)
     is_last: bool = False
+
+    @property
+    def carried(self) -> tuple[Document, ...]:
+        """Documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones."""
+        return tuple(entry.saved.document for entry in self.deferrals.values())
 
     def place(self, doc_id: int) -> DocumentPlace:
         if doc_id in self.deferrals:

@@ -239,30 +239,28 @@ class LaneSampler:
         ]
         own: dict[LaneKey, DocumentBlock] = {}
         problem: str | None = None
-        for lane in waiting:
-            if lane.owner == self._peers.rank:
-                self._ask(lane, lane.at.cursor)
-        for lane in waiting:
-            if lane.owner == self._peers.rank and problem is None:
+        mine = [lane for lane in waiting if lane.owner == self._peers.rank]
+        for lane in mine:
+            self._ask(lane, lane.at.cursor)
+        for lane in mine:
+            if problem is None:
                 assert lane.asked is not None
                 try:
                     own[lane.key] = self._service.take(lane.asked)
                 except EvenloadError as error:
                     problem = str(error)
                 lane.asked = None
-        answer = _Answer(
-            headers=tuple((key.part, key.lane, block.header) for key, block in own.items()) if problem is None else (),
-            problem=problem,
-        )
+        headers = tuple((key.part, key.lane, block.header) for key, block in own.items())
+        answer = _Answer(headers=headers, problem=problem)
         answers = [
             msgspec.msgpack.decode(data, type=_Answer) for data in self._peers.gather(msgspec.msgpack.encode(answer))
         ]
         problems = [answer.problem for answer in answers if answer.problem is not None]
         if problems:
             raise DataError(problems[0])
-        headers = {LaneKey(part, lane): header for answer in answers for part, lane, header in answer.headers}
+        by_lane = {LaneKey(part, lane): header for answer in answers for part, lane, header in answer.headers}
         for lane in waiting:
-            self._open(lane, headers[lane.key], own.get(lane.key))
+            self._open(lane, by_lane[lane.key], own.get(lane.key))
 
     def _ask(self, lane: _Lane, cursor: BlockCursor | None) -> None:
         """Have a lane's block read, unless that was asked for already."""

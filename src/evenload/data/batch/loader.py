@@ -35,7 +35,7 @@ from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.token_table import Span
 from evenload.data.encoding.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.ledger import Ledger, Tally, tally_of
-from evenload.data.reading.block import BlockRequest, DocumentBlock, LaneKey, block_span
+from evenload.data.reading.block import BlockRequest, DocumentBlock, LaneKey
 from evenload.data.reading.block_service import BlockService
 from evenload.data.reading.lane import BlockReader
 from evenload.data.reading.part_files import open_part
@@ -75,7 +75,7 @@ class GlobalBatchLoader:
         self._names = tuple(part.name for part in config.mixture) or ("sources",)
         self.parts = tuple(open_part(part, _dataset_of(part, datasets or {})) for part in configs)
         encoders = tuple(open_encoder(part, self.tokenizer, vocab_size) for part in configs)
-        self._job = ReadingJob(tuple(zip(configs, self.parts, encoders, strict=True)))
+        self._job: ReadingJob = tuple(zip(configs, self.parts, encoders, strict=True))
         self._fingerprint = config_fingerprint(
             config, [part.digest for part in self.parts], [encoder.name for encoder in encoders]
         )
@@ -153,13 +153,9 @@ class GlobalBatchLoader:
             self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), span)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
-        """Where a document was read, in words: the run of documents that are shuffled together, by its first file.
-
-        Args:
-            place_of: of the document's batch.
-        """
+        """Where a document of a batch was read: the run of documents that are shuffled together, by its first file."""
         place = place_of(doc_id)
-        reader = BlockReader(*self._job.parts[place.part], stream=place.part)
+        reader = BlockReader(*self._job[place.part], stream=place.part)
         file = reader.first_file(place.lane, place.epoch, place.cursor)
         return f"number {place.index + 1} of the block that begins in {file}"
 
@@ -168,11 +164,7 @@ class GlobalBatchLoader:
         return sum((run.tally() for run in self._members), self._lanes.held())
 
     def check_ledger(self) -> None:
-        """Every token that was read is trained, dropped, deferred or waiting.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Every token that was read is trained, dropped, deferred or waiting; a `DataError` where it is not."""
         self.ledger.check(self.held())
 
     def summary(self) -> list[str]:
@@ -279,7 +271,6 @@ class GlobalBatchLoader:
             sampled=sampled,
             has_labels=any(block.header.has_labels for block in sampled.blocks)
             or any(entry.saved.has_labels for entry in carried.values()),
-            carried=tuple(entry.saved.document for entry in carried.values()),
             deferrals=carried,
             is_last=not documents,
         )
@@ -310,7 +301,7 @@ class GlobalBatchLoader:
                             f"block {place.cursor.block} of lane {place.lane}, which holds other documents than when "
                             "the loader's state was saved; the sources must not change between save and resume"
                         )
-                    span = block_span(blocks[request], place.index)
+                    span = blocks[request].span(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, span)
         except EvenloadError as error:
             problem = str(error).encode()

@@ -26,11 +26,7 @@ class Peers(Protocol):
         ...
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Send `outgoing[r]` to rank r and receive `incoming[r]` numbers from it.
-
-        Returns:
-            int32[incoming[r]] by rank.
-        """
+        """Send `outgoing[r]` to rank r and receive int32[incoming[r]] from it; by rank."""
         ...
 
 

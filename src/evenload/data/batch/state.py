@@ -105,11 +105,7 @@ class LoaderState(Frozen):
 def config_fingerprint(
     config: DataConfig, files_digests: Sequence[str], encoder_names: Sequence[str]
 ) -> dict[str, str]:
-    """What must be equal to resume exactly; where files lie does not matter, their names and sizes do.
-
-    Args:
-        files_digests, encoder_names: of every part of the mixture.
-    """
+    """What must be equal to resume exactly, by part; where files lie does not matter, their names and sizes do."""
     fields = {
         f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
     }
@@ -123,11 +119,7 @@ def config_fingerprint(
 
 
 def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
-    """Refuse a state that was made with other data.
-
-    Raises:
-        ConfigError: naming every difference.
-    """
+    """Refuse a state that was made with other data: a `ConfigError` that names every difference."""
     if state.version != STATE_VERSION:
         raise ConfigError(f"loader state has version {state.version}, this Evenload reads version {STATE_VERSION}")
     names = sorted(set(fingerprint) | set(state.fingerprint))
@@ -162,11 +154,7 @@ def encode_state(state: LoaderState) -> bytes:
 
 
 def decode_state(data: bytes) -> LoaderState:
-    """Inverse of `encode_state`.
-
-    Raises:
-        ConfigError: the bytes are not a loader state.
-    """
+    """Inverse of `encode_state`; a `ConfigError` where the bytes are no loader state."""
     try:
         return msgspec.json.decode(data, type=LoaderState)
     except msgspec.DecodeError as err:

@@ -85,7 +85,12 @@ class ChatTemplate:
         self.source, self.variables, self.origin = source, dict(variables), origin
         content = json.dumps([source, sorted(self.variables.items())])
         self.name = hashlib.sha256(content.encode()).hexdigest()[:16]
-        environment = _environment()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = TEMPLATE_DAY.strftime
         try:
             syntax = environment.parse(source)
             self._template = environment.from_string(syntax)
@@ -98,11 +103,7 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.variables, self.origin)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The messages as text, with what opens an assistant's message at its end where that is asked for.
-
-        Raises:
-            RecordProblem: the template refuses these messages, or fails on them.
-        """
+        """The messages as text, or a `RecordProblem`; and what opens an assistant's message where that is asked for."""
         return self._render(messages, add_generation_prompt, None)
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
@@ -142,16 +143,6 @@ class ChatTemplate:
         except Exception as err:  # a template may fail in any way that Python code can
             kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "
             raise RecordProblem(f"the chat template '{self.origin}' does not take these messages: {kind}{err}") from err
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = TEMPLATE_DAY.strftime
-    return environment
 
 
 def _to_json(

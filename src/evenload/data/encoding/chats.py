@@ -55,14 +55,7 @@ class Chats:
 
 
 def render_prompt(template: ChatTemplate, messages: Sequence[Message], whole: str) -> str:
-    """What a model is given before it answers to these messages.
-
-    Args:
-        whole: rendering of these messages and the ones that follow.
-
-    Raises:
-        RecordProblem: `whole` does not begin with it.
-    """
+    """What a model is given before it answers to these messages, with which `whole`, all messages, must begin."""
     prompt = template.render(messages, add_generation_prompt=True)
     if not whole.startswith(prompt):
         raise RecordProblem(

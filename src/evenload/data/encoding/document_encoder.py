@@ -4,12 +4,14 @@ An encoder is made once a run by `open_encoder`, goes to worker processes by pic
 values give the same document in any process, at any time.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.formats.record import Record
 from evenload.errors import DataError
 
 IGNORE_INDEX = -100
@@ -34,7 +36,7 @@ class EncodedDocument(NamedTuple):
     labels: NDArray[np.int32] | None = None
 
 
-class DocumentEncoder(Protocol):
+class DocumentEncoder(ABC):
     """Turns records of one kind into documents. Can be pickled.
 
     Args:
@@ -46,17 +48,28 @@ class DocumentEncoder(Protocol):
     name: str
 
     def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
-        """The document of a record.
+        """The document of a record; a `RecordProblem` where the values are not what one of this kind holds."""
+        return self.encode_many([values])[0]
 
-        Raises:
-            RecordProblem: the values are not what a record of this kind holds.
-        """
-        ...
-
+    @abstractmethod
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
-        """What `encode` gives for each record, in less time.
+        """What `encode` gives for each record, in less time, because the tokeniser shares them out to its threads.
 
         Raises:
             RecordProblem: at least one record has one; `encode` tells which.
         """
-        ...
+
+    def encode_records(self, records: Sequence[Record]) -> list[EncodedDocument | str]:
+        """The document, or what is wrong, of every record; a bad one spoils no other."""
+        readable = [record.values for record in records if record.values is not None]
+        try:
+            encoded: Iterator[EncodedDocument | str] = iter(self.encode_many(readable))
+        except RecordProblem:
+            encoded = iter([self._encode_or_problem(values) for values in readable])
+        return [record.problem if record.values is None else next(encoded) for record in records]
+
+    def _encode_or_problem(self, values: tuple[Any, ...]) -> EncodedDocument | str:
+        try:
+            return self.encode(values)
+        except RecordProblem as problem:
+            return str(problem)

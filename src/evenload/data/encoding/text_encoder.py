@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.encoding.document_encoder import EncodedDocument, RecordProblem
+from evenload.data.encoding.document_encoder import DocumentEncoder, EncodedDocument, RecordProblem
 from evenload.data.encoding.label_mask import CharSpan, masked_labels, tokens_beginning_in, tokens_touching
 from evenload.data.encoding.tokenize import DocumentTokenizer, TokensWithOffsets
 
@@ -57,11 +57,7 @@ class Renderer(Protocol):
     counts_touching: bool
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        """The text of a record.
-
-        Raises:
-            RecordProblem: the values are not what a record of this kind holds.
-        """
+        """The text of a record; a `RecordProblem` where the values are not what one of this kind holds."""
         ...
 
 
@@ -86,7 +82,7 @@ def check_text(value: Any, column: str) -> str:
     raise RecordProblem(f"column '{column}' holds {held} instead of text")
 
 
-class TextEncoder:
+class TextEncoder(DocumentEncoder):
     """`DocumentEncoder` of everything that is text.
 
     Args:
@@ -99,9 +95,6 @@ class TextEncoder:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
-
-    def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
-        return self.encode_many([values])[0]
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]

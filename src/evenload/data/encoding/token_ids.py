@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX, EncodedDocument, RecordProblem
+from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument, RecordProblem
 
 _INT32_VALUES = 1 << 31
 
 
-class TokenIds:
+class TokenIds(DocumentEncoder):
     """`DocumentEncoder` of kind "tokens".
 
     Args:

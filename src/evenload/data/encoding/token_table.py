@@ -60,11 +60,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return np.fromiter((find(doc_id, -1) for doc_id in doc_ids), np.int64, len(doc_ids))
 
     def select(self, doc_ids: Sequence[int]) -> "TokenTable":
-        """These documents in this order.
-
-        Raises:
-            KeyError: one is not here.
-        """
+        """These documents in this order; a `KeyError` where one is not here."""
         rows = self.rows(doc_ids)
         if len(rows) and rows.min() < 0:
             raise KeyError(int(np.asarray(doc_ids)[rows < 0][0]))

@@ -190,11 +190,7 @@ def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteT
 
 
 def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
-    """Where a tokeniser comes from, its kind and size, for a run's first lines and its report.
-
-    Args:
-        origin: instead of the path of its file.
-    """
+    """Where a tokeniser comes from (`origin`, else its file), its kind and size, for first lines and reports."""
     size = f"{tokenizer.vocab_size:,} ids"
     if isinstance(tokenizer, ByteTokenizer):
         return f"plain bytes and an end of document, {size}"
@@ -204,11 +200,7 @@ def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
 
 
 def required_eos(tokenizer: DocumentTokenizer) -> int:
-    """The end-of-document id.
-
-    Raises:
-        ConfigError: there is none, or no single one can be told from the file.
-    """
+    """The end-of-document id; a `ConfigError` where there is none, or no single one can be told from the file."""
     if tokenizer.eos_id is None:
         special = list(tokenizer.special_tokens()) if isinstance(tokenizer, FileTokenizer) else []
         raise ConfigError(
@@ -246,11 +238,7 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object beside a tokeniser, such as `tokenizer_config.json`; empty where there is no such file.
-
-    Raises:
-        ConfigError: not a JSON object.
-    """
+    """A JSON object beside a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
     if not file.is_file():
         return {}
     try:

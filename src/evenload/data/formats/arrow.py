@@ -127,11 +127,7 @@ def _batches(
 
 
 def _messages(ranges: ByteRanges) -> Iterator[_Message]:
-    """All messages in order; the first is the schema.
-
-    Raises:
-        _DamagedError: the file ends inside a message, or something else stands where one should begin.
-    """
+    """All messages in order, the first of them the schema."""
     begin = bytes(ranges.read(0, _FILE_MAGIC_BYTES))
     if begin.startswith(_FEATHER_1_MAGIC):
         raise _DamagedError(0, "it is a Feather file of version 1, which is no Arrow file; write it anew")

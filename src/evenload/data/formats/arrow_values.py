@@ -31,11 +31,7 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def check_schema(schema: pa.Schema, wanted: Sequence[Column], name: str) -> None:
-    """The schema has these columns, of types that can hold their kind.
-
-    Raises:
-        DataError: it does not; names the columns there are.
-    """
+    """Refuse a schema without these columns or with types that cannot hold their kind: a `DataError` that names it."""
     for column in wanted:
         if column.name not in schema.names:
             raise DataError(
@@ -58,11 +54,7 @@ def is_nested(kind: pa.DataType) -> bool:
 
 
 def check_values(array: pa.Array) -> None:
-    """Whether all offsets of an array that was not decoded but mapped lie inside its buffers.
-
-    Raises:
-        ArrowInvalid: they do not; reading the values would leave the buffers.
-    """
+    """Refuse an array, mapped and not decoded, whose offsets lead outside of its buffers: an `ArrowInvalid`."""
     kind = array.type
     # Bytes that are not UTF-8 are no damage of the array but a problem of their record.
     if pa.types.is_string(kind):

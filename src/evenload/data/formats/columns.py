@@ -54,11 +54,7 @@ class ValueProblem(ValueError):
 
 
 def convert_value(kind: ColumnKind, value: Any) -> Any:
-    """One Python value as its column holds it.
-
-    Raises:
-        ValueProblem: it is of another type; ids that int32 cannot hold.
-    """
+    """One Python value as its column holds it; a `ValueProblem` for another type and ids that int32 cannot hold."""
     if kind == "tokens":
         return token_array(value)
     is_text = type(value) is str

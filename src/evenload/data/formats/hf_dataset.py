@@ -28,11 +28,7 @@ _TRANSFORMED_ROWS = 32
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
-    """Whether it is an `IterableDataset` (True) or a `Dataset` (False).
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """An `IterableDataset` (True) or a `Dataset` (False); a `ConfigError` where it is neither."""
     try:
         from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
     except ImportError as err:

@@ -65,11 +65,7 @@ class NumberArray:
         return self.at_bytes + self.size * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Numbers `[start, stop)`; not copied where the file is mapped.
-
-        Raises:
-            ShortFileError: the file does not hold them.
-        """
+        """Numbers `[start, stop)`, not copied where the file is mapped; a `ShortFileError` where it ends before."""
         at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         content = self.ranges.read(at, wanted)
         if len(content) != wanted:
@@ -79,11 +75,7 @@ class NumberArray:
 
 @contextmanager
 def open_ranges(file: SourceFile) -> Iterator[ByteRanges]:
-    """The bytes of a file that is not compressed.
-
-    Raises:
-        DataError: it cannot be opened.
-    """
+    """The bytes of a file that is not compressed; raises as `SourceFile.open`."""
     with file.open() as stream:
         if file.is_local:
             try:

@@ -40,7 +40,8 @@ class ParquetReader(RecordReader):
         # Arrow reads local files faster itself.
         source: Any = nullcontext(file.path) if file.is_local else file.open()
         try:
-            with source as place, _open_parquet(place) as parquet:
+            # By default all chunks of a row group are read at once.
+            with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
                 check_schema(parquet.schema_arrow, self.columns, file.name)
                 metadata = parquet.metadata
                 num_groups = metadata.num_row_groups
@@ -67,11 +68,6 @@ class ParquetReader(RecordReader):
                 raise unreadable(file, err) from err
             if opened or part.index == 0:
                 yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
-
-
-def _open_parquet(place: Any) -> pq.ParquetFile:
-    # By default all chunks of a row group are read at once.
-    return pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:

@@ -60,14 +60,7 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
-    """What stands for a Hugging Face data set among the files.
-
-    Args:
-        name: how messages call it.
-
-    Raises:
-        ConfigError: no `Dataset` or `IterableDataset`.
-    """
+    """What stands for a Hugging Face data set among the files; messages call it by the name."""
     size_bytes, rows = None, ""
     if not is_iterable_dataset(dataset):
         size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.encoding.token_table import Span
 from evenload.data.ledger import Tally
 from evenload.types.base import Frozen
 
@@ -83,7 +84,6 @@ class DocumentBlock:
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None
 
-
-def block_span(block: DocumentBlock, index: int) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]:
-    """Tokens, labels, start and stop of the `index`-th document."""
-    return block.tokens, block.labels, int(block.edges[index]), int(block.edges[index + 1])
+    def span(self, index: int) -> Span:
+        """Where the `index`-th document stands."""
+        return self.tokens, self.labels, int(self.edges[index]), int(self.edges[index + 1])

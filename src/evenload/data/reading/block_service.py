@@ -57,7 +57,7 @@ class BlockService:
         return outcome
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the running workers."""
+        """Of the running workers."""
         return [worker.pid for worker in self._workers if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:

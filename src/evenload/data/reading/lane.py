@@ -23,7 +23,6 @@ from evenload.data.encoding.token_table import flat_spans
 from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
-from evenload.data.reading.encode_records import encode_records
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.random_order import BLOCKS, permutation
 from evenload.data.reading.segments import Segment, assign_segments
@@ -146,7 +145,7 @@ class BlockReader:
             # The first chunk is small: who asks for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS
             while chunk := list(islice(records, size)):
-                outcomes = encode_records(self._encoder, chunk)
+                outcomes = self._encoder.encode_records(chunk)
                 for record, outcome in zip(chunk, outcomes, strict=True):
                     # Nearly all records; through a second generator they would cost twice as much.
                     if not isinstance(outcome, str) and 0 < len(outcome.tokens) <= limit:

@@ -32,14 +32,7 @@ class PartFiles:
 
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
-    """The files of a part.
-
-    Args:
-        dataset: a Hugging Face data set that is read instead of `config.sources`.
-
-    Raises:
-        ConfigError: sources without files, a format that needs a package that is not installed.
-    """
+    """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""
     files = list_files(config) if dataset is None else (dataset_file(dataset),)
     readers = tuple(open_reader(file, config, dataset) for file in files)
     return PartFiles(files=files, readers=readers, segments=cut_segments(files, readers, config.num_lanes))

@@ -18,12 +18,7 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class _Worker:
-    """What is known of a worker.
-
-    Args:
-        last_sign_s: of life, by the clock.
-        reading: the file that it opened last; None = none yet.
-    """
+    """Its last sign of life by the clock, and the file that it opened last (None = none yet)."""
 
     last_sign_s: float
     started: bool = False

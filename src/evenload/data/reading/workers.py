@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from evenload.data.config import DataConfig
@@ -29,23 +28,17 @@ from evenload.errors import ConfigError, DataError, EvenloadError
 _MOST_DEATHS = 3
 """A worker that ends so often without delivering a block in between is not started again."""
 
+ReadingJob = tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
+"""All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
+
 Deliver = Callable[[BlockRequest, DocumentBlock | EvenloadError], None]
 Fail = Callable[[EvenloadError], None]
 
 _log = logging.getLogger("evenload.data")
 
 
-@dataclass(frozen=True, eq=False)
-class ReadingJob:
-    """All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
-
-    parts: tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
-
-
 def make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
-    return [
-        BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job.parts)
-    ]
+    return [BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job)]
 
 
 def read_block(readers: Sequence[BlockReader], request: BlockRequest) -> DocumentBlock | EvenloadError:

@@ -177,10 +177,7 @@ def files_digest(files: Sequence[SourceFile]) -> str:
 
 
 def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[tuple[str, str, int | None]]]:
-    """The directory as the user wrote it, and (path below it, path, size) of its files, unsorted.
-
-    The path below a source that is one file is "".
-    """
+    """The directory as the user wrote it, and (path below it, path, size) of its files; "" below a source of one."""
     shown = source
     try:
         filesystem, root = fsspec.url_to_fs(source)
