@@ -26,10 +26,10 @@ def test_a_signal_is_noted_and_nothing_else(number) -> None:
 def test_the_launchers_word_is_a_request_too() -> None:
     line = StopLine()
     request = StopRequest(line)
-    assert not line.is_training
+    assert not line.is_training.value
     with request.listening():
-        assert line.is_training
-        line.ask(signal.SIGTERM)
+        assert line.is_training.value
+        line.asked.value = signal.SIGTERM
         assert request.signal == signal.SIGTERM
 
 

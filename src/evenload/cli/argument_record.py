@@ -9,12 +9,8 @@ Arguments = TypeVar("Arguments")
 
 
 def command_of(kind: type[Arguments], run: Callable[[Arguments], None]) -> Callable[..., None]:
-    """The function that typer makes a command of.
-
-    Args:
-        kind: a dataclass; types of its fields carry typer's annotations.
-        run: what the command does; its docstring is the help text.
-    """
+    """The function that typer makes a command of: its options are the fields of a dataclass, whose types carry typer's
+    annotations; the docstring of `run` is its help text."""
     hints = get_type_hints(kind, include_extras=True)
 
     def command(**given: Any) -> None:

@@ -24,14 +24,7 @@ from evenload.types.layout import ParallelLayout
 
 
 def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, ParallelLayout, tuple[str, ...]]:
-    """What is checked, on which layout, and the lines to show before.
-
-    Args:
-        directory: for the smaller run; visible to all ranks.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as `require_runnable`.
-    """
+    """What is checked, on which layout, and the lines to show before; the smaller run goes to `directory`."""
     require_runnable(config)
     scope = checked_scope(config, directory)
     layout = layout_of(scope.config, model_spec(scope.config).num_layers)
@@ -48,15 +41,11 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
 
 
 def run_check_worker(config: TrainConfig, scope: Scope, cache: Path, answer: Path, line: StopLine) -> int:
-    """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop.
-
-    Args:
-        cache: where calibrated cost files are kept between runs.
-    """
+    """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
     try:
         record(_run_rank)(config, scope, cache, answer)
     except BaseException:
-        line.note_failure()
+        line.has_failed.value = True
         raise
     return 0
 

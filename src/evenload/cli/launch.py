@@ -91,7 +91,6 @@ class _SignalGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle signals in here."""
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         # Stays: the watch may still send its signal when all is over, and there is nobody left to kill then.
         signal.signal(signal.SIGALRM, self._on_alarm)
@@ -113,10 +112,10 @@ class _SignalGuard:
         self._signal, self._since_s = number, time.monotonic()
         if self._grace_s is None:
             self._end(number)
-        if not self._line.is_training:
+        if not self._line.is_training.value:
             _tell(f"{signal_name(number)} before training began: ended, there is nothing to save")
             self._end(number)
-        self._line.ask(number)
+        self._line.asked.value = number
         _tell(
             f"{signal_name(number)}: the running step is finished and a checkpoint saved, for which there are "
             f"{self._grace_s:.0f} s (train.stop_grace_s); a second signal ends the run at once"
@@ -136,7 +135,7 @@ class _SignalGuard:
     def _watch_failures(self) -> None:
         """When a rank has failed, see that the others end, too."""
         while not self._over.wait(0.25):
-            if self._line.has_failed:
+            if self._line.has_failed.value:
                 if not self._over.wait(_END_AFTER_FAILURE_S):
                     os.kill(os.getpid(), signal.SIGALRM)
                 return

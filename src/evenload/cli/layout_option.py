@@ -8,11 +8,7 @@ _AXES = ("dp", "cp", "pp", "tp", "virtual")
 
 
 def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout:
-    """Read sizes of parallel dimensions; those not named are 1, dp is what the other leave of the devices.
-
-    Raises:
-        ConfigError: not `axis=size` pairs, an axis twice or unknown, or more stages than layers.
-    """
+    """Read sizes of parallel dimensions; those not named are 1, dp is what the others leave of the devices."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, separator, value = (piece.strip() for piece in part.partition("="))

@@ -18,11 +18,7 @@ MIN_PLAN_WIDTH = 20
 
 
 def layout_table(results: Sequence[LayoutResult], width: int) -> Table:
-    """The fastest layouts, then why others are out.
-
-    Args:
-        width: columns of the terminal.
-    """
+    """The fastest layouts, then why others are out; `width` columns wide."""
     table = Table(box=box.SIMPLE, title="layouts, fastest first")
     for name in ("dp", "cp", "pp", "tp", "virtual"):
         table.add_column(name, justify="right")

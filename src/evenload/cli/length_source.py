@@ -43,24 +43,13 @@ OnCorruptOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """Where lengths come from; nothing of it was read yet.
-
-    Args:
-        name: as the user gave it.
-        data: how documents are read.
-        run: the training configuration that was named.
-    """
+    """Where lengths come from, nothing of it read yet; `run` is the training configuration that was named."""
 
     name: str
     data: DataConfig
     run: TrainConfig | None = None
 
     def read(self) -> LengthTable:
-        """All lengths.
-
-        Raises:
-            ConfigError, DataError: see `read_length_table` and `count_documents`.
-        """
         if self.run is not None:
             return count_documents(self.data, self.name)
         return read_length_table(self.name, self.data)

@@ -7,11 +7,7 @@ from evenload.errors import ConfigError
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Check output files by opening them; None stands for an option that was not given. Files keep what they hold.
-
-    Raises:
-        ConfigError: a folder that does not exist, a path that is a folder, or no right or room to write there.
-    """
+    """Check output files by opening them; None stands for an option that was not given. Files keep what they hold."""
     for path in paths:
         if path is None:
             continue
@@ -27,14 +23,7 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def require_writable_directory(path: Path, setting: str) -> None:
-    """Check a directory that a run will write into, without making it.
-
-    Args:
-        setting: its name, for messages.
-
-    Raises:
-        ConfigError: a file stands in its place, or nothing can be written there.
-    """
+    """Check a directory that a run will write into, without making it; `setting` is its name, for messages."""
     nearest = path.absolute()
     while not nearest.exists():
         nearest = nearest.parent
@@ -50,11 +39,6 @@ def require_writable_directory(path: Path, setting: str) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
     require_writable(path)
     try:
         path.write_bytes(content)

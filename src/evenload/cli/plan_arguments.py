@@ -116,12 +116,10 @@ class PlanArguments:
 
     @property
     def num_tokens(self) -> int | None:
-        """Of a global batch."""
         return None if self.tokens is None else parse_tokens("--tokens", self.tokens)
 
     @property
     def context_tokens(self) -> int | None:
-        """Of the longest document trained whole."""
         return None if self.context is None else parse_tokens("--context", self.context)
 
     @property

@@ -32,16 +32,10 @@ class PlanCosts:
     context_exchange: Literal["all_gather", "ring"] | None = None
 
     def exchanging(self, how: Literal["all_gather", "ring"]) -> "PlanCosts":
-        """The same with keys and values that travel so."""
         return replace(self, context_exchange=how)
 
     def of(self, layout: ParallelLayout) -> CostCoefficients:
-        """Of one layout.
-
-        Raises:
-            ConfigError: the layout needs more devices than the cluster has, does not fit the model, or was measured
-                under another tp.
-        """
+        """Of one layout, which the cluster and the model must allow; what was measured must have the same tp."""
         from_sheet = analytic_coefficients(self.model, self.cluster, layout)  # also checks the layout
         found = from_sheet
         if self.measured is not None:

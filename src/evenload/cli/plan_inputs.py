@@ -57,12 +57,7 @@ class PlanInputs:
 
 
 def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
-    """Put options, configuration and defaults together.
-
-    Raises:
-        ConfigError: options that exclude each other, no model, an unknown model, cluster or layout, or a run that
-            `evenload train` would refuse for its tokeniser.
-    """
+    """Put options, configuration and defaults together; refuses what `evenload train` would, too."""
     if asked.search_layout and asked.layout:
         raise ConfigError(f"--search-layout looks for the layout, --layout {asked.layout} gives it; leave one out")
     if asked.documents is not None and asked.tokens is not None:

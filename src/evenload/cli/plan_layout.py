@@ -22,14 +22,7 @@ _NAMED = 3
 
 
 def planned_in(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None) -> ParallelLayout:
-    """The layout without a search, with layers of stages by cost unless a run says them.
-
-    Args:
-        asked: strategies; None = all.
-
-    Raises:
-        InfeasiblePlanError: none was given and the model fits in no default one; names layouts that fit.
-    """
+    """The layout without a search, layers of stages by cost unless a run says them; an error names layouts that fit."""
     spec, costs = inputs.costs.model, inputs.costs
     try:
         sizes = inputs.layout or default_layout(spec, inputs.machines)
@@ -50,11 +43,7 @@ def planned_in(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple
 def searched_layouts(
     inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None, console: Console
 ) -> tuple[LayoutResult, ...]:
-    """Every layout of the cluster, ranked and shown.
-
-    Raises:
-        InfeasiblePlanError: none fits.
-    """
+    """Every layout of the cluster, ranked and shown."""
     with progress_bar() as on_progress:
         layouts = search_layouts(
             inputs.costs.model,

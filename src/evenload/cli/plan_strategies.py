@@ -30,11 +30,7 @@ class LeftOutStrategy(Frozen):
 
 
 def asked_strategies(text: str) -> tuple[str, ...] | None:
-    """The names of `--strategy`, each once; None = all that can run.
-
-    Raises:
-        ConfigError: no name, or an unknown one (with the nearest).
-    """
+    """The names of `--strategy`, each once; None = all that can run."""
     if text == "all":
         return None
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -17,10 +17,7 @@ _FACTOR = 1.2
 def prediction_line(ratios: Sequence[float], device: str, cost_file: str | None) -> str:
     """A sentence, or "" where predictions hold or it is not time to tell.
 
-    Args:
-        ratios: measured over predicted seconds of the steps after the first.
-        device: on which costs were measured.
-        cost_file: `train.cost_file`.
+    `ratios` are measured over predicted seconds of the steps after the first, `device` is where costs were measured.
     """
     if len(ratios) != NUM_STEPS:
         return ""

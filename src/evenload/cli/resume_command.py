@@ -6,12 +6,8 @@ from pathlib import Path
 
 
 def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
-    """The same command once more.
-
-    Args:
-        arguments: of this process, interpreter first (`sys.orig_argv`).
-        is_resumed: `train.resume`; where it is off, the command turns it on.
-    """
+    """The same command once more, with `train.resume` turned on where it is off; the interpreter is the first argument
+    (`sys.orig_argv`)."""
     words = list(arguments)
     scripts = [at for at, word in enumerate(words[:3]) if Path(word).name == "evenload"]
     if scripts:

@@ -21,19 +21,13 @@ FINISHED_FILE = "finished.json"
 
 
 class FinishedRun(Frozen):
-    """finished.json: of which run everything is written.
-
-    Args:
-        steps_done: of the exported model.
-        is_exported: it was written, as `train.export_hf` says.
-    """
+    """finished.json: of which run everything is written; exported as `train.export_hf` says."""
 
     steps_done: int
     is_exported: bool
 
 
 def show_stopped(console: Console, trainer: Trainer, command: str) -> None:
-    """Where a run stands that was stopped, and how to go on."""
     name = signal_name(trainer.stop_signal)
     console.print(
         f"stopped by {name} after {trainer.steps_done} steps; nothing is lost. Go on with:\n  {command}",

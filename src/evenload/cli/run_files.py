@@ -52,12 +52,7 @@ _WRITING_SHARE = 0.02
 
 
 class RunWriter:
-    """Writes one run's files; nothing before its first step.
-
-    Args:
-        memory_cap_bytes: drawn as the limit.
-        resumed: an earlier run's metrics are continued, else replaced.
-    """
+    """Writes one run's files; an earlier run's metrics are continued when `resumed`, else replaced."""
 
     def __init__(self, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, *, resumed: bool) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
@@ -136,11 +131,7 @@ def _replaced_together(directory: Path) -> Iterator[Path]:
 
 
 def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
-    """A finished run as a part of a report, and its facts.
-
-    Raises:
-        DataError: the directory does not hold a finished run.
-    """
+    """A finished run as a part of a report, and its facts."""
     try:
         facts = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunFacts)
         (plan,) = decode_plan_file((directory / "plan.json").read_bytes())

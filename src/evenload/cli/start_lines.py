@@ -10,17 +10,11 @@ from evenload.types.plan import StepPlan
 
 
 def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
-    """The strategy, and what it does.
-
-    Args:
-        merging: of `decide_dp_merge`.
-    """
     shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
-    """What is read, in which order, by whom."""
     batch = f"{config.batch_documents} documents" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
     order = (
         "in the order of the files"
@@ -48,11 +42,7 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
 
 
 def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy: str) -> str:
-    """Which run this start goes on with.
-
-    Args:
-        saved_strategy: that the checkpoint was trained under; "" = not known.
-    """
+    """Which run this start goes on with; a `saved_strategy` of "" is not known."""
     text = f"resumed from {checkpoint} after {steps_done} steps"
     if saved_strategy in ("", strategy):
         return text
@@ -63,7 +53,6 @@ def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy
 
 
 def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
-    """How the first step was packed."""
     packs = [pack for replica in plan.pack_plans for pack in replica.forward]
     tokens = sum(document.num_tokens for document in plan.documents)
     padding = sum(pack.num_padding_tokens for pack in packs)

@@ -23,39 +23,18 @@ SAME_REQUEST_S = 1.0
 
 
 class StopLine:
-    """What a launcher and its ranks tell each other. Made before the ranks start, handed to them as an argument."""
+    """What a launcher and its ranks tell each other. Made before the ranks start, handed to them as an argument.
+
+    asked         by the launcher: the signal because of which to end after the running step; 0 = none
+    is_training   by a rank: from now on `asked` is read
+    has_failed    by a rank: it ends with an error, so the others have nothing to wait for
+    """
 
     def __init__(self) -> None:
         shared = multiprocessing.get_context("spawn")
-        numbers: list[Any] = [shared.Value(ctypes.c_int, 0, lock=False) for _ in range(3)]
-        self._asked, self._training, self._failed = numbers
-
-    def ask(self, number: int) -> None:
-        """Launcher: end after the running step, because of this signal."""
-        self._asked.value = number
-
-    @property
-    def asked(self) -> int:
-        """The signal; 0 = none."""
-        return self._asked.value
-
-    def note_training(self) -> None:
-        """A rank: from now on `asked` is read."""
-        self._training.value = 1
-
-    @property
-    def is_training(self) -> bool:
-        """Ranks read `asked`."""
-        return bool(self._training.value)
-
-    def note_failure(self) -> None:
-        """A rank: it ends with an error, so the others have nothing to wait for."""
-        self._failed.value = 1
-
-    @property
-    def has_failed(self) -> bool:
-        """A rank ends, or has ended, with an error."""
-        return bool(self._failed.value)
+        self.asked: Any = shared.Value(ctypes.c_int, 0, lock=False)
+        self.is_training: Any = shared.Value(ctypes.c_bool, False, lock=False)
+        self.has_failed: Any = shared.Value(ctypes.c_bool, False, lock=False)
 
 
 class StopRequest:
@@ -74,15 +53,15 @@ class StopRequest:
 
     @property
     def signal(self) -> int:
-        """Number of the signal that asked; 0 = go on."""
-        return self._signal or (self._line.asked if self._line is not None else 0)
+        """That asked to stop; 0 = go on."""
+        return self._signal or (self._line.asked.value if self._line is not None else 0)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note signals in here instead of ending by them. Main thread only."""
         before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         if self._line is not None:
-            self._line.note_training()
+            self._line.is_training.value = True
         try:
             yield
         finally:
@@ -105,7 +84,6 @@ class StopRequest:
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM, or Ctrl-C for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 

@@ -11,14 +11,7 @@ HELP = "128k = 131072: 1k is 1024, 1M is 1024k."
 
 
 def parse_tokens(option: str, text: str) -> int:
-    """A count.
-
-    Args:
-        option: its name, for messages.
-
-    Raises:
-        ConfigError: no number, an unknown unit, or no whole number of tokens.
-    """
+    """A count; `option` is named by errors."""
     match = re.fullmatch(r"(-?\d[\d_,]*(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
     if not match or (match[2] == "" and "." in match[1]):
         raise ConfigError(f"{option} is '{text}'; give a number of tokens, such as 131072 or 128k (1k = 1024)")

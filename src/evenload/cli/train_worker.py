@@ -26,15 +26,9 @@ from evenload.types.scaled_units import format_bytes
 
 @record
 def run_worker(config: TrainConfig, cache_directory: str, command: str, line: StopLine | None = None) -> int:
-    """Train with this process as one rank; rank 0 shows and writes.
+    """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
 
-    Args:
-        cache_directory: where calibrated cost files are kept between runs.
-        command: that goes on with this run.
-        line: to our launcher; None under another one.
-
-    Returns:
-        The number of the signal that stopped the run, or 0.
+    `command` goes on with this run; `line` leads to our launcher, None under another one.
     """
     layout = layout_of(config, model_spec(config).num_layers)
     try:
@@ -42,7 +36,7 @@ def run_worker(config: TrainConfig, cache_directory: str, command: str, line: St
             return _train(config, setup, Path(cache_directory), command, StopRequest(line))
     except BaseException:
         if line is not None:
-            line.note_failure()
+            line.has_failed.value = True
         raise
 
 

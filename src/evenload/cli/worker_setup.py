@@ -33,12 +33,7 @@ _FREE_DEVICE_SHARE = 0.1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RankSetup:
-    """One process as a rank.
-
-    Args:
-        threads: of this process.
-        memory_cap_bytes: what it may hold.
-    """
+    """One process as a rank, with its threads and what it may hold."""
 
     mesh: Mesh
     threads: int

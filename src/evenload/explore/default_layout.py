@@ -17,11 +17,7 @@ STATIC_SHARE = 0.5
 
 
 def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
-    """dp x pp over all devices of the cluster.
-
-    Raises:
-        InfeasiblePlanError: the model does not fit at any depth.
-    """
+    """dp x pp over all devices of the cluster; an `InfeasiblePlanError` where the model fits at no depth."""
     room = usable_bytes(cluster)
     depths = [pp for pp in range(1, model.num_layers + 1) if cluster.num_devices % pp == 0]
     for pp in depths:
@@ -37,5 +33,4 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
 
 
 def usable_bytes(cluster: ClusterSpec) -> int:
-    """What a device offers for training."""
     return cluster.device.memory_bytes - cluster.device.reserved_bytes

@@ -28,13 +28,7 @@ MOST_TRIED = 12
 
 
 class FittingLayouts(Frozen):
-    """What was found.
-
-    Args:
-        layouts: that fit, the fastest on the first batch first.
-        num_tried: layouts planned.
-        num_all: layouts of the cluster that the model allows.
-    """
+    """Layouts that fit, the fastest on the first batch first, and how many were tried of how many the model allows."""
 
     layouts: tuple[LayoutResult, ...]
     num_tried: int
@@ -51,11 +45,7 @@ def fitting_layouts(
     options: PlanOptions,
     on_progress: OnProgress = no_progress,
 ) -> FittingLayouts:
-    """Look for layouts that hold a batch.
-
-    Args:
-        strategy: plans it; "auto" is best at fitting memory.
-    """
+    """Look for layouts that hold a batch; the strategy "auto" is best at fitting memory."""
     every, room_bytes = layouts_of(model, cluster), usable_bytes(cluster)
     held_bytes = {layout: int(static_bytes(model, layout).max()) for layout in every}
     roomy = sorted((layout for layout in every if held_bytes[layout] < room_bytes), key=held_bytes.__getitem__)

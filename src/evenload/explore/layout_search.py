@@ -71,7 +71,6 @@ class LayoutResult(Frozen):
     stage_layers: tuple[int, ...]
 
     def parallel_layout(self) -> ParallelLayout:
-        """The layout that was planned."""
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
         return split_layout(self.stage_layers, **sizes)
 
@@ -86,17 +85,7 @@ def search_layouts(
     options: PlanOptions,
     on_progress: OnProgress = no_progress,
 ) -> tuple[LayoutResult, ...]:
-    """All layouts of the cluster, the fastest that fit first, then those that are out.
-
-    Args:
-        batches: at least one, of the run's lengths.
-        coefficients_of: costs of a layout, for example `analytic_coefficients`.
-        options: of planning; memory is the device's.
-        on_progress: called before each layout, of both passes.
-
-    Raises:
-        ConfigError: no batches, or an unknown strategy.
-    """
+    """All layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's."""
     if not batches:
         raise ConfigError("layout search: give at least one batch")
     search = options.own(AutoOptions)
@@ -183,7 +172,6 @@ def planned_layout(
     strategy: str,
     options: PlanOptions,
 ) -> LayoutResult:
-    """One layout's figures on some batches, or why it is out."""
     result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
     room = usable_bytes(cluster)
     held = static_bytes(model, layout)
@@ -217,7 +205,6 @@ def planned_layout(
 
 
 def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
-    """Sizes of the dimensions by name."""
     sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     return {**sizes, "virtual": layout.num_stages // layout.pp}
 

@@ -21,13 +21,7 @@ Overlong = Literal["error", "split", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """One step's documents.
-
-    Args:
-        documents: to be trained, in arrival order; ids count up over the run.
-        left_out: dropped documents, with the reason.
-        dropped_tokens: of dropped documents and of truncated ends.
-    """
+    """One step's documents in arrival order, and what became of the others; ids count up over the run."""
 
     documents: tuple[Document, ...]
     left_out: tuple[LeftOut, ...]

@@ -33,18 +33,13 @@ from evenload.types.timeline import KINDS
 
 
 def split_proposal(proposal: Proposal) -> TimeSplit:
-    """Seconds of a proposed step by cause, with those of a change of layout before it."""
+    """With the seconds of a change of layout before the step."""
     split = split_step_time(proposal.costs, proposal.choices)
     return msgspec.structs.replace(split, switch_s=proposal.switch_s)
 
 
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
-    """Seconds of a step by cause.
-
-    Args:
-        costs: with which the choices were priced.
-        choices: one per replica.
-    """
+    """Seconds of a step by cause."""
     found = [choice.candidate for choice in choices]
     groups = len(found) * costs.layout.pp
     num_documents = [len(choice.documents) for choice in choices]
@@ -65,11 +60,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
 
 
 def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
-    """As `split_step_time`, from a plan alone, for example of a finished run.
-
-    Args:
-        costs: with which it was planned.
-    """
+    """As `split_step_time`, from a plan alone, for example of a finished run."""
     documents = np.arange(len(plan.documents))
     choices = []
     for dp_rank, schedule in enumerate(plan.schedules):

@@ -28,12 +28,7 @@ def write_chrome_trace(
     timelines: Mapping[str, Timeline],
     labels: Mapping[PackKey, PackLabel] | None = None,
 ) -> None:
-    """Write timelines as one trace file.
-
-    Args:
-        timelines: by name, usually "predicted" and "measured"; shown in this order.
-        labels: content of the packs, added to the events' arguments; see `label_packs`.
-    """
+    """Write timelines by name ("predicted", "measured"), in this order, with the content of packs (`label_packs`)."""
     events = list(_events(timelines, labels or {}))
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -19,7 +19,7 @@ _LEAST_SHOWN_LOSS = 0.001
 
 
 class Column(NamedTuple):
-    """One column: the key of its values, heading, how to print a value, and what it means."""
+    """The key of a column's values, its heading, how to print a value, and what it means."""
 
     key: str
     heading: str
@@ -74,11 +74,7 @@ _SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropp
 
 
 def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:
-    """The columns for which any row has a value; counts of bad things only when one is not zero.
-
-    Args:
-        unit: of lengths, named by headings and meanings.
-    """
+    """The columns for which any row has a value; counts of bad things only when one is not zero."""
     rows = tuple(rows)
     return tuple(
         column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))

@@ -56,16 +56,11 @@ _READ_SPLIT = (
 
 
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
-    """Write the page, one file of about 5 MB plus its data.
-
-    Raises:
-        ConfigError: two sections have the same name.
-    """
+    """Write the page, one file of about 5 MB plus its data."""
     Path(path).write_text(render_report(report), encoding="utf-8")
 
 
 def render_report(report: RunReport) -> str:
-    """The page as text; see `write_report`."""
     names = [section.name for section in report.sections]
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
@@ -117,7 +112,6 @@ def _notes(sections: Sequence[RunSection]) -> list[str]:
 
 
 def _overview(report: RunReport) -> list[str]:
-    """Figures that put all runs into one picture."""
     sections = report.sections
     blocks = ["<h2>All strategies</h2>" if len(sections) > 1 else ""]
     refused = _refused(report)
@@ -177,7 +171,6 @@ def _training(identifier: str, section: RunSection) -> list[str]:
 
 
 def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
-    """(name, HTML value) of the numbers a reader asks for first, each with what it is."""
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     off = measured / predicted - 1 if measured is not None and predicted else None

@@ -21,12 +21,7 @@ from evenload.types.length_unit import LengthUnit, in_unit
 def write_lengths_page(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
-    """Write the page, about 5 MB.
-
-    Args:
-        title: plain text, for example the source.
-        unit: of lengths.
-    """
+    """Write the page, about 5 MB; the title is plain text."""
     figures = [
         ("classes", "Where the documents and the work are", READ_CLASSES, length_classes_figure(profile, unit)),
         ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),

@@ -19,14 +19,7 @@ _DOTS_PER_INCH = 130
 def write_lengths_png(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
-    """Write three panels: shares by length class, cumulative shares, what windows cut.
-
-    Args:
-        unit: of lengths.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Write three panels: shares by length class, cumulative shares, what windows cut."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

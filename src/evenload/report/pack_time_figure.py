@@ -40,11 +40,8 @@ Steps = Sequence[tuple[Timeline, StepPlan | None]]
 
 
 def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> go.Figure:
-    """Violins of pack time over mean pack time; the number beside each is max/mean, mean over the steps.
-
-    Args:
-        sections: by strategy, then by origin ("predicted", "measured"), its steps.
-    """
+    """Violins of pack time over mean pack time, by strategy and origin ("predicted", "measured"); the number beside
+    each is max/mean, mean over the steps."""
     rows = [(name, origin) for name, origins in sections.items() for origin in origins]
     both = len({origin for _, origin in rows}) > 1
     panel_px = _ROW_PX * max(1, len(rows)) + 10

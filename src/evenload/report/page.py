@@ -25,14 +25,7 @@ _HERE = Path(__file__).parent
 
 
 def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), unit: LengthUnit = "tokens") -> str:
-    """A whole document.
-
-    Args:
-        title: plain text.
-        blocks: finished HTML of the body, in order.
-        scripts: names of further scripts of this package that the blocks need, in order.
-        unit: of lengths, for the scripts.
-    """
+    """A whole document from finished HTML blocks; `scripts` are further ones of this package that they need."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -62,14 +55,7 @@ def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), un
 
 
 def figure_html(identifier: str, heading: str, how_to_read: str, figure: go.Figure) -> str:
-    """One figure with its heading and the paragraph that says how to read it.
-
-    Args:
-        identifier: unique in the page; letters, digits and dashes.
-        heading: plain text.
-        how_to_read: HTML.
-        figure: its height is kept, its width follows the page.
-    """
+    """One figure, its heading, and HTML that says how to read it; its height is kept, its width follows the page."""
     height = int(cast(Any, figure.layout).height)
     figure = go.Figure(figure).update_layout(template="none", autosize=True)
     figure.update_xaxes(title_font_size=12.5).update_yaxes(title_font_size=12.5)

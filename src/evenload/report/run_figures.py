@@ -31,7 +31,6 @@ def typical_meaning(rows: Iterable[MetricRow]) -> str:
 
 
 def largest(rows: Iterable[MetricRow], key: str) -> float | None:
-    """Largest value of a key over all steps."""
     values = metric_column(latest_per_step(rows), key)
     values = values[~np.isnan(values)]
     return float(values.max()) if len(values) else None

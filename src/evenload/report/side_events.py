@@ -20,13 +20,7 @@ _ON_THE_RANK = ("recompute", "reduction", "optimizer")
 def side_events(
     side: SideTasks, dp_rank: int, pid: int, threads: Mapping[int, int], first_tid: int
 ) -> Iterator[dict[str, object]]:
-    """Events of one replica, names of new threads first.
-
-    Args:
-        pid: the replica's process.
-        threads: thread of every pipeline rank.
-        first_tid: the first thread number that is free; new threads count up from it.
-    """
+    """Events of one replica, names of new threads first; these count up from `first_tid`."""
     streams: dict[str, list[int]] = {}
     for row in np.flatnonzero(side.dp_rank == dp_rank).tolist():
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])

@@ -45,12 +45,7 @@ _READ = (
 
 
 def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Collection[str] = ()) -> str:
-    """The figure with all steps of the sections that have some; "" where none has.
-
-    Args:
-        best: name of the section shown first; the first section if there is no such.
-        refused: names of sections that exceed memory.
-    """
+    """The figure with all steps of the sections that have some, the best one first; "" where none has."""
     sections = [section for section in sections if section.steps]
     if not sections:
         return ""

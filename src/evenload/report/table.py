@@ -43,11 +43,6 @@ class ComparisonTable:
 
     A cut number is a wrong number, so columns that do not fit are left out whole and named below the table; then those
     that cannot run, with the reason.
-
-    Args:
-        rows: objects of `strategies` in `evenload plan --json`.
-        title: plain text.
-        unit: of lengths.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -90,9 +85,6 @@ def step_line(row: MetricRow) -> str:
     """One line about one step: what was trained, how fast, and how far the prediction was off.
 
     Tokens are real ones, without padding. A dash stands for what is not known.
-
-    Args:
-        row: the keys of `METRIC_KEYS`.
     """
     measured_s, predicted_s = _number(row["step_time_s"]), _number(row["predicted_step_time_s"])
     off = measured_s / predicted_s - 1 if measured_s and predicted_s else None

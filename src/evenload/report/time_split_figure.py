@@ -21,11 +21,7 @@ _LEAST_NAMED_SHARE = 0.0005
 
 
 def time_split_figure(splits: Mapping[str, TimeSplit]) -> go.Figure:
-    """Stacked bars, first strategy on top; causes that cost nothing anywhere are left out.
-
-    Args:
-        splits: by strategy; at least one.
-    """
+    """Stacked bars, first strategy on top; causes that cost nothing anywhere are left out."""
     figure = go.Figure()
     names = [escape(name, quote=False) for name in splits]
     longest_s = max(split.total_s() for split in splits.values())

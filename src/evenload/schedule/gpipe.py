@@ -14,7 +14,6 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
 def gpipe(tasks: PipelineTasks) -> ActionColumns:
-    """The GPipe schedule of any packs; O(actions log actions)."""
     counts = np.full(tasks.num_backward, tasks.num_forward, np.int64)
     return static_order(tasks, counts, np.zeros(tasks.num_stages, dtype=np.int64))
 

@@ -19,7 +19,6 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
-    """The 1F1B schedule of any packs; O(actions log actions)."""
     least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
     return static_order(tasks, least_counts, one_a_stage(tasks))
 

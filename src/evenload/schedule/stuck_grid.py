@@ -15,11 +15,7 @@ _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6
 
 
 def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
-    """One line for the whole and one a rank.
-
-    Args:
-        done: int64[R], how many of its actions each rank ran.
-    """
+    """One line for the whole and one a rank; `done` is how many of its actions each rank ran, int64[R]."""
     next_actions = actions.rank_offset[:-1] + done
     forwards_done = np.zeros(tasks.num_stages, np.int64)
     for lo, hi in zip(actions.rank_offset[:-1], next_actions, strict=True):

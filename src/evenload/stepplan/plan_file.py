@@ -10,7 +10,7 @@ the largest of its durations.
 
 import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -50,8 +50,7 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         "num_label_tokens": plan.num_label_tokens,
         "documents": [msgspec.to_builtins(document) for document in plan.documents],
         "replicas": [
-            _replica_to_json(packs, schedule, times)
-            for packs, schedule, times in zip(plan.pack_plans, plan.schedules, plan.times, strict=True)
+            _replica_to_json(*replica) for replica in zip(plan.pack_plans, plan.schedules, plan.times, strict=True)
         ],
         "predicted": msgspec.to_builtins(plan.predicted),
         "digest": plan.digest,
@@ -115,17 +114,7 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
         schedules=tuple(
             Schedule(ranks=tuple(tuple(map(parse_action, row)) for row in replica["schedule"])) for replica in replicas
         ),
-        times=tuple(
-            PackTimes(
-                forward_s=_rows(replica["durations_forward_s"]),
-                backward_s=_rows(replica["durations_backward_s"]),
-                p2p_forward_s=tuple(replica["p2p_forward_s"]),
-                p2p_backward_s=tuple(replica["p2p_backward_s"]),
-                input_s=_rows(replica.get("durations_input_s", [])),
-                weight_s=_rows(replica.get("durations_weight_s", [])),
-            )
-            for replica in replicas
-        ),
+        times=tuple(msgspec.convert(_times_from_json(replica), PackTimes) for replica in replicas),
         predicted=msgspec.convert(data["predicted"], Prediction),
         left_out=msgspec.convert(data.get("left_out", []), tuple[LeftOut, ...]),
         mean_token_delay_steps=data.get("mean_token_delay_steps", 0.0),
@@ -137,6 +126,16 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
             "the file was changed after planning"
         )
     return plan
+
+
+def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
+    optional = {f"{part}_s": replica.get(f"durations_{part}_s", []) for part in ("input", "weight")}
+    return optional | {
+        "forward_s": replica["durations_forward_s"],
+        "backward_s": replica["durations_backward_s"],
+        "p2p_forward_s": replica["p2p_forward_s"],
+        "p2p_backward_s": replica["p2p_backward_s"],
+    }
 
 
 def _packs_from_json(replica: dict[str, Any]) -> PackPlan:
@@ -179,7 +178,3 @@ def _sharding_from_json(pack: list[dict[str, Any]], where: str) -> PackSharding:
             "per_sequence, per_document or an owner for every slice (a file of an older evenload: plan again)"
         )
     return rule
-
-
-def _rows(rows: list[list[float]]) -> tuple[tuple[float, ...], ...]:
-    return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, rows)))

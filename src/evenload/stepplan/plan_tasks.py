@@ -39,7 +39,6 @@ class ReplicaColumns:
 
 
 def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
-    """A replica's packs, as its planner had them."""
     packs = plan.pack_plans[dp_rank]
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
     return ReplicaColumns(

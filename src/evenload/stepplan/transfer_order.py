@@ -48,22 +48,14 @@ from evenload.types.transfers import Channel, ChannelMode, Receive, TransferOrde
 
 
 def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:
-    """What a pipeline rank posts and waits for.
-
-    Raises:
-        InvalidPlanError: as `queued_order`.
-    """
+    """What a pipeline rank posts and waits for."""
     if channels == "fifo":
         return queued_order(plan, dp_rank, pp_rank)
     return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank))
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
-    """The same where all transfers of a rank share a queue.
-
-    Raises:
-        InvalidPlanError: actions that wait for each other in a circle.
-    """
+    """The same where all transfers of a rank share a queue."""
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
     own = places[actions.of_rank(pp_rank)]

@@ -15,9 +15,7 @@ from evenload.types.plan import StepPlan
 def slices_are_sound(plan: StepPlan, max_pack_tokens: int | None) -> bool:
     """Every document whole on one replica, in order in both directions, in packs within the limit.
 
-    Args:
-        plan: with one pack plan for each replica, and every document listed once.
-        max_pack_tokens: as of `validate_plan`.
+    There is one pack plan for each replica, and every document is listed once.
     """
     count = len(plan.documents)
     row_of = {document.doc_id: row for row, document in enumerate(plan.documents)}
