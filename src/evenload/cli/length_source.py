@@ -67,12 +67,7 @@ def length_source(
 ) -> LengthSource:
     """What the options ask for, checked as far as it can be without reading documents.
 
-    Args:
-        model: of the command line; where it is a path it replaces the configuration's.
-        settings: of the configuration's `plan.options`, as `key=value`.
-
-    Raises:
-        ConfigError: a configuration or a tokeniser that cannot be read, or settings that contradict each other.
+    A `model` that is a path replaces the configuration's; `settings` are of its `plan.options`, as `key=value`.
     """
     asked: dict[str, Any] = {"tokenizer": tokenizer, "record": record, "include": include, "on_corrupt": on_corrupt}
     asked = {name: tuple(value) if name == "include" else value for name, value in asked.items() if value}

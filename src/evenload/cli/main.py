@@ -46,11 +46,7 @@ def root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit: 0 ok, 2 user error, 3 infeasible, 1 a broken plan.
-
-    Args:
-        arguments: instead of the process's own.
-    """
+    """Run a command and exit: 0 ok, 2 user error, 3 infeasible, 1 a broken plan."""
     try:
         app(args=arguments)
     except EvenloadError as error:

@@ -1,6 +1,6 @@
 """What `evenload plan` costs with: a data sheet's numbers, or a cost file that was measured on this model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +9,7 @@ import msgspec
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -31,9 +32,6 @@ class PlanCosts:
     origin: str = ""
     context_exchange: Literal["all_gather", "ring"] | None = None
 
-    def exchanging(self, how: Literal["all_gather", "ring"]) -> "PlanCosts":
-        return replace(self, context_exchange=how)
-
     def of(self, layout: ParallelLayout) -> CostCoefficients:
         """Of one layout, which the cluster and the model must allow; what was measured must have the same tp."""
         from_sheet = analytic_coefficients(self.model, self.cluster, layout)  # also checks the layout
@@ -51,21 +49,20 @@ class PlanCosts:
         return completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[1]
 
 
-def plan_costs(
-    cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, *, in_own_precision: bool = False
-) -> PlanCosts:
+def plan_costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: TrainConfig | None) -> PlanCosts:
     """The costs that a plan uses.
 
     Args:
-        cost_file: measured; its precision becomes the model's, because the command line names none.
-        in_own_precision: the model's precision is that of a run, so the file has to be of the same.
+        cost_file: measured; its precision becomes the model's, because the command line names none, unless the model's
+            is that of a run.
 
     Raises:
         ConfigError: the file cannot be read, does not say what it was measured on, or is of another model.
     """
+    exchange = run.parallel.cp_exchange if run else None
     if cost_file is None:
-        return PlanCosts(model, cluster)
+        return PlanCosts(model, cluster, context_exchange=exchange)
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
-    model = model if in_own_precision else in_measured_precision(model, measured)
+    model = model if run else in_measured_precision(model, measured)
     require_measured_on(measured, model, origin)
-    return PlanCosts(model, cluster, measured, origin)
+    return PlanCosts(model, cluster, measured, origin, exchange)

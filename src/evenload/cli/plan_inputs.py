@@ -68,9 +68,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         random_init = run.model.random_init
         require_tokenizer(source.data, model_path=run.model.path, random_init=random_init, vocab_size=model.vocab_size)
     cost = asked.cost or (Path(run.train.cost_file) if run and run.train.cost_file else None)
-    costs = plan_costs(cost, model, machines, in_own_precision=run is not None)
-    if run is not None:
-        costs = costs.exchanging(run.parallel.cp_exchange)
+    costs = plan_costs(cost, model, machines, run)
     layout, keeps_stages = _layout(asked, run, costs.model, machines)
     if layout is not None:
         costs.of(layout)  # refuses what the cluster or the model cannot have

@@ -12,7 +12,6 @@ from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch
-from evenload.plan.planner import Proposal
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
 from evenload.types.length_unit import LengthUnit, in_unit
@@ -21,14 +20,7 @@ from evenload.types.scaled_units import format_bytes
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Comparison:
-    """What was planned, and how it is said.
-
-    Args:
-        said: all inputs, as in `--json`.
-        rows: one a strategy, as in `--json`, in the unit that was counted.
-        left_out: strategies that were not tried.
-        layouts: of a search, the best first.
-    """
+    """What was planned, and how it is said: inputs and rows as in `--json`, layouts of a search with the best first."""
 
     said: dict[str, Any]
     batches: Sequence[SampledBatch]
@@ -51,7 +43,10 @@ def plan_report(found: Comparison) -> RunReport:
         sections=tuple(
             RunSection(
                 name=name,
-                steps=tuple(_step_view(proposal) for proposal in proposals),
+                steps=tuple(
+                    StepView(step=one.plan.step, predicted=detailed_timeline(one.plan, one.costs), plan=one.plan)
+                    for one in proposals
+                ),
                 time_split=splits[name],
                 memory_limit_bytes=found.memory_cap_bytes,
                 notes=(notes[name],) if name in notes else (),
@@ -74,8 +69,3 @@ def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str]
         for name, value in inputs.items()
         if value is not None
     )
-
-
-def _step_view(proposal: Proposal) -> StepView:
-    timeline = detailed_timeline(proposal.plan, proposal.costs)
-    return StepView(step=proposal.plan.step, predicted=timeline, plan=proposal.plan)

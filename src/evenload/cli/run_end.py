@@ -39,13 +39,7 @@ def show_stopped(console: Console, trainer: Trainer, command: str) -> None:
 def leave_finished(
     console: Console, trainer: Trainer, files: RunWriter, last: StepReport | None, *, has_trained: bool, command: str
 ) -> None:
-    """Export the model and say what lies where; what an earlier start of a finished run left undone. Collective.
-
-    Args:
-        files: used on rank 0.
-        last: of the last step, on rank 0.
-        has_trained: this start trained at least one step.
-    """
+    """Export the model and say what lies where; what an earlier start of a finished run left undone. Collective."""
     config, directory = trainer.config, Path(trainer.config.train.output_dir)
     if not has_trained:
         found = [_read_finished(directory) if trainer.mesh.rank == 0 else None]

@@ -26,11 +26,7 @@ from evenload.types.layout import ParallelLayout
 
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
-    """The layout of a run whose settings go together.
-
-    Raises:
-        ConfigError, UnsupportedModelError: they do not; the message says which, and why.
-    """
+    """The layout of a run whose settings go together; the error says which do not, and why."""
     hf_config = load_config(config.model.path)
     require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)

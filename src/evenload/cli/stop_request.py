@@ -38,11 +38,7 @@ class StopLine:
 
 
 class StopRequest:
-    """Whether this rank was asked to stop.
-
-    Args:
-        line: of our launcher; None under another one, which sends signals.
-    """
+    """Whether this rank was asked to stop; without a line to our launcher, by a signal."""
 
     def __init__(self, line: StopLine | None = None) -> None:
         self._line = line

@@ -138,14 +138,9 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:
-    """Bytes for one process: of its GPU, or of the machine's memory."""
+    """Bytes for one process: of its GPU, of the machine, or of the container where one is limited (cgroup v2, v1)."""
     if device.type == "cuda":
         return int(device_memory_bytes(device) * (1 - _FREE_DEVICE_SHARE))
-    return share_of_memory(local_world)
-
-
-def share_of_memory(local_world: int) -> int:
-    """Bytes for one process: of the machine, or of the container where one is limited (cgroup v2, v1)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         text = limit.read_text().strip() if limit.is_file() else "max"

@@ -70,13 +70,8 @@ class StrategyResult(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """All strategies on the same batches.
-
-    Args:
-        results: one row a strategy, in the order asked for.
-        best: the fastest feasible strategy; None when none is.
-        proposals: per strategy the planned steps, for plan files and timelines; empty where planning failed.
-    """
+    """All strategies on the same batches: rows in the order asked for, the fastest feasible one, and the planned steps
+    of each strategy, none where planning failed."""
 
     results: tuple[StrategyResult, ...]
     best: str | None
@@ -251,12 +246,12 @@ def _cuts_of(proposal: Proposal) -> str:
     used = [choice.candidate for choice in proposal.choices]
     if all((one.forward.start == 0).all() and (one.backward.start == 0).all() for one in used):
         return "whole"
-    slices = [(np.unique(_slices(one.forward), axis=0), np.unique(_slices(one.backward), axis=0)) for one in used]
-    return "symmetric" if all(np.array_equal(*sides) for sides in slices) else "asymmetric"
 
+    def slices(columns: SliceColumns) -> NDArray[np.int64]:
+        return np.unique(np.stack([columns.doc.astype(np.int64), columns.start, columns.stop], axis=1), axis=0)
 
-def _slices(columns: SliceColumns) -> NDArray[np.int64]:
-    return np.stack([columns.doc.astype(np.int64), columns.start, columns.stop], axis=1)
+    is_symmetric = all(np.array_equal(slices(one.forward), slices(one.backward)) for one in used)
+    return "symmetric" if is_symmetric else "asymmetric"
 
 
 def _schedule_of(proposal: Proposal) -> str:

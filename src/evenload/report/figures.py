@@ -46,7 +46,7 @@ def step_time_figure(rows: Sequence[MetricRow]) -> go.Figure:
         if not np.isnan(values).all():
             template = f"{name} %{{y:.4~s}}s<extra></extra>"
             figure.add_trace(_line(metric_column(rows, "step"), values, name, color, dash, template))
-    _dress_curve(figure, "step", "step time")
+    _dress_curve(figure, "step time")
     figure.update_yaxes(rangemode="tozero", tickformat="~s", ticksuffix="s")
     return figure
 
@@ -59,7 +59,7 @@ def _metric_figure(runs: Mapping[str, Sequence[MetricRow]], key: str, y_title: s
         name = escape(name, quote=False)
         template = f"{y_format}<extra>%{{fullData.name}}</extra>" if len(runs) > 1 else f"{y_format}<extra></extra>"
         figure.add_trace(_line(metric_column(rows, "step"), metric_column(rows, key), name, color, dash, template))
-    _dress_curve(figure, "step", y_title)
+    _dress_curve(figure, y_title)
     figure.update_layout(showlegend=len(runs) > 1)
     return figure
 
@@ -78,13 +78,13 @@ def _line(
     )
 
 
-def _dress_curve(figure: go.Figure, x_title: str, y_title: str) -> None:
+def _dress_curve(figure: go.Figure, y_title: str) -> None:
     figure.update_layout(height=_CURVE_PX, margin={"l": 70, "r": 16, "t": 40, "b": 50}, hovermode="x unified")
     figure.update_xaxes(
-        title_text=x_title,
+        title_text="step",
         zeroline=False,
         showgrid=False,
         showspikes=False,
-        unifiedhovertitle={"text": f"{x_title} %{{x}}"},
+        unifiedhovertitle={"text": "step %{x}"},
     )
     figure.update_yaxes(title_text=y_title, zeroline=False)

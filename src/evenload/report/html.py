@@ -65,7 +65,8 @@ def render_report(report: RunReport) -> str:
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     trained = [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
-    blocks = [f"<h1>{escape(report.title)}</h1>", _facts(report)]
+    facts = ((name, escape(value)) for name, value in report.facts)
+    blocks = [f"<h1>{escape(report.title)}</h1>", definitions_html("facts", facts)]
     if len(trained) > 1:
         links = (f'<a href="#{identifier}">{escape(section.name)}</a>' for identifier, section in trained)
         blocks.append(f"<nav>{''.join(links)}</nav>")
@@ -92,10 +93,6 @@ def render_report(report: RunReport) -> str:
         blocks.append(f"<pre>{escape(chr(10).join(report.ledger))}</pre>")
     scripts = STEP_VIEW_SCRIPTS if step_view else ()
     return page_html(report.title, [block for block in blocks if block], scripts, report.unit)
-
-
-def _facts(report: RunReport) -> str:
-    return definitions_html("facts", ((name, escape(value)) for name, value in report.facts))
 
 
 def _refused(report: RunReport) -> set[str]:
@@ -175,6 +172,7 @@ def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     off = measured / predicted - 1 if measured is not None and predicted else None
     meaning = typical_meaning(rows)
+    peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     return [
         ("steps", f"{len(rows):,}"),
         ("loss, last step", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
@@ -185,18 +183,13 @@ def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
         ),
         ("tokens/s, measured", f"{format_count(typical(rows, 'tokens_per_s'))}<small>{meaning}; real tokens</small>"),
         ("bubble, measured", f"{format_percent(typical(rows, 'bubble_fraction'))}<small>{meaning}</small>"),
-        ("memory, peak of all steps", _measured_and_predicted_peak(rows)),
+        ("memory, peak of all steps", f"{format_bytes(peak)}<small>predicted {format_bytes(predicted_peak)}</small>"),
         ("data wait", f"{format_seconds(typical(rows, 'data_wait_s'))}<small>{meaning}</small>"),
     ]
 
 
 def _loss(row: MetricRow) -> str:
     return format_plain(None if row["loss"] is None else float(row["loss"]), ".4f")
-
-
-def _measured_and_predicted_peak(rows: Sequence[MetricRow]) -> str:
-    measured, predicted = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
-    return f"{format_bytes(measured)}<small>predicted {format_bytes(predicted)}</small>"
 
 
 def _prediction_error(rows: Sequence[MetricRow]) -> str:

@@ -77,7 +77,7 @@ def _histogram(
 
 
 def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: LengthUnit) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _bare_table()
     table.add_column("length", justify="right", no_wrap=True)
     table.add_column("docs", justify="right", no_wrap=True)
     for name in ("of docs", "of tokens", "of work"):
@@ -107,16 +107,9 @@ def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: Length
 
 
 def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in (
-        "window",
-        "docs\nlonger",
-        "share of\ndocs",
-        "their\ntokens",
-        "tokens\nbeyond",
-        "share of\ntokens",
-        "work across\npieces",
-    ):
+    table = _bare_table()
+    of_docs, of_tokens = ("docs\nlonger", "share of\ndocs"), ("their\ntokens", "tokens\nbeyond", "share of\ntokens")
+    for heading in ("window", *of_docs, *of_tokens, "work across\npieces"):
         table.add_column(in_unit(heading, unit), justify="right", no_wrap=True)
     for cut in profile.windows:
         table.add_row(
@@ -130,6 +123,10 @@ def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
             style="bright_black" if not cut.longer_documents else None,
         )
     return table
+
+
+def _bare_table() -> Table:
+    return Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def bar(share: float, width: int) -> str:

@@ -88,11 +88,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
 
 
 def drop_torn_line(path: str | os.PathLike[str]) -> str:
-    """Cut an unfinished last line off the file, as a resumed run must.
-
-    Returns:
-        The text cut off; "" when the file ends in a whole line or does not exist.
-    """
+    """Cut an unfinished last line off the file, as a resumed run must; returns the text cut off."""
     if not os.path.exists(path):
         return ""
     content = Path(path).read_bytes()

@@ -29,7 +29,6 @@ KIND_STYLES = {
 }
 PREDICTED = "#8a919e"
 MEASURED = "#2f7fd0"
-LIMIT = "#d1364c"
 SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
 """Runs in one picture; after these, dashes tell them apart."""
 DASHES = ("solid", "dash", "dot", "dashdot")

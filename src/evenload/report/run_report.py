@@ -16,13 +16,7 @@ from evenload.types.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepView:
-    """One step that can be looked at.
-
-    Args:
-        step: its number; unique in a section.
-        predicted, measured: timelines of that step; at least one.
-        plan: what the packs hold; None = the page cannot say.
-    """
+    """One step that can be looked at: at least one timeline; without a plan the page cannot say what packs hold."""
 
     step: int
     predicted: Timeline | None = None
@@ -40,12 +34,12 @@ class RunSection:
     """One run, or one strategy that was only simulated.
 
     Args:
-        name: heading and legend entry, for example the strategy's name; unique in a report.
+        name: heading and legend entry; unique in a report.
         metrics: rows of `metrics.jsonl`, in file order; empty when nothing was trained.
         steps: what can be looked at, ascending.
         time_split: where the predicted time goes, mean over the steps.
-        memory_limit_bytes: what a device may hold, drawn as a line.
-        notes: sentences shown with the name, for example why a strategy is not feasible.
+        memory_limit_bytes: drawn as a line.
+        notes: sentences shown with the name.
     """
 
     name: str
@@ -72,15 +66,11 @@ class RunReport:
     """A whole page.
 
     Args:
-        title: heading and browser title.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
-        sections: in the order shown.
         comparison: one row a strategy; keys as `evenload plan --json`, and
             `measured_step_time_s`, `measured_tokens_per_s`, `final_loss` for trained runs.
         best: name of the comparison row to mark; "" marks none.
-        ledger: lines of the token ledger, shown as they are.
         lengths: of the documents of all steps.
-        unit: of lengths; "bytes" where documents were counted without a tokeniser.
     """
 
     title: str

@@ -46,16 +46,7 @@ class ScheduleRule:
             ConfigError: the packs or the stages do not suit the rule.
         """
         if not tasks.num_forward:
-            return no_actions(tasks.num_ranks)
+            nothing = np.zeros(0, np.int32)
+            return ActionColumns(nothing.astype(np.uint8), nothing, nothing, np.zeros(tasks.num_ranks + 1, np.int64))
         cap = np.full(tasks.num_ranks, UNLIMITED_BYTES, np.int64) if cap_bytes is None else cap_bytes
         return self.order(tasks, cap)
-
-
-def no_actions(num_ranks: int) -> ActionColumns:
-    """The schedule of a replica without documents."""
-    return ActionColumns(
-        kind=np.zeros(0, np.uint8),
-        stage=np.zeros(0, np.int32),
-        pack=np.zeros(0, np.int32),
-        rank_offset=np.zeros(num_ranks + 1, np.int64),
-    )

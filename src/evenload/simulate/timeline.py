@@ -14,11 +14,7 @@ from evenload.types.timeline import Timeline
 def to_timeline(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int, step_time_s: float
 ) -> Timeline:
-    """Tasks in schedule order; memory samples as of `memory_samples`.
-
-    Args:
-        step_time_s: of the whole step (slowest replica, reduction, optimizer).
-    """
+    """Tasks in schedule order; memory samples as of `memory_samples`. The step time is that of all replicas."""
     rank = actions.rank.astype(np.int32)
     held = memory_samples(tasks.held, tasks.split, actions)
     times_s = np.stack([simulation.start_s, simulation.end_s], axis=1).ravel()

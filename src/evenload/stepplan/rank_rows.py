@@ -83,11 +83,7 @@ def _append(ranges: list[Range], following: Range) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SharedSlice:
-    """A slice of a document that several ranks have rows of.
-
-    Args:
-        ranges: per rank its tokens of the slice, ascending.
-    """
+    """A slice of a document that several ranks have rows of; `ranges` are the tokens of each rank, ascending."""
 
     document: DocumentRows
     start: int
@@ -121,11 +117,7 @@ class PackRows:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaRows:
-    """All packs of one replica; None where the replica's own rank runs the pack alone.
-
-    Args:
-        documents: of the packs that groups run.
-    """
+    """All packs of one replica, None where its own rank runs the pack alone; documents of those that groups run."""
 
     forward: tuple[PackRows | None, ...]
     backward: tuple[PackRows | None, ...]
@@ -136,11 +128,7 @@ class ReplicaRows:
 
 
 def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
-    """Rows of every pack of a replica.
-
-    Raises:
-        InvalidPlanError: a sharding that is unknown, or does not fit its slices.
-    """
+    """Rows of every pack of a replica."""
     packs, cp = plan.pack_plans[dp_rank], plan.layout.cp
     blocks = [
         [

@@ -137,13 +137,12 @@ class _Graph:
         return places
 
     def _node(self, name: tuple | None, end_s: float) -> int:
-        node = self._shared.get(name, len(self._end_s)) if name is not None else len(self._end_s)
-        if node == len(self._end_s):
+        new = len(self._end_s)
+        node = new if name is None else self._shared.setdefault(name, new)
+        if node == new:
             self._end_s.append(end_s)
             self._waiting.append([])
             self._num_needed.append(0)
-            if name is not None:
-                self._shared[name] = node
         self._end_s[node] = max(self._end_s[node], end_s)
         return node
 
