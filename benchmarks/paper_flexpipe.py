@@ -129,7 +129,8 @@ def flexible_seconds(
     flex = FlexPlanner(planner, lambda one: analytic_coefficients(planner.costs.model, cluster, one), options)
     state, total_s, switches, saving = flex.initial_state(), 0.0, 0, 0
     for step, batch in enumerate(steps):
-        found = flex.plan(step, batch, state=state, coming=steps[step + 1 :])
+        found = flex.propose(step, batch, state=state, coming=steps[step + 1 :])
+        found.proposal.require_feasible()
         state = found.state
         total_s += found.proposal.plan.predicted.step_time_s
         switches += found.decision.action == "switch"

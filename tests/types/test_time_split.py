@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from evenload.types.time_split import CAUSE_LABELS, TimeSplit, mean_time_split, time_split_from
+from evenload.types.time_split import CAUSE_LABELS, TimeSplit, mean_time_split
 
 
 def split(**seconds: float) -> TimeSplit:
@@ -24,6 +24,6 @@ def test_losses_are_sorted_and_leave_useful_work_out() -> None:
 def test_mean_over_steps_and_back_from_json() -> None:
     found = mean_time_split([split(useful_s=1.0), split(useful_s=2.0, padding_s=1.0)])
     assert (found.useful_s, found.padding_s, found.total_s()) == (1.5, 0.5, 2.0)
-    assert time_split_from(msgspec.json.decode(msgspec.json.encode(found))) == found
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(found)), TimeSplit) == found
     with pytest.raises(msgspec.ValidationError):
-        time_split_from({"useful_s": 1.0})
+        msgspec.convert({"useful_s": 1.0}, TimeSplit)

@@ -7,10 +7,12 @@ shown when any row has a value for it; keys without a column are carried by the 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from evenload.report.units import format_count, format_layout, format_percent, format_ratio, format_seconds
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import MISSING, format_bytes
-from evenload.types.time_split import time_split_from
+from evenload.types.time_split import TimeSplit
 
 TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
 """Keys of columns that hold words and stand on the left of their cell."""
@@ -29,7 +31,7 @@ class Column(NamedTuple):
 
 def format_losses(time_split: object) -> str:
     """The two largest losses of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
-    split = time_split_from(time_split)
+    split = msgspec.convert(time_split, TimeSplit)
     total_s = split.total_s()
     largest = split.losses()[:_SHOWN_LOSSES]
     shown = [

@@ -7,8 +7,6 @@ costs on top of it, then waiting, then the end of the step.
 
 from collections.abc import Sequence
 
-import msgspec
-
 from evenload.types.base import Frozen
 
 CAUSE_LABELS = {
@@ -95,12 +93,3 @@ def mean_time_split(splits: Sequence[TimeSplit]) -> TimeSplit:
     return TimeSplit(
         **{field: sum(getattr(split, field) for split in splits) / len(splits) for field in TimeSplit.__struct_fields__}
     )
-
-
-def time_split_from(values: object) -> TimeSplit:
-    """From `msgspec.to_builtins` of one, as the rows of `evenload plan --json` carry it.
-
-    Raises:
-        msgspec.ValidationError: other keys.
-    """
-    return msgspec.convert(values, TimeSplit)

@@ -32,7 +32,7 @@ from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.strategies.flexpipe import FLEXPIPE
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.plan import LeftOut, StepPlan, seal
+from evenload.types.plan import LeftOut, seal
 
 CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 ESTIMATE_TOLERANCE = 0.1
@@ -52,14 +52,6 @@ class FlexProposal:
     state: FlexState
     decision: Decision
     search: MappingSearch
-
-    def require_feasible(self) -> StepPlan:
-        """The plan.
-
-        Raises:
-            InfeasiblePlanError: no layout holds the batch.
-        """
-        return self.proposal.require_feasible()
 
 
 class FlexPlanner:
@@ -130,24 +122,6 @@ class FlexPlanner:
             return FlexProposal(_with_switch(best.proposal, best.switch_s), after, decision, found[0])
         proposal = keep.proposal if keep.holds else self._beyond_memory([keep, *others])
         return FlexProposal(proposal, state_after(decision, step, state, None), decision, found[0])
-
-    def plan(
-        self,
-        step: int,
-        documents: tuple[Document, ...],
-        left_out: tuple[LeftOut, ...] = (),
-        *,
-        state: FlexState | None = None,
-        coming: Sequence[tuple[Document, ...]] = (),
-    ) -> FlexProposal:
-        """As `propose`, of a step that fits memory.
-
-        Raises:
-            InfeasiblePlanError: no layout holds the batch; the message names the closest one, its stage and bytes.
-        """
-        found = self.propose(step, documents, left_out, state=state, coming=coming)
-        found.require_feasible()
-        return found
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
         """HBSA for one batch; `current` is the layout to switch from."""

@@ -181,6 +181,7 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
         wanted: searches of one problem, each with documents, and their trials.
     """
     jobs: list[tuple[ReplicaSearch, list[Trial]]] = []
+    count = 0
     for search, trials in wanted:
         by_setting: dict[Setting, list[Trial]] = {}
         for trial in dict.fromkeys(trials):
@@ -188,18 +189,14 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
                 continue
             if trial in search.known:
                 search.add(trial, search.known[trial])
-            else:
+                continue
+            count += 1
+            if trial.in_core:
                 by_setting.setdefault(trial.setting, []).append(trial)
-        new = [trial for same in by_setting.values() for trial in same]  # one cut, one price for all of a setting
-        if new:
-            jobs.append((search, new))
-    count = sum(len(trials) for _, trials in jobs)
-    for search, trials in jobs:
-        for trial in trials:
-            if not trial.in_core:
+            else:
                 search.add(trial, score_of(search.build(trial)))
-    jobs = [(search, [trial for trial in trials if trial.in_core]) for search, trials in jobs]
-    jobs = [(search, trials) for search, trials in jobs if trials]
+        if by_setting:  # one cut, one price for all of a setting
+            jobs.append((search, [trial for same in by_setting.values() for trial in same]))
     if jobs:
         _score_in_core(jobs)
     return count
