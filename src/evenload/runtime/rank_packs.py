@@ -6,7 +6,7 @@ Price: about 10 ns a token and direction for ids, targets and positions, which m
 step (`collate`); one pass over the replica's slices a step where some pack is shared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +22,7 @@ from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention
 from evenload.runtime.replay.context_ring import RingAttention
 from evenload.runtime.replay.stage import PackTokens
-from evenload.runtime.replay.store import num_rows
-from evenload.stepplan.rank_rows import DocumentRows, PackRows, ReplicaRows, replica_rows
+from evenload.stepplan.rank_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
@@ -70,24 +69,19 @@ class RankPacks:
         self._ready: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
             self._rows = replica_rows(plan, dp_rank)
-            missing = next(
-                (pack for pack in everything if (found := self._rows.of_pack(pack)) and found.block not in groups), None
-            )
-            if missing is not None:
-                block = self._rows.of_pack(missing).block  # type: ignore[union-attr]
+            for pack in everything:
+                if (shared := self._rows.of_pack(pack)) is None or shared.block in groups:
+                    continue
                 raise InvalidPlanError(
-                    f"step {plan.step}: {missing.direction} pack {missing.index} is shared by {block.size} replicas "
-                    f"from {block.first}; dp={plan.layout.dp} has groups of {sorted({b.size for b in groups})} replicas"
+                    f"step {plan.step}: {pack.direction} pack {pack.index} is shared by {shared.block.size} replicas "
+                    f"from {shared.block.first}; dp={plan.layout.dp} has groups of {sorted({b.size for b in groups})} "
+                    "replicas"
                 )
 
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """The token ranges this rank computes, padding included, in row order."""
         shared = self._shared(pack)
         return pack_ranges(pack) if shared is None else shared.ranges(self._rank_in(shared))
-
-    def num_rows(self, pack: MicroPack) -> int:
-        """Rows this rank computes, padding included; may be 0 of a shared pack."""
-        return num_rows(self.ranges(pack))
 
     def stored_tokens(self) -> dict[int, int]:
         """Rows of keys and values that this rank stores of every document."""
@@ -99,8 +93,11 @@ class RankPacks:
                     stored[doc_id] = max(stop, stored.get(doc_id, 0))
             else:
                 assert self._rows is not None
-                for doc_id, _, _ in shared.held(self._rank_in(shared)):
-                    stored[doc_id] = self._stored_of(self._rows.documents[doc_id], self._rank_in(shared))
+                rank = self._rank_in(shared)
+                for doc_id, _, _ in shared.held(rank):
+                    rows = self._rows.documents[doc_id]
+                    holds_all = rows.is_cut and self._exchange == "all_gather"
+                    stored[doc_id] = rows.num_tokens if holds_all else rows.rows_before(rank, rows.num_tokens)
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]]) -> "RankPacks":
@@ -119,7 +116,7 @@ class RankPacks:
         shared = self._shared(pack)
         if shared is None:
             batch = collate_pack(pack, documents)
-            return PackTokens(pack_ranges(pack), *self._on_device(batch.token_ids, batch.targets, batch.positions))
+            return PackTokens(pack_ranges(pack), *self._on_device((batch.token_ids, batch.targets, batch.positions)))
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         columns = collate_ranges(
@@ -129,15 +126,11 @@ class RankPacks:
             documents,
         )
         attention = self._attention(pack, shared) if shared.shared else None
-        return PackTokens(ranges, *self._on_device(*columns), shared=attention, closes=shared.held(rank))
+        return PackTokens(ranges, *self._on_device(columns), shared=attention, closes=shared.held(rank))
 
-    def _on_device(
-        self, ids: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids_, targets_, positions_ = (
-            to_device(torch.from_numpy(column), self._device) for column in (ids, targets, positions)
-        )
-        return ids_, targets_, positions_
+    def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids, targets, positions = (to_device(torch.from_numpy(column), self._device) for column in columns)
+        return ids, targets, positions
 
     def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:
         group = self._groups[shared.block]
@@ -151,11 +144,6 @@ class RankPacks:
 
     def _rank_in(self, shared: PackRows) -> int:
         return self._groups[shared.block].rank
-
-    def _stored_of(self, document: DocumentRows, rank: int) -> int:
-        if document.is_cut and self._exchange == "all_gather":
-            return document.num_tokens
-        return document.rows_before(rank, document.num_tokens)
 
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:

@@ -17,10 +17,7 @@ from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.plan.deferral.delay import DelayState
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
-from evenload.runtime.checkpoint.directory import (
-    checkpoint_to_resume,
-    checkpoints_of,
-)
+from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
 from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
@@ -66,11 +63,7 @@ class StepReport:
 
 
 class Trainer:
-    """State of one rank: its virtual stages, optimizer shard and loader.
-
-    Raises:
-        ConfigError, UnsupportedModelError: see their makers.
-    """
+    """State of one rank: its virtual stages, optimizer shard and loader."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config = config

@@ -109,7 +109,11 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
         ) from error
     _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors")
     optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
-    _restore_random({name: state.pieces[0].local for name, state in random_states.items()}, mesh)
+    for name, state in random_states.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(state.pieces[0].local, mesh.device)
+        else:
+            torch.set_rng_state(state.pieces[0].local)
     return position
 
 
@@ -132,11 +136,6 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
             shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
             tensors[f"optimizer.{name}.{kind}"] = TensorPieces(shape, pieces, False, elsewhere)
     return tensors
-
-
-def steps_tensor(steps_done: int, mesh: Mesh) -> dict[str, TensorPieces]:
-    """The number of steps beside the tensors that so many steps made; written by rank 0."""
-    return {STEPS_TENSOR: whole_tensor(torch.tensor([steps_done]))} if mesh.rank == 0 else {}
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
@@ -170,14 +169,6 @@ def first_failure(error: CheckpointException) -> str:
     """What went wrong on the first rank that failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
-
-
-def _restore_random(states: dict[str, Tensor], mesh: Mesh) -> None:
-    for name, state in states.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(state, mesh.device)
-        else:
-            torch.set_rng_state(state)
 
 
 def _read_position(path: Path) -> RunPosition:

@@ -81,7 +81,7 @@ class Saves:
 
     def _end(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
         try:
-            return (self._writer.finished() if only_if_done else self._writer.wait()), ""
+            return self._writer.wait(only_if_done=only_if_done), ""
         except CheckpointError as error:
             self._saved_steps = -1
             if self._settings.on_failed_checkpoint == "stop":

@@ -24,7 +24,6 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -33,11 +32,11 @@ from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint.checkpoint import (
     COST_FILE,
     LOADER_FILE,
+    STEPS_TENSOR,
     RunPosition,
     first_failure,
     random_tensors,
     run_tensors,
-    steps_tensor,
     tensors_to_write,
 )
 from evenload.runtime.checkpoint.directory import (
@@ -49,7 +48,7 @@ from evenload.runtime.checkpoint.directory import (
     remove_leftovers,
 )
 from evenload.runtime.checkpoint.metadata import METADATA_FILE
-from evenload.runtime.checkpoint.pieces import Piece, PieceSavePlanner, TensorPieces
+from evenload.runtime.checkpoint.pieces import Piece, PieceSavePlanner, TensorPieces, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.optim.parameter_units import FlatBuffer
@@ -106,23 +105,13 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def finished(self) -> SavedCheckpoint | None:
-        """The save that ended since the last call, without waiting; None = none ended.
+    def wait(self, *, only_if_done: bool = False) -> SavedCheckpoint | None:
+        """Wait for the save under way, or take one that ended since the last call; None = there is none.
 
         Raises:
             CheckpointError: it failed. The writer is ready for the next save.
         """
-        if self._thread is None or self._thread.is_alive():
-            return None
-        return self.wait()
-
-    def wait(self) -> SavedCheckpoint | None:
-        """Wait for the save under way; None = there is none.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        if self._thread is None:
+        if self._thread is None or (only_if_done and self._thread.is_alive()):
             return None
         self._thread.join()
         self._thread, outcome, self._outcome = None, self._outcome, None
@@ -133,14 +122,20 @@ class CheckpointWriter:
     def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
         """Copies of this rank's part, in buffers that stay."""
         mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
-        mine |= random_tensors(self._mesh) | steps_tensor(steps_done, self._mesh)
+        mine |= random_tensors(self._mesh)
+        if self._mesh.rank == 0:
+            mine[STEPS_TENSOR] = whole_tensor(torch.tensor([steps_done]))
+        is_pinned = self._mesh.device.type == "cuda"
         for name, part in mine.items():
             if name not in self._staged:
-                copies = (Piece(piece.offsets, _host_buffer(piece.local)) for piece in part.pieces)
+                copies = (
+                    Piece(piece.offsets, torch.empty_like(piece.local, device="cpu", pin_memory=is_pinned))
+                    for piece in part.pieces
+                )
                 self._staged[name] = TensorPieces(part.shape, tuple(copies))
             for piece, copy in zip(part.pieces, self._staged[name].pieces, strict=True):
                 copy.local.copy_(piece.local, non_blocking=True)
-        if self._mesh.device.type == "cuda":
+        if is_pinned:
             torch.cuda.current_stream(self._mesh.device).synchronize()
         return dict(self._staged)
 
@@ -161,8 +156,8 @@ class CheckpointWriter:
     def _write(self, position: RunPosition, tensors: dict[str, TensorPieces]) -> int:
         """Everything after staging; bytes of all ranks."""
         partial = partial_path(self._directory, position.progress.steps_done)
-        sizes = self._together(lambda: self._make_room(partial), partial, _local_bytes(self._staged), 0)
-        num_bytes = sum(sizes)
+        local_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        num_bytes = sum(self._together(lambda: self._make_room(partial), partial, local_bytes, 0))
         try:
             save(tensors, checkpoint_id=partial, planner=PieceSavePlanner(), process_group=self._mesh.saving)
         except CheckpointException as error:
@@ -262,14 +257,6 @@ def _refusal(directory: Path, rank: int) -> str:
     except OSError as error:
         return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
     return ""
-
-
-def _host_buffer(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-
-
-def _local_bytes(tensors: dict[str, TensorPieces]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors.values())
 
 
 def _sync(path: Path) -> None:

@@ -52,7 +52,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
     inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
     for index, layer in layers.items():
         prefix = f"model.layers.{index}"
-        found = _adapter_parameters(layer, prefix)
+        found = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
             _initialise(found, unit_seed(prefix, seed))
         else:
@@ -77,11 +77,6 @@ def _peft_config(lora: LoraConfig, targets: list[str], model_path: str | None = 
         lora_dropout=0.0,
         bias="none",
     )
-
-
-def _adapter_parameters(layer: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-    """An adapter's parameters of one layer by their name in the model."""
-    return {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
 
 
 def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:

@@ -138,7 +138,8 @@ def require_fitting(
                     f"{tuple(view.shape)}"
                 )
             known.add(part)
-    extra = [name for name in stored if name not in known and not _is_harmless(name)]
+    harmless = "|".join(_HARMLESS)
+    extra = [name for name in stored if name not in known and not re.fullmatch(harmless, name)]
     if extra:
         require_plain(stored[extra[0]], extra[0], directory)
         raise ConfigError(
@@ -156,10 +157,6 @@ def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
             f"{', '.join(_FLOATS)} are read. Dequantise them once (transformers: from_pretrained, dequantize(), "
             "save_pretrained) and give that directory"
         )
-
-
-def _is_harmless(name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in _HARMLESS)
 
 
 def stored_parts(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention
-from evenload.cost.memory import HEAD_ROWS
-from evenload.runtime.comm.row_shard import RowShard, row_owners
+from evenload.runtime.comm.row_shard import RowShard
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.context_attention import (
@@ -30,8 +29,8 @@ from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
 from evenload.runtime.replay.router_balance import RouterBalance
 from evenload.runtime.replay.state import ReplayState, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
-from evenload.runtime.replay.tensor_head import add_embedding_gradient, divided_head, embed
-from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
+from evenload.runtime.replay.tensor_head import add_embedding_gradient, divided_cross_entropy, embed, head_blocks
+from evenload.runtime.replay.tensor_parallel import gather_rows, make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.token_range import Range
 
@@ -226,31 +225,29 @@ class PipelineStage:
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
         """Loss and gradient of the final hidden states [T, hidden] of `ranges`, in row blocks. Last stage only."""
-        if self._tensor is not None:
-            owners = row_owners(ranges, self._tensor.shard.size)
-            grad, loss = divided_head(self.model, hidden, targets, num_label_tokens, self._tensor, owners)
-            # All ranks of the group know the loss, and one reports it.
-            return grad, loss if self._tensor.shard.rank == 0 else torch.zeros_like(loss)
-        norm, head = self.model.norm, self.model.head
+        norm, head, group = self.model.norm, self.model.head, self._tensor
         assert norm is not None
         assert head is not None
-        grads, total = [], torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for start in range(0, hidden.shape[0], HEAD_ROWS):
-            rows = hidden[start : start + HEAD_ROWS].detach().requires_grad_()
+        grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
+        # A batch without any label has a zero loss and zero gradients, not 0/0.
+        scale = 1 / max(1, num_label_tokens)
+        for own, exchange, block_targets in head_blocks(targets, ranges, group):
+            rows = hidden[own].detach().requires_grad_()
             with torch.enable_grad():
-                normed = norm(rows)
+                normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
                 with torch.no_grad():
                     logits = nn.functional.linear(normed, head.weight, head.bias)
                 logits = self.model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-            # A batch without any label has a zero loss and zero gradients, not 0/0.
-            loss, grad = cross_entropy_and_gradient(
-                logits, targets[start : start + HEAD_ROWS], 1 / max(1, num_label_tokens)
-            )
+            if group is None:
+                loss, grad = cross_entropy_and_gradient(logits, block_targets, scale)
+            else:
+                loss, grad = divided_cross_entropy(logits, head.weight, block_targets, scale, group)
             logits.backward(grad)
             assert rows.grad is not None
             grads.append(rows.grad)
             total += loss
-        return torch.cat(grads), total
+        # All ranks of a group know the loss, and one reports it.
+        return torch.cat(grads), total if group is None or group.shard.rank == 0 else torch.zeros_like(total)
 
     def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
         return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)

@@ -42,13 +42,11 @@ def num_rows(ranges: Iterable[Range]) -> int:
 
 @dataclass(eq=False)
 class _DocumentBuffers:
-    """Keys and values of a document and, while a cut backward is under way, their gradients."""
+    """Keys and values of a document by layer and, while a cut backward is under way, their gradients."""
 
     num_tokens: int
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-    key_grads: dict[int, Tensor] = field(default_factory=dict)
-    value_grads: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
 
 
@@ -198,7 +196,7 @@ class ActivationStore:
         sizes = [stop for _, _, stop in ranges]
         for (doc_id, _, _), own_k, own_v in zip(ranges, keys.split(sizes), values.split(sizes), strict=True):
             buffers = self._buffers_of(doc_id)
-            buffers.keys[layer], buffers.values[layer] = own_k, own_v
+            buffers.kept[layer] = own_k, own_v
             buffers.num_bytes["keys_and_values"] += own_k.nbytes + own_v.nbytes
         self.held.count("keys_and_values", keys.nbytes + values.nbytes)
 
@@ -210,19 +208,16 @@ class ActivationStore:
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
         buffers = self._buffers_of(doc_id)
-        if layer not in buffers.keys:
-            buffers.keys[layer], buffers.values[layer] = (
-                like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values)
-            )
-            num_bytes = buffers.keys[layer].nbytes + buffers.values[layer].nbytes
-            self._count_document(buffers, "keys_and_values", num_bytes)
-        stop = start + keys.shape[0]
-        buffers.keys[layer][start:stop], buffers.values[layer][start:stop] = keys, values
+        if layer not in buffers.kept:
+            all_k, all_v = (like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values))
+            buffers.kept[layer] = all_k, all_v
+            self._count_document(buffers, "keys_and_values", all_k.nbytes + all_v.nbytes)
+        for kept, rows in zip(buffers.kept[layer], (keys, values), strict=True):
+            kept[start : start + rows.shape[0]] = rows
 
     def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
-        buffers = self._buffers[doc_id]
-        keys, values = buffers.keys[layer], buffers.values[layer]
+        keys, values = self._buffers[doc_id].kept[layer]
         if first == 0 and stop == keys.shape[0]:
             return keys, values
         return keys[first:stop], values[first:stop]
@@ -298,14 +293,14 @@ class ActivationStore:
         whose backward is one range needs no accumulator.
         """
         buffers = self._buffers[doc_id]
-        if start == 0 and stop == buffers.num_tokens and layer not in buffers.key_grads:
+        if start == 0 and stop == buffers.num_tokens and layer not in buffers.grads:
             return grad_k, grad_v
-        if layer not in buffers.key_grads:
+        if layer not in buffers.grads:
             shape = (buffers.num_tokens, *grad_k.shape[1:])
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            buffers.key_grads[layer], buffers.value_grads[layer] = (grad_k.new_zeros(shape) for _ in range(2))
-            self._count_document(buffers, "key_value_gradients", 2 * buffers.key_grads[layer].nbytes)
-        all_k, all_v = buffers.key_grads[layer], buffers.value_grads[layer]
+            buffers.grads[layer] = grad_k.new_zeros(shape), grad_k.new_zeros(shape)
+            self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
+        all_k, all_v = buffers.grads[layer]
         all_k[first:stop] += grad_k
         all_v[first:stop] += grad_v
         return all_k[start:stop], all_v[start:stop]

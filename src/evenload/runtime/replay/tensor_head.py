@@ -9,19 +9,21 @@ all words are never on one rank. As without tensor parallelism the head runs in 
 Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evenload.attention.range_attention import work_dtype
 from evenload.cost.memory import HEAD_ROWS
+from evenload.runtime.comm.row_shard import row_owners
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.replay.known_output import known_output
-from evenload.runtime.replay.linear import linear_with_known_output
-from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen
+from evenload.types.token_range import Range
 
 
 def embed(model: StageModel, token_ids: Tensor, rows: RowExchange | None) -> Tensor:
@@ -54,46 +56,26 @@ def add_embedding_gradient(model: StageModel, token_ids: Tensor, grad: Tensor, r
     total.index_add_(0, local, grad.to(total.dtype).masked_fill(is_left_out[:, None], 0))
 
 
-def divided_head(
-    model: StageModel, hidden: Tensor, targets: Tensor, num_label_tokens: int, group: TensorGroup, owners: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the final hidden states [n, hidden] of own rows. Collective.
-
-    Args:
-        targets: int64[T] of all rows of the pack.
-        owners: int64[T], the rank that has each row.
-
-    Returns:
-        Gradient [n, hidden], and the pack's share of the global mean loss (fp64 scalar), the same on every rank.
-    """
-    norm, head = model.norm, model.head
-    assert norm is not None
-    assert head is not None
-    block = -(-HEAD_ROWS // group.shard.size)
-    # Rows of each rank in pack order; block k has rows [k·block, (k + 1)·block) of every rank.
-    rows_of_rank = [np.flatnonzero(owners == rank) for rank in range(group.shard.size)]
-    grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
-    for first in range(0, max(map(len, rows_of_rank)), block):
-        in_block = [rows[first : first + block] for rows in rows_of_rank]
-        block_owners = np.repeat(np.arange(group.shard.size), [len(rows) for rows in in_block])
-        exchange = RowExchange(group, block_owners, hidden.device, "normed rows of the head")
-        block_targets = targets[torch.from_numpy(np.concatenate(in_block)).to(targets.device)]
-        own = hidden[first : first + block].detach().requires_grad_()
-        with torch.enable_grad():
-            normed = gather_rows(norm(own), exchange)
-            with torch.no_grad():
-                logits = nn.functional.linear(normed, head.weight, head.bias)
-            logits = model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-            exact = logits if logits.dtype == torch.float64 else logits.float()
-            words = _local_words(head.weight, block_targets)
-            # A batch without any label has a zero loss and zero gradients, not 0/0.
-            scale = 1.0 / max(1, num_label_tokens)
-            loss = _divided_cross_entropy(exact, words, block_targets >= 0, scale, group)
-        loss.backward()
-        assert own.grad is not None
-        grads.append(own.grad)
-        total += loss.detach().double()
-    return torch.cat(grads), total
+def head_blocks(
+    targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
+) -> Iterator[tuple[slice, RowExchange | None, Tensor]]:
+    """The rows of a pack as the head takes them: own rows, how they and those of other ranks come together, and the
+    targets of all of them."""
+    if group is None:
+        for start in range(0, len(targets), HEAD_ROWS):
+            block = slice(start, start + HEAD_ROWS)
+            yield block, None, targets[block]
+        return
+    size, owners = group.shard.size, row_owners(ranges, group.shard.size)
+    num_own = -(-HEAD_ROWS // size)
+    # Rows of each rank in pack order; block k has rows [k·num_own, (k + 1)·num_own) of every rank.
+    rows_of_rank = [np.flatnonzero(owners == rank) for rank in range(size)]
+    for first in range(0, max(map(len, rows_of_rank)), num_own):
+        in_block = [rows[first : first + num_own] for rows in rows_of_rank]
+        block_owners = np.repeat(np.arange(size), [len(rows) for rows in in_block])
+        exchange = RowExchange(group, block_owners, targets.device, "normed rows of the head")
+        chosen = torch.from_numpy(np.concatenate(in_block)).to(targets.device)
+        yield slice(first, first + num_own), exchange, targets[chosen]
 
 
 def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,26 +86,22 @@ def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_local, words - split.start, 0), is_local
 
 
-def _divided_cross_entropy(
-    logits: Tensor, words: tuple[Tensor, Tensor], has_label: Tensor, scale: float, group: TensorGroup
-) -> Tensor:
-    """Sum of cross entropies of rows, scaled; logits [R, words of this rank]. Collective.
+@torch.no_grad()
+def divided_cross_entropy(
+    logits: Tensor, weight: Tensor, targets: Tensor, scale: float, group: TensorGroup
+) -> tuple[Tensor, Tensor]:
+    """As `cross_entropy_and_gradient`, of the logits [R, words of this rank] of a head whose weight is a part.
 
-    Args:
-        words: of the targets, as `_local_words` gives them.
+    Collective; the loss is the same on every rank.
     """
-    local, is_local = words
-    rows = logits.detach()
+    local, is_local = _local_words(weight, targets)
+    has_label, rows = targets >= 0, logits.detach().to(work_dtype(logits))
     largest = group.all_reduce(rows.amax(1), "the largest logits", dist.ReduceOp.MAX)
     exponentials = (rows - largest[:, None]).exp_()
     at_target = torch.where(is_local, rows.gather(1, local[:, None])[:, 0], 0)
     sums = group.all_reduce(torch.stack([exponentials.sum(1), at_target]), "the sums of exponentials")
     losses = sums[0].log() + largest - sums[1]
-    probabilities = exponentials.div_(sums[0][:, None])
-
-    def backward(grad: Tensor) -> Tensor:
-        # In place: backward runs once.
-        probabilities.scatter_add_(1, local[:, None], -is_local[:, None].to(probabilities.dtype))
-        return probabilities.mul_((has_label * (scale * grad))[:, None])
-
-    return known_output(torch.where(has_label, losses, 0).sum() * scale, backward, logits)
+    loss = (torch.where(has_label, losses, 0).sum() * scale).double()
+    gradient = exponentials.div_(sums[0][:, None])
+    gradient.scatter_add_(1, local[:, None], -is_local[:, None].to(rows.dtype))
+    return loss, gradient.mul_((has_label.to(rows.dtype) * scale)[:, None]).to(logits.dtype)
