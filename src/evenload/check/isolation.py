@@ -30,11 +30,7 @@ def check_isolation(
     vocab_size: int,
     mesh: Mesh,
 ) -> Verdict:
-    """Run the probe on every replica at once. Collective.
-
-    Args:
-        plans: of the same documents; the first that puts several into a pack is probed.
-    """
+    """Run the probe on every replica at once, on the first plan that puts several documents into a pack. Collective."""
     plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
     if plan is None:
         found = f"{len(tokens)} documents under {len(plans)} plans"

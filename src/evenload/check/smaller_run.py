@@ -21,11 +21,7 @@ _REPLICAS = 2
 
 
 def checked_scope(config: TrainConfig, directory: Path) -> Scope:
-    """The smaller run.
-
-    Args:
-        directory: for a shortened model and the run's checkpoint; visible to all ranks.
-    """
+    """The smaller run; `directory`, for a shortened model and its checkpoint, is visible to all ranks."""
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel

@@ -73,8 +73,6 @@ class RankRun:
     """Result of one rank's part of a step.
 
     Args:
-        loss_sum: see `loss`; fp64 scalar on the device.
-        read_trace: see `trace`.
         peak_bytes: the most the activation stores held.
         peak_by_kind: the most they held of each kind, at different times.
         peak_host_bytes: the most that was offloaded to host memory.

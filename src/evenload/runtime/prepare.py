@@ -19,11 +19,7 @@ from evenload.types.plan import StepPlan
 def prepare_step(
     plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
 ) -> RankStep:
-    """This rank's part of a step, ready to run once.
-
-    Args:
-        tokens: of every document of this rank's replica.
-        exchange: how keys and values of documents that several ranks share travel.
+    """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
 
     Raises:
         InvalidPlanError: a plan of another layout, or one that this model cannot run.

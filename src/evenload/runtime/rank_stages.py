@@ -42,10 +42,7 @@ class RankStages(Generic[Stage]):
 def build_rank_stages(
     config: TrainConfig, mesh: Mesh, stage_class: type[Stage] = PipelineStage, backend: RangeAttention | None = None
 ) -> RankStages[Stage]:
-    """Make this rank's stages with their weights.
-
-    Args:
-        backend: of attention; default: the configured one.
+    """Make this rank's stages with their weights, and the configured attention or another.
 
     Raises:
         ConfigError, UnsupportedModelError: the model, its weights or its options cannot be trained like this.

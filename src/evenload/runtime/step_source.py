@@ -30,9 +30,7 @@ class StepSource:
     """The steps of a run, in order.
 
     Args:
-        exchange: how keys and values of shared documents travel.
         num_steps: most steps to make; None = until the data ends.
-        strategy: planner's name.
         planner_state: after the step before the first.
 
     Raises:

@@ -157,11 +157,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Part of `LoadPlanner`.
-
-        Raises:
-            ValueError: a tensor is not there, or has another shape.
-        """
+        """`ValueError` where a tensor is not there, or has another shape."""
         assert self.metadata is not None
         items = []
         for name, tensor in self.state_dict.items():

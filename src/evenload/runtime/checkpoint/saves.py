@@ -16,11 +16,7 @@ from evenload.runtime.config.train_config import RunConfig
 
 
 class Saves:
-    """Saves of one run, on one rank.
-
-    Args:
-        position: after the last step; asked when a save starts.
-    """
+    """Saves of one run, on one rank; `position` is asked when a save starts."""
 
     def __init__(self, settings: RunConfig, writer: CheckpointWriter, position: Callable[[], RunPosition]) -> None:
         self._settings, self._writer, self._position = settings, writer, position
@@ -57,11 +53,7 @@ class Saves:
         return outcome if self._settings.background_checkpoints else self._end()
 
     def save(self, steps_done: int) -> Path:
-        """Have a complete checkpoint of the steps done. Collective.
-
-        Raises:
-            CheckpointError: it could not be written, whatever `train.on_failed_checkpoint` says.
-        """
+        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case. Collective."""
         self._end()
         if self._saved_steps != steps_done:
             self._start(time.perf_counter())

@@ -91,11 +91,8 @@ class CheckpointWriter:
         self._outcome: SavedCheckpoint | BaseException | None = None
 
     def start(self, position: RunPosition, from_s: float) -> None:
-        """Copy what is to be saved and write it in the background. None may be under way: `wait` first.
-
-        Args:
-            from_s: `time.perf_counter()` when training stopped for this save.
-        """
+        """Copy what is to be saved and write it in the background. None may be under way: `wait` first. Training
+        stopped for it at `from_s` of `time.perf_counter()`."""
         assert self._thread is None, "one save at a time"
         tensors = self._stage(position.progress.steps_done)
         stall_s = time.perf_counter() - from_s
@@ -211,11 +208,7 @@ class CheckpointWriter:
         return sizes
 
     def _give_up(self, cause: str, partial: Path | None, num_bytes: int) -> None:
-        """Every rank: rank 0's account of the failure, after it has removed what was written.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """On every rank raise rank 0's account of the failure, after it has removed what was written."""
         told = [""]
         refused: list[str] = [""] * self._mesh.layout.world_size
         if partial is not None:

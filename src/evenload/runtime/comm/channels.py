@@ -4,10 +4,8 @@ Shapes come from the plan; nothing is negotiated. Every pair of neighbouring sta
 forward and gradients backward, each with its packs in index order on both sides. Stages on the same rank hand tensors
 over without a transfer. Sends are asynchronous; a sent tensor is kept until it is safe to wait for its receipt.
 
-How channels share the way between two ranks is `mesh.channels`. "directed": every channel has a process group of its
-own, so none waits for another, and receives are posted a little ahead (`receives.py`). "fifo": all channels of two
-ranks share one group and one queue, in one order that both know. When to post and what to free comes with the prepared
-step (`types.transfers.TransferOrder`); the executor calls both alike.
+How channels share the way between two ranks is `mesh.channels`, when receives are posted is in `receives.py`, and what
+to free comes with the prepared step (`types.transfers.TransferOrder`).
 """
 
 from torch import Tensor

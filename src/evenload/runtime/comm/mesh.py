@@ -64,11 +64,6 @@ class Mesh:
     watch: RankWatch
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Virtual stages of this rank, ascending."""
-        return tuple(stage for stage, rank in enumerate(self.layout.stage_to_rank) if rank == self.pp_rank)
-
-    @property
     def is_last_stage(self) -> bool:
         """This rank holds the head."""
         return self.pp_rank == self.layout.stage_to_rank[-1]
@@ -106,7 +101,6 @@ def create_mesh(
         saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
             None = `timeout_s`.
         signs: a store of all ranks in which they show that they live; used by nothing else.
-        channels: see `Mesh`.
 
     Raises:
         ConfigError: the number of processes does not fit.

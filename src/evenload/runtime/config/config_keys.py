@@ -1,9 +1,11 @@
-"""`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read.
+"""`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
+`apply_override`: what a command line sets in it.
 
 msgspec would refuse both, too, but names neither the nearest key nor the choices. People come from other trainers,
 where the same setting has another name that no spelling distance finds ("lr"), so those names are a table here.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -105,7 +107,8 @@ def require_known(
             raise ConfigError(f"unknown configuration key '{prefix}{key}'; {_meant(key, prefix, hints, every)}")
         choices = _choices(hints[key])
         if choices and isinstance(value, str) and value not in choices:
-            hint = _value_meant(value, choices)
+            other = _OTHER_VALUES.get(value.lower())
+            hint = f"did you mean '{other}'? " if other in choices else did_you_mean(value, choices)
             raise ConfigError(f"{prefix}{key} is '{value}'; {hint}choices: {', '.join(choices)}")
         table = _table_of(hints[key])
         if table is None:
@@ -144,6 +147,30 @@ def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> T
         raise ConfigError(f"configuration key '{key}': {what}" if key else f"configuration: {what}") from error
 
 
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value in place; the text is read as TOML, and as a string where it is no TOML.
+
+    Raises:
+        ConfigError: not of that form, or a section that is a value.
+    """
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections or not key:
+        meant = OTHER_NAMES.get(name.strip())
+        example = f"{meant}={text}" if equals and meant else "train.steps=20"
+        raise ConfigError(f"override '{override}' is not of the form section.key=value, such as {example}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # so that quotes need no shell escaping
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override '{override}': '{section}' is a value, not a section")
+    node[key] = value
+
+
 def setting_paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     """Every setting of a struct and of the tables inside it, with its section: "optimizer.learning_rate"."""
     for key, hint in settings_of(kind).items():
@@ -162,11 +189,6 @@ def _meant(key: str, prefix: str, known: Mapping[str, Any], every: Sequence[str]
     if meant is None and near is not None:
         meant = f"{prefix}{near}"
     return f"did you mean '{meant}'?" if meant else f"known: {', '.join(sorted(known))}"
-
-
-def _value_meant(value: str, choices: tuple[str, ...]) -> str:
-    other = _OTHER_VALUES.get(value.lower())
-    return f"did you mean '{other}'? " if other in choices else did_you_mean(value, choices)
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ import msgspec
 
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import option_tables
-from evenload.runtime.config.config_keys import converted, require_known
-from evenload.runtime.config.overrides import apply_override
+from evenload.runtime.config.config_keys import apply_override, converted, require_known
 
 PREFIX = "plan.options."
 
@@ -36,11 +35,7 @@ def set_options(settings: Iterable[str]) -> list[str]:
 
 
 def options_of_settings(settings: Iterable[str]) -> PlanOptions:
-    """Options of `--set` alone.
-
-    Raises:
-        ConfigError: as `plan_options`; or no `key=value`.
-    """
+    """Options of `--set` alone; errors as of `plan_options`."""
     tree: dict[str, Any] = {"plan": {"options": {}}}
     for override in set_options(settings):
         apply_override(tree, override)

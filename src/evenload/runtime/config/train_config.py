@@ -12,10 +12,9 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import converted, require_known
+from evenload.runtime.config.config_keys import apply_override, converted, require_known
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.overrides import apply_override
 from evenload.runtime.config.plan_options import plan_options
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen

@@ -53,17 +53,12 @@ class StageModel:
     def unit_parameters(self) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
         """Unit name and its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
         if self.is_first:
-            assert self.embedding is not None
-            yield "embedding", _trained([("model.embed_tokens.weight", _parameter(self.embedding))])
+            yield "embedding", _trained("model.embed_tokens", self.embedding)
         for index, layer in self.layers.items():
-            yield f"layer.{index}", _trained([(f"model.layers.{index}.{n}", p) for n, p in layer.named_parameters()])
+            yield f"layer.{index}", _trained(f"model.layers.{index}", layer)
         if self.is_last:
-            assert self.norm is not None
-            assert self.head is not None
-            named = [(f"model.norm.{n}", p) for n, p in self.norm.named_parameters()]
-            if not self.ties_within_stage:
-                named.append(("lm_head.weight", _parameter(self.head)))
-            yield "head", _trained(named)
+            head = [] if self.ties_within_stage else _trained("lm_head", self.head)
+            yield "head", _trained("model.norm", self.norm) + head
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
@@ -84,7 +79,7 @@ class StageModel:
     def embedding_factor(self) -> Tensor | None:
         """What the embedding's rows are multiplied with (Gemma); None = nothing."""
         factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
-        return None if factor is None else factor.to(_parameter(self.embedding).dtype)  # type: ignore[arg-type]
+        return None if factor is None or self.embedding is None else factor.to(self.embedding.weight.dtype)
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
         """Those that are not trained; one may come twice (a tied embedding)."""
@@ -98,13 +93,9 @@ class StageModel:
         return self.is_first and self.is_last and bool(self.config.tie_word_embeddings)
 
 
-def _parameter(module: nn.Embedding | nn.Linear) -> nn.Parameter:
-    assert isinstance(module.weight, nn.Parameter)
-    return module.weight
-
-
-def _trained(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+def _trained(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    assert module is not None
+    return [(name, p) for name, p in module.named_parameters(prefix=prefix) if p.requires_grad]
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -136,11 +127,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
-    """Refuse a configuration that makes no model, and weights that are not exactly the model's; reads headers only.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as `empty_model`, `stored_weights` and `require_fitting`.
-    """
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's; reads headers only."""
     whole = empty_model(config)
     if weights is not None:
         _fitting_weights(config, whole, Path(weights))

@@ -36,12 +36,7 @@ def unit_seed(prefix: str, seed: int) -> int:
 def load_weights(
     prefix: str, unit: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], experts: ExpertNames | None
 ) -> None:
-    """Copy tensors from a Hugging Face safetensors directory into a unit.
-
-    Args:
-        stored: what the directory holds, after `require_fitting`.
-        experts: names of experts in files.
-    """
+    """Copy the tensors that a Hugging Face directory has, after `require_fitting`, into a unit."""
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in unit.named_parameters(prefix=prefix):
         for part, view in stored_parts(stored, name, parameter.detach(), experts):

@@ -141,12 +141,8 @@ class _Exchange:
     padded: int
     places: tuple[Tensor, ...]
 
-    @property
-    def num_rows(self) -> int:
-        return self.rows.stop - self.rows.start
-
     def pad(self, rows: Tensor) -> Tensor:
-        """Rows as they are sent: [num_rows, ...] -> [padded, ...]."""
+        """Own rows as they are sent: [n, ...] -> [padded, ...]."""
         if rows.shape[0] == self.padded:
             return rows
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
@@ -192,7 +188,8 @@ class GatherAttention(PackAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         store, layer = call.store, call.layer
         under_way = self._gather_again(call)
-        like = lse.new_empty((0, *self._key_shape(call)))
+        no_keys, _ = store.keys_and_values(self._slices[0].document.doc_id, layer, 0, 0)
+        like = lse.new_empty(no_keys.shape)
         dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
         # Local work goes under both transfers, by what they move.
         gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
@@ -231,7 +228,7 @@ class GatherAttention(PackAttention):
             sums, f"the gradients of keys and values of {self._label} (layer {layer})"
         )
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        own = scattered.wait()[: self._all.num_rows]
+        own = scattered.wait()[: self._all.rows.stop]
         dk[self._all.rows], dv[self._all.rows] = own[:, 0], own[:, 1]
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
@@ -274,10 +271,6 @@ class GatherAttention(PackAttention):
         own = self._ranges[index]
         mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
         call.store.record_keys(piece.document.doc_id, call.layer, 0, k[mine], v[mine])
-
-    def _key_shape(self, call: AttentionCall) -> torch.Size:
-        keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
-        return keys.shape[1:]
 
 
 def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:

@@ -55,11 +55,7 @@ class RouterBalance:
             _add(self._of_pack, (layer, doc_id), count_values(chosen[rows].flatten(), self.num_experts))
 
     def end_pack(self, shared: PackAttention | None, device: torch.device) -> None:
-        """After a forward pack's last layer. Collective over the ranks that share it.
-
-        Args:
-            shared: the part of the pack that other ranks have rows of; None = this rank has them all.
-        """
+        """After a forward pack's last layer. Collective over the ranks that share it, if any do."""
         documents = tuple(dict.fromkeys(shared.documents)) if shared is not None else ()
         if shared is not None and documents:
             nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)

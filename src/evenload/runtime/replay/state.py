@@ -106,11 +106,7 @@ class ReplayState:
             self.kept_ranges = tuple(r for r in self.ranges if self.store.policy(r[0]) != "recompute")
 
     def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        """The product [T, out] of `input` [T, in] at a site of the running backward pack.
-
-        Args:
-            make: input rows -> product rows.
-        """
+        """The product [T, out] of `input` [T, in] at a site of the backward pack; `make` gives it of any rows."""
         assert self.store is not None
         if self.remade is None:
             return self.store.read(site, self.ranges)

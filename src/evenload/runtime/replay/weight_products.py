@@ -12,7 +12,6 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split auto
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +22,8 @@ AddRows = Callable[[Tensor, Tensor], None]
 """Adds a weight gradient from (input rows, rows of the output's gradient)."""
 
 
-class _Product(NamedTuple):
-    add: AddRows
-    input_rows: Tensor
-    grad_rows: Tensor
-
-
 def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
-    """Add to `main_grad` of weight [out, in] and bias [out].
-
-    Args:
-        input_rows: [T, in]; grad_rows: [T, out], the gradient of the linear layer's output.
-    """
+    """Add to `main_grad` of weight [out, in] and bias [out], from input [T, in] and the output's gradient [T, out]."""
     total: Tensor = weight.main_grad  # type: ignore[attr-defined]
     if total.dtype == grad_rows.dtype:
         total.addmm_(grad_rows.t(), input_rows)
@@ -54,14 +43,14 @@ class WeightProducts:
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
-        self._products: list[_Product] = []
+        self._products: list[tuple[AddRows, Tensor, Tensor]] = []
         self._num_bytes = 0
         self._kept: dict[tuple, Tensor] = {}
 
     def defer(self, add: AddRows, input_rows: Tensor, grad_rows: Tensor) -> None:
         """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards, and `add` holds no
         activations itself: they would not be counted."""
-        self._products.append(_Product(add, self._keep(input_rows), self._keep(grad_rows)))
+        self._products.append((add, self._keep(input_rows), self._keep(grad_rows)))
 
     @torch.no_grad()
     def add_all(self) -> None:
