@@ -42,6 +42,7 @@ OTHER = {
     "benchmarks/results/exact_gaps.csv": "Heuristics beside exact solutions.",
     "tests": "Settings of all tests.",
     "tests/attention": "Slices equal whole-document attention.",
+    "tests/bench": "What a comparison of strategies says of its measurements.",
     "tests/check": "`evenload check` passes what is right and fails what is broken on purpose.",
     "tests/cli": "Commands as a user runs them: real processes, kills, mistakes.",
     "tests/cost": "Costs and bytes by hand.",

@@ -12,6 +12,7 @@ SOURCE = ROOT / "src" / "evenload"
 TARGET = ROOT / "docs" / "pictures" / "house.svg"
 PURPOSE = {
     "cli": "commands",
+    "bench": "strategies measured side by side, beside their predictions",
     "check": "is training under these plans equal to plain training?",
     "integrations": "PackedLoader, transformers' Trainer",
     "calibrate": "costs measured on this machine",
@@ -30,7 +31,7 @@ PURPOSE = {
     "report": "tables, pages, traces: sees types only",
 }
 WIDTH, FLOOR, ROOM, LEFT, REPORT, TOP = 1160, 46, 22, 370, 170, 34
-NEEDS_TORCH = {"check", "integrations", "calibrate", "runtime", "attention"}
+NEEDS_TORCH = {"bench", "check", "integrations", "calibrate", "runtime", "attention"}
 
 
 def floors() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("bench")(bench_command)
 app.command("check")(check_command)
 app.command("lengths")(lengths_command)
 app.command("plan")(plan_command)

@@ -78,10 +78,10 @@ class Trainer:
             vocab_size=self.model.vocab_size,
         )
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
+        self._executor = Executor(self.stages, mesh)
         self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
-        self._loader = GlobalBatchLoader(
-            config.data, tokenizer, peers=TorchPeers(mesh.planning), vocab_size=self.model.vocab_size
-        )
+        self._tokenizer = tokenizer
+        self._loader = self.new_loader()
         self.steps_done = 0
         self._loader_state = self._loader.state()
         self._planner_state = DelayState()
@@ -97,6 +97,11 @@ class Trainer:
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.stop_signal = 0
         """The signal because of which all ranks agreed to end after the last step; 0 = none."""
+
+    def new_loader(self) -> GlobalBatchLoader:
+        """A loader of the run's data that stands at its beginning. All ranks read together."""
+        peers = TorchPeers(self.mesh.planning)
+        return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint of the output directory, if there is one. Collective.
@@ -143,7 +148,6 @@ class Trainer:
         """
         self.coefficients = coefficients
         planner = run_planner(self.config, self.model, self.mesh.layout, coefficients, memory_cap_bytes)
-        self._executor = Executor(self.stages, self.mesh)
         last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
         source = StepSource(
             self._loader,
@@ -163,7 +167,14 @@ class Trainer:
             if prepared is None:
                 return
             data_wait_s = time.perf_counter() - wait_from_s
-            report = self._step(prepared, coefficients, data_wait_s, asked_to_stop())
+            step = prepared.planned.plan.step
+            report = self.run_step(
+                prepared,
+                coefficients,
+                learning_rate=self.config.optimizer.rate(step, self.config.train.steps or step + 1),
+                data_wait_s=data_wait_s,
+                stop_signal=asked_to_stop(),
+            )
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
@@ -207,12 +218,27 @@ class Trainer:
             copy_tokenizer(output / "model", self.config.data, model.path)
         return output / "model"
 
-    def _step(
-        self, prepared: PreparedStep, coefficients: CostCoefficients, data_wait_s: float, stop_signal: int
+    def run_step(
+        self,
+        prepared: PreparedStep,
+        coefficients: CostCoefficients,
+        *,
+        learning_rate: float,
+        data_wait_s: float = 0.0,
+        stop_signal: int = 0,
     ) -> StepReport | None:
+        """Train one step; a report on rank 0, None elsewhere. Collective.
+
+        Args:
+            learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
+            data_wait_s: that this rank waited for the step.
+            stop_signal: of this rank; all ranks learn of it.
+
+        Raises:
+            NonFiniteStepError, RankLostError: as `train`.
+        """
         planned, mesh = prepared.planned, self.mesh
         plan = planned.plan
-        learning_rate = self.config.optimizer.rate(plan.step, self.config.train.steps or plan.step + 1)
         watch, replicas = mesh.watch, f"the ranks that hold stage {mesh.pp_rank}"
         watch.step = plan.step
         with watch.waiting("the barrier at the start"):

@@ -1,0 +1,182 @@
+"""The same global batches under several strategies, interleaved step by step in one set of processes.
+
+    read and plan all batches under all strategies ─► one round that warms up ─► rounds that count
+
+A round runs every batch under every strategy, batch by batch, and every round begins with another strategy. So a
+neighbour that takes the machine for a minute takes it from all of them, and the medians of repeats are of one machine,
+one process set, one allocator. Every step does all that training does, the update included, with learning rate 0: the
+weights stay what they are, so the losses of all strategies must be equal, which the result says.
+
+Documents are not deferred, so that every strategy trains the same batch in every step (`wlb` is measured without its
+delay). Price: strategies · batches · (rounds + 1) steps, and the data is read once for each strategy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.bench.runs import BatchRun, LeftOutStrategy, StrategyRuns, pack_errors, task_seconds
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.flops import training_flops
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.runtime.config.run_planner import run_planner
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.trainer import StepReport, Trainer
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import MEMORY_KINDS
+
+STEP_KINDS = ("weights", "gradients", "optimizer_state")
+"""Of `MEMORY_KINDS`: what stays for the step."""
+Interleaved = tuple[tuple[StrategyRuns, ...], tuple[LeftOutStrategy, ...]]
+
+
+@dataclass
+class _Measured:
+    """Of one batch under one strategy, round after round."""
+
+    step_s: list[float] = field(default_factory=list)
+    tasks_s: list[NDArray[np.float64]] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def run_interleaved(
+    trainer: Trainer,
+    coefficients: CostCoefficients,
+    memory_cap_bytes: int,
+    strategies: Sequence[str],
+    *,
+    num_batches: int,
+    num_rounds: int,
+    on_step: Callable[[], None],
+) -> Interleaved | None:
+    """Measure; the result on rank 0, None elsewhere. Collective.
+
+    Args:
+        trainer: whose weights are used and stay what they are; its optimizer's moments do not.
+        memory_cap_bytes: of one process.
+        num_batches: global batches; fewer where the data has fewer.
+        num_rounds: that count, after one that does not.
+        on_step: called after every step.
+
+    Raises:
+        ConfigError, DataError, InfeasiblePlanError: no strategy can run.
+    """
+    planned: dict[str, list[PlannedStep]] = {}
+    left_out: list[LeftOutStrategy] = []
+    for name in strategies:
+        try:
+            planned[name] = _planned(trainer, coefficients, memory_cap_bytes, name, num_batches)
+        except (ConfigError, DataError, InfeasiblePlanError) as error:
+            if len(left_out) == len(strategies) - 1:
+                raise
+            left_out.append(LeftOutStrategy(strategy=name, why=str(error)))
+    measured: dict[tuple[str, int], _Measured] = {}
+    reports: dict[tuple[str, int], StepReport] = {}
+    for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
+        report = _run(trainer, planned[name][batch], coefficients)
+        on_step()
+        if report is None or turn == 0:
+            continue
+        found = measured.setdefault((name, batch), _Measured())
+        found.step_s.append(report.measured.step_time_s)
+        found.tasks_s.append(task_seconds(report.measured))
+        found.peak_bytes = max(found.peak_bytes, int(report.row["peak_memory_bytes"] or 0))
+        reports[name, batch] = report
+    if trainer.mesh.rank != 0:
+        return None
+    runs = tuple(
+        StrategyRuns(
+            strategy=name,
+            batches=tuple(
+                _batch_run(trainer, batch, reports[name, batch], measured[name, batch], coefficients)
+                for batch in range(len(steps))
+            ),
+        )
+        for name, steps in planned.items()
+    )
+    return runs, tuple(left_out)
+
+
+def _planned(
+    trainer: Trainer,
+    coefficients: CostCoefficients,
+    memory_cap_bytes: int,
+    strategy: str,
+    num_batches: int,
+) -> list[PlannedStep]:
+    """The batches under one strategy, tokens at hand."""
+    config, mesh = trainer.config, trainer.mesh
+    config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
+    planner = run_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes)
+    source = trainer.new_loader()
+    try:
+        maker = StepMaker(
+            source,
+            planner,
+            strategy,
+            replicas=[mesh.layout.dp_rank(rank) for rank in range(mesh.layout.world_size)],
+            max_pack_tokens=config.max_pack_tokens,
+            may_delay=False,
+            waiting=mesh.watch.waiting,
+        )
+        found: list[PlannedStep] = []
+        while len(found) < num_batches and (step := maker.next()) is not None:
+            found.append(step)
+    finally:
+        source.close()
+    if not found:
+        raise DataError("the data holds no document, so there is nothing to compare")
+    return found
+
+
+def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator[tuple[int, str, int]]:
+    """(round, strategy, batch) of every step."""
+    for turn in range(num_rounds):
+        first = turn % len(strategies)
+        for batch in range(num_batches):
+            for name in (*strategies[first:], *strategies[:first]):
+                yield turn, name, batch
+
+
+def _run(trainer: Trainer, step: PlannedStep, coefficients: CostCoefficients) -> StepReport | None:
+    rank_step = prepare_step(step.plan, step.tokens, trainer.mesh, trainer.config.parallel.cp_exchange)
+    return trainer.run_step(PreparedStep(step, rank_step), coefficients, learning_rate=0.0)
+
+
+def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, coefficients: CostCoefficients) -> int:
+    """Of what is measured: on a GPU all, on a CPU what the activation stores count and what stays for the step."""
+    if trainer.mesh.device.type == "cuda":
+        return plan.predicted.peak_memory_bytes
+    timeline = detailed_timeline(plan, PackCosts(trainer.model, coefficients, plan.layout))
+    assert timeline.memory_kind_bytes is not None
+    counted = [kind in (*STEP_KINDS, *STORE_KINDS) for kind in MEMORY_KINDS]
+    return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
+
+
+def _batch_run(
+    trainer: Trainer, batch: int, report: StepReport, measured: _Measured, coefficients: CostCoefficients
+) -> BatchRun:
+    plan = report.plan
+    lengths = np.array([document.num_tokens for document in plan.documents], np.int64)
+    return BatchRun(
+        batch=batch,
+        plan_digest=plan.digest,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        num_packs=max(len(packs.forward) for packs in plan.pack_plans),
+        measured_s=tuple(measured.step_s),
+        predicted_s=plan.predicted.step_time_s,
+        packs=pack_errors(plan.times, report.measured, np.median(measured.tasks_s, axis=0)),
+        measured_peak_bytes=measured.peak_bytes,
+        predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, coefficients),
+        loss=float(report.row["loss"] or 0.0),
+        flops=float(training_flops(trainer.model, lengths).sum()),
+    )

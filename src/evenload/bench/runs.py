@@ -1,0 +1,176 @@
+"""`StrategyRuns`: what was measured of one strategy on the global batches of a comparison, and what was predicted.
+
+Errors are signed, predicted / measured - 1: -0.05 says that the prediction promised 5 % less than was measured. A
+pack's seconds are those of one pack on one stage in one direction (I and W of a split backward apart), the median over
+all rounds; a step's likewise.
+"""
+
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.types.base import Frozen
+from evenload.types.plan import PackTimes
+from evenload.types.timeline import KINDS, Timeline
+
+
+class PackErrors(Frozen):
+    """Errors of the predicted seconds of the packs of a step, over all stages and both directions.
+
+    Args:
+        median: signed.
+        median_abs, p90_abs: of absolute values.
+    """
+
+    median: float
+    median_abs: float
+    p90_abs: float
+
+
+class BatchRun(Frozen):
+    """One global batch under one strategy.
+
+    Args:
+        batch: number of the global batch.
+        plan_digest: of what was executed.
+        documents, tokens: trained, padding not counted.
+        num_packs: forward packs of the replica that has most.
+        measured_s: step seconds of every round, of the slowest rank.
+        predicted_s: step seconds of the plan.
+        packs: errors of pack seconds.
+        measured_peak_bytes, predicted_peak_bytes: of the fullest rank; on a CPU, where no allocator counts, of what the
+            activation stores hold and what stays for the step, without the buffers of a running action.
+        loss: mean over the batch's label tokens.
+        flops: useful work, forward and backward, attention as it is.
+    """
+
+    batch: int
+    plan_digest: str
+    documents: int
+    tokens: int
+    num_packs: int
+    measured_s: tuple[float, ...]
+    predicted_s: float
+    packs: PackErrors
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+    loss: float
+    flops: float
+
+    @property
+    def step_time_s(self) -> float:
+        """The median of the rounds."""
+        return median(self.measured_s)
+
+    @property
+    def error(self) -> float:
+        """Of the predicted step time."""
+        return self.predicted_s / self.step_time_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Of the predicted peak."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+
+class StrategyRuns(Frozen):
+    """All batches under one strategy; sums are over batches, so that every strategy has the same documents."""
+
+    strategy: str
+    batches: tuple[BatchRun, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """Mean step time."""
+        return sum(run.step_time_s for run in self.batches) / len(self.batches)
+
+    @property
+    def predicted_s(self) -> float:
+        """Mean predicted step time."""
+        return sum(run.predicted_s for run in self.batches) / len(self.batches)
+
+    @property
+    def error(self) -> float:
+        """Of the predicted mean step time."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def spread(self) -> float:
+        """What rounds of the whole set of batches differ by: (slowest - fastest) / median."""
+        rounds = np.array([run.measured_s for run in self.batches]).sum(axis=0)
+        return float((rounds.max() - rounds.min()) / np.median(rounds))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens, without padding."""
+        return sum(run.tokens for run in self.batches) / (self.measured_s * len(self.batches))
+
+
+class LeftOutStrategy(Frozen):
+    """A strategy that could not run these batches, and why."""
+
+    strategy: str
+    why: str
+
+
+class BenchResult(Frozen):
+    """A comparison of strategies on the same global batches.
+
+    Args:
+        facts: what ran on what, in the order in which they are shown.
+        runs: in the order asked for.
+        loss_difference: the most that the loss of a batch differs between strategies, relative.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    runs: tuple[StrategyRuns, ...]
+    left_out: tuple[LeftOutStrategy, ...]
+    loss_difference: float
+
+
+def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
+    """Of every task; float64[num_tasks]. Tasks of several runs of one plan are in the same order."""
+    return timeline.end_s - timeline.start_s
+
+
+def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, measured_s: NDArray[np.float64]) -> PackErrors:
+    """Predicted against measured pack seconds.
+
+    Args:
+        times: of a plan, by replica.
+        timeline: a measured one of the plan, which tells the tasks apart.
+        measured_s: float64[num_tasks], above 0.
+    """
+    columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
+    seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]
+    predicted_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
+    errors = predicted_s / measured_s - 1
+    size = np.abs(errors)
+    return PackErrors(
+        median=float(np.median(errors)), median_abs=float(np.median(size)), p90_abs=float(np.quantile(size, 0.9))
+    )
+
+
+assert KINDS == "FBIW", "the order of a plan's times in pack_errors"
+
+
+def loss_difference(runs: tuple[StrategyRuns, ...]) -> float:
+    """The most that the loss of one batch differs between strategies, relative; 0 for one strategy."""
+    worst = 0.0
+    for same in zip(*(one.batches for one in runs), strict=True):
+        losses = [run.loss for run in same]
+        worst = max(worst, (max(losses) - min(losses)) / max(abs(max(losses, key=abs)), 1e-300))
+    return worst
+
+
+def ranked_pairs(runs: tuple[StrategyRuns, ...], least: float) -> tuple[int, int]:
+    """(pairs predicted in the right order, pairs) of strategies whose measured times differ by more than `least`."""
+    right = total = 0
+    for index, one in enumerate(runs):
+        for other in runs[index + 1 :]:
+            slower, faster = sorted((one, other), key=lambda run: run.measured_s, reverse=True)
+            if slower.measured_s > (1 + least) * faster.measured_s:
+                total += 1
+                right += slower.predicted_s > faster.predicted_s
+    return right, total

@@ -1,0 +1,182 @@
+"""`evenload bench`: strategies measured against each other on the user's machine, model and data."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evenload.bench.ledger import append_result, require_ledger
+from evenload.bench.runs import BenchResult, StrategyRuns, ranked_pairs
+from evenload.cli.output_file import require_writable, write_output
+from evenload.errors import ConfigError
+from evenload.types.train_extra import needs_train_extra, require_train_extra
+
+if TYPE_CHECKING:
+    from evenload.cli.stop_request import StopLine
+    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.types.layout import ParallelLayout
+
+CLOSE = 0.05
+"""Strategies whose measured step times differ by less are not ranked."""
+
+
+def bench_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Settings of a run of `evenload train`.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example parallel.pp=2."),
+    ] = None,
+    strategy: Annotated[
+        str,
+        typer.Option(help="Names with commas, or 'all' that train; default: best_fit and the configured strategy."),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Global batches, the same for every strategy.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, after once to warm up.")] = 5,
+    ledger: Annotated[
+        Path | None, typer.Option(help="CSV file to which a row a strategy and batch is appended.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
+) -> None:
+    """Measure strategies against each other on your machine, model and data, beside their predictions.
+
+    Starts the processes of \\[parallel] on this machine and runs the same global batches under each strategy,
+    interleaved step by step, so that a busy neighbour slows all of them alike. Nothing is trained: updates are computed
+    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --ledger and --json.
+
+        evenload bench config.toml --strategy best_fit,slimpack,auto --ledger accuracy.csv
+
+    Spread: what rounds differ by, slowest to fastest. Errors are predicted / measured - 1: of the step time, of packs
+    the median of absolute values, of the peak memory the largest.
+    """
+    from evenload.cli.child_process import call_in_child, start_fork_server
+    from evenload.cli.launch import run_local
+    from evenload.runtime.config.train_config import load_train_config
+
+    require_train_extra("evenload bench")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("evenload bench starts its own processes on one machine; run it without torchrun")
+    started_s = time.perf_counter()
+    settings = load_train_config(config, overrides or [])
+    names = _strategies(strategy, settings)
+    require_writable(ledger, json_path)
+    if ledger is not None:
+        require_ledger(ledger)
+    start_fork_server("evenload.cli.bench_worker")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
+    with tempfile.TemporaryDirectory(prefix="evenload-bench-") as directory:
+        import msgspec
+
+        with needs_train_extra("evenload bench"):
+            import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+            layout = call_in_child(_checked, settings, names)
+        answer = Path(directory) / "result.json"
+        run_local(_run_rank, (settings, names, steps, rounds, cache, answer), layout.world_size)
+        content = answer.read_bytes()
+        result = msgspec.json.decode(content, type=BenchResult)
+    if json_path is not None:
+        write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
+    _show(result, time.perf_counter() - started_s)
+    if ledger is not None:
+        typer.echo(f"{append_result(ledger, result)} rows appended to {ledger}")
+
+
+def _strategies(text: str, settings: "TrainConfig") -> tuple[str, ...]:
+    """Raises ConfigError on an unknown name."""
+    from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
+    from evenload.plan.strategies.registry import STRATEGIES
+    from evenload.types.layout import even_layout
+
+    own = settings.plan.strategy
+    asked = asked_strategies(text or f"best_fit,{own}")
+    if asked is not None:
+        return asked
+    # Only what a strategy asks of the pipeline counts here; stages of the model itself are checked later.
+    pp = settings.parallel.pp * settings.parallel.virtual
+    names, _ = chosen_strategies(None, even_layout(pp, pp=pp), settings.plan.options)
+    return tuple(name for name in names if not STRATEGIES.named(name).changes_layout)
+
+
+# Named here, so that the launcher itself need not import what its children have imported.
+
+
+def _checked(config: "TrainConfig", strategies: tuple[str, ...]) -> "ParallelLayout":
+    from evenload.cli.bench_worker import checked_bench
+
+    return checked_bench(config, strategies)
+
+
+def _run_rank(
+    config: "TrainConfig",
+    strategies: tuple[str, ...],
+    steps: int,
+    rounds: int,
+    cache: Path,
+    answer: Path,
+    line: "StopLine",
+) -> int:
+    from evenload.cli.bench_worker import BenchPlan, run_bench_worker
+
+    plan = BenchPlan(strategies=strategies, num_batches=steps, num_rounds=rounds)
+    return run_bench_worker(config, plan, cache, answer, line)
+
+
+def _show(result: BenchResult, seconds: float) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from evenload.report.units import format_change, format_count, format_percent, format_seconds
+
+    runs = result.runs
+    fastest = min(runs, key=lambda one: one.measured_s)
+    headings = ("strategy", "step\ntime", "spread", "predicted", "error", "pack\nerror", "memory\nerror", "tokens/s")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
+    for one in runs:
+        packs = sorted(run.packs.median_abs for run in one.batches)
+        memory = max((run.memory_error for run in one.batches), key=abs)
+        table.add_row(
+            f"{'▶' if one is fastest else ' '} {one.strategy}",
+            format_seconds(one.measured_s),
+            format_percent(one.spread),
+            format_seconds(one.predicted_s),
+            format_change(one.error),
+            format_percent(packs[len(packs) // 2]),
+            format_change(memory),
+            format_count(one.tokens_per_s),
+            style="bold green" if one is fastest else None,
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for line in _lines(result, fastest):
+        console.print(Text(line), soft_wrap=True)
+    for left in result.left_out:
+        console.print(Text(f"{left.strategy}: not measured: {left.why}"), soft_wrap=True)
+    console.print(f"({seconds:.0f} s)")
+
+
+def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
+    first, runs = result.runs[0], result.runs
+    batches = first.batches
+    lines = [
+        f"means of {len(batches)} global batches ({sum(run.documents for run in batches):,} documents, "
+        f"{sum(run.tokens for run in batches):,} tokens), medians of {len(batches[0].measured_s)} rounds"
+    ]
+    for other in runs:
+        if other is not fastest:
+            lines.append(
+                f"{other.strategy} / {fastest.strategy}: measured {other.measured_s / fastest.measured_s:.3f}, "
+                f"predicted {other.predicted_s / fastest.predicted_s:.3f}"
+            )
+    right, pairs = ranked_pairs(runs, CLOSE)
+    if pairs:
+        lines.append(f"order predicted right: {right} of {pairs} pairs that differ by more than {CLOSE:.0%}")
+    if len(runs) > 1:
+        lines.append(f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)")
+    return lines

@@ -1,0 +1,106 @@
+"""What `evenload bench` runs in other processes: the checks in one, then the comparison in one per rank."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from evenload.bench.interleaved import run_interleaved
+from evenload.bench.runs import BenchResult, loss_difference
+from evenload.cli.start_checks import require_runnable
+from evenload.cli.stop_request import StopLine
+from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.cost.coefficients import CostCoefficients
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import require_trainable
+from evenload.runtime.config.run_layout import layout_of
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.device import require_device
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.trainer import Trainer
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+
+
+class BenchPlan(Frozen):
+    """What to compare: so many batches, so many rounds that count."""
+
+    strategies: tuple[str, ...]
+    num_batches: int
+    num_rounds: int
+
+
+def checked_bench(config: TrainConfig, strategies: tuple[str, ...]) -> ParallelLayout:
+    """The layout of a comparison whose settings go together.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as `require_runnable`, for every strategy.
+    """
+    # Options that only one of the strategies reads may be set: all are compared under one set of options.
+    shared = PlanOptions(schedule=config.plan.options.schedule)
+    first, *others = strategies
+    plan = msgspec.structs.replace(config.plan, strategy=first, options=shared)
+    layout = require_runnable(msgspec.structs.replace(config, plan=plan))
+    for name in others:
+        require_trainable(name, layout, shared)
+    require_device(config.train.device, layout.world_size)
+    return layout
+
+
+def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, line: StopLine) -> int:
+    """One rank of a comparison; rank 0 leaves the result in a file. It ends at once when it is asked to stop.
+
+    Args:
+        cache: where calibrated cost files are kept between runs.
+    """
+    try:
+        record(_run_rank)(config, plan, cache, answer)
+    except BaseException:
+        line.note_failure()
+        raise
+    return 0
+
+
+def _run_rank(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path) -> None:
+    layout = layout_of(config, model_spec(config).num_layers)
+    with started_rank(config, layout) as setup:
+        console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
+        trainer = Trainer(config, setup.mesh)
+        costs = run_coefficients(trainer, cache, setup.threads, console)
+        facts = _facts(config, trainer, costs, setup)
+        console.print(" | ".join(f"{key} {value}" for key, value in facts), soft_wrap=True)
+        num_steps = len(plan.strategies) * plan.num_batches * (plan.num_rounds + 1)
+        columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("steps", total=num_steps)
+            found = run_interleaved(
+                trainer,
+                costs,
+                setup.memory_cap_bytes,
+                plan.strategies,
+                num_batches=plan.num_batches,
+                num_rounds=plan.num_rounds,
+                on_step=lambda: progress.advance(task),
+            )
+        if found is not None:
+            runs, left_out = found
+            result = BenchResult(facts=facts, runs=runs, left_out=left_out, loss_difference=loss_difference(runs))
+            answer.write_bytes(msgspec.json.encode(result))
+
+
+def _facts(
+    config: TrainConfig, trainer: Trainer, costs: CostCoefficients, setup: RankSetup
+) -> tuple[tuple[str, str], ...]:
+    model = trainer.model
+    return (
+        ("model", f"{model.name} ({config.model.dtype})"),
+        ("parameters", f"{model.num_parameters / 1e6:.1f} M"),
+        ("layout", setup.mesh.layout.describe()),
+        ("device", costs.device),
+        ("costs", costs.source),
+        ("tokenizer", trainer.tokenizer_fact),
+        ("versions", f"evenload {version('evenload')}, torch {version('torch')}"),
+    )
