@@ -59,7 +59,7 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
     try:
         record(_run_rank)(config, plan, cache, answer)
     except BaseException:
-        line.note_failure()
+        line.has_failed.value = True
         raise
     return 0
 
