@@ -6,7 +6,7 @@ files as in `make demo`, tokenised while training runs. `skewed`: tokenised docu
 longest of all ranks, over the step's time; the first step, which nothing can prepare, is left out.
 
     prefetch 2            data.prefetch_steps = 2, data.workers = 1 (the defaults)
-    synchronous           data.prefetch_steps = 0, data.workers = 1: one block of each lane is still read ahead
+    synchronous           data.prefetch_steps = 0, data.workers = 1: one block of each stream is still read ahead
     synchronous, thread   data.prefetch_steps = 0, data.workers = 0
 
     python benchmarks/loader_overlap.py [--quick] [--append] [--part demo|skewed]

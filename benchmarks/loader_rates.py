@@ -2,7 +2,7 @@
 
     planned    lengths only: best-fit and longest-first packing calls alone, and `StepPlanner.propose` (assignment,
                packs, prices, schedules, simulation, choice, sealed plan), DP 8, packs of 32K tokens, lognormal lengths
-    packed     documents of 50 to 200 tokens from a tokenised memmap to packs ready to train, one rank: blocks of lanes,
+    packed     documents of 50 to 200 tokens from a tokenised memmap to packs ready to train, one rank: blocks,
                global batch, plan (`best_fit`), its bytes and back (share), validation, exchange, collate, ledger and
                state after every step, one stage after the other; and through `PackedLoader`, started and all;
                peers get the same documents from the same memmap and pack them into the same windows (axolotl's knows

@@ -36,7 +36,7 @@ and a ledger, which is in the loader's time. "PackedLoader, with its start" is a
 last pack, its worker process and 60,000 documents included, so its rate rises with longer runs.
 """
 STAGES = """\
-Where the time goes, microseconds a document of the rank's thread ("batch": blocks of the lanes joined to a global
+Where the time goes, microseconds a document of the rank's thread ("batch": blocks of the streams joined to a global
 batch; "share": the plan as bytes and back; blocks themselves are read and encoded by the worker, at about 2 µs a
 document):
 """

@@ -14,7 +14,7 @@ def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():
     config = DataConfig(sources=("a",), batch_documents=64, max_document_tokens=4096, overlong="drop", seed=7)
     line = data_line(config, 1200, 3_500_000)
     for words in (
-        "1,200 files of 3.5 MB", "1,024 documents in 16 lanes, seed 7", "trains 64 documents", "4,096 tokens",
+        "1,200 files of 3.5 MB", "1,024 documents in 16 streams, seed 7", "trains 64 documents", "4,096 tokens",
         "left out (ledger: overlong)", "1 worker process a rank", "2 steps ahead",
     ):  # fmt: skip
         assert words in line

@@ -109,7 +109,7 @@ def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
     """Other ranks must not wait for a rank that has stopped."""
     write_corpus(tmp_path, "jsonl", TEXTS[:40], num_files=4)
     (tmp_path / "2.jsonl").write_text('{"text": "ok"}\n{"text"\n')
-    config = data_config(str(tmp_path), shuffle_window=16, lanes=4)
+    config = data_config(str(tmp_path), shuffle_window=16, streams=4)
 
     def run(rank, peers):
         with pytest.raises(DataError, match=r"2\.jsonl:2"):

@@ -19,7 +19,7 @@ from evenload.errors import ConfigError
         ({"sources": ()}, ["data.sources"]),
         ({"overlong": "cut"}, ["'cut'", "truncate"]),
         ({"format": "csv"}, ["'csv'", "parquet"]),
-        ({"lanes": 5, "shuffle_window": 4}, ["lanes is 5", "shuffle_window of 4"]),
+        ({"streams": 5, "shuffle_window": 4}, ["streams is 5", "shuffle_window of 4"]),
         ({"workers": -1}, ["workers is -1"]),
         ({"stall_timeout_s": 0.0}, ["stall_timeout_s is 0.0"]),
         ({"mixture": ({"name": "a"},)}, ["data.mixture", "exactly one"]),

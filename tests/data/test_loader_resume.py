@@ -76,7 +76,7 @@ def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
     monkeypatch.setattr(resumed.tokenizer, "encode_batch", lambda texts: encoded.extend(texts) or original(texts))
     resumed.load_state(loader.state())
     resumed.next_batch()
-    # The open block of the only lane and the next ones; 300 documents lie before them.
+    # The open block of the only stream and the next ones; 300 documents lie before them.
     assert len(encoded) <= 40
 
 
@@ -143,7 +143,7 @@ def test_changed_content_of_the_same_size_is_noticed_where_it_matters(tmp_path):
 def test_changed_content_of_a_deferred_document_is_noticed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(9)))
-    config = data_config(str(tmp_path), batch_documents=4, shuffle_window=4, lanes=1)
+    config = data_config(str(tmp_path), batch_documents=4, shuffle_window=4, streams=1)
     loader = GlobalBatchLoader(config)
     batch = loader.next_batch()
     loader.note_step(batch, plan_for(batch, deferred={2}))

@@ -67,8 +67,8 @@ def test_files_and_blocks_are_signs_of_life_and_a_stall_names_the_last_file(cloc
     hand.now_s += 9
     assert clock.left_s(0, 100.0, "block 0") == 1
     hand.now_s += 1
-    with pytest.raises(DataError, match=r"nothing for 10 s; it was reading a\.jsonl \(lane 3, block 7\)"):
-        clock.left_s(0, 100.0, "lane 3, block 7")
+    with pytest.raises(DataError, match=r"nothing for 10 s; it was reading a\.jsonl \(stream 3, block 7\)"):
+        clock.left_s(0, 100.0, "stream 3, block 7")
 
 
 def test_time_in_which_nothing_was_asked_does_not_count(clock, hand):

@@ -62,7 +62,7 @@ def test_every_rank_gets_exactly_the_documents_it_wants(tmp_path_factory, data):
     texts = [f"{number}" * (1 + number % 7) for number in range(data.draw(st.integers(1, 20)))]
     root = write_corpus(tmp_path_factory.mktemp("corpus"), "prompts" if with_labels else "jsonl", texts)
     config = data_config(
-        root, record="prompt_completion" if with_labels else "text", batch_documents=7, shuffle_window=12, lanes=3
+        root, record="prompt_completion" if with_labels else "text", batch_documents=7, shuffle_window=12, streams=3
     )
     alone = all_batches(GlobalBatchLoader(config))
     assert any(batch.tokens.labels is not None for batch in alone) == with_labels

@@ -289,7 +289,7 @@ def test_an_error_of_the_source_comes_in_its_place_and_again(tmp_path):
     texts = write_texts(tmp_path)
     with open(tmp_path / "texts.jsonl", "a") as file:
         file.write("{broken\n")
-    loader = loader_of(tmp_path, shuffle_window=4, lanes=1)
+    loader = loader_of(tmp_path, shuffle_window=4, streams=1)
     documents, counts = Counter(), []
     for _ in range(2):
         batches = iter(loader)

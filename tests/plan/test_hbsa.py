@@ -44,15 +44,15 @@ class Case:
         )
         self.groups, self.cap_bytes, self.current = groups, cap_bytes, current
         num_tokens = np.array(lengths, np.int64)
-        self.levels = policies_in_order(num_tokens, "choose", can_offload=True)
-        self.batches = [BatchCosts(self.model, self.coefficients, num_tokens, policy) for policy in self.levels]
+        self.policies = policies_in_order(num_tokens, "choose", can_offload=True)
+        self.batches = [BatchCosts(self.model, self.coefficients, num_tokens, policy) for policy in self.policies]
 
-    def prices_of(self, depth: int, level: int, counts: tuple[int, ...] = (1, 2, 4)) -> list[MappingCosts]:
+    def prices_of(self, depth: int, policy: int, counts: tuple[int, ...] = (1, 2, 4)) -> list[MappingCosts]:
         return [
             MappingCosts(
                 self.model,
                 self.coefficients,
-                self.batches[level],
+                self.batches[policy],
                 depth=depth,
                 dp=self.groups // depth,
                 micro_batches=count * depth,
@@ -69,7 +69,7 @@ class Case:
 
     def search(self, **options):
         return search_mappings(
-            self.model.num_layers, self.groups, len(self.levels), self.prices_of, self.receive_of, **options
+            self.model.num_layers, self.groups, len(self.policies), self.prices_of, self.receive_of, **options
         )
 
     def all_mappings(self) -> list[Mapping]:
@@ -77,10 +77,10 @@ class Case:
         layers, everything = self.model.num_layers, []
         for depth in range(1, min(layers, self.groups) + 1):
             receive = self.receive_of(depth)
-            for level in range(len(self.levels)):
-                prices = self.prices_of(depth, level)
+            for policy in range(len(self.policies)):
+                prices = self.prices_of(depth, policy)
                 everything += [
-                    priced_mapping(price, (0, *cuts, layers), level, self.groups // depth, receive)
+                    priced_mapping(price, (0, *cuts, layers), policy, self.groups // depth, receive)
                     for cuts in itertools.combinations(range(1, layers), depth - 1)
                     for price in prices
                 ]
@@ -141,7 +141,7 @@ def test_every_mapping_covers_the_layers_and_the_devices() -> None:
         assert mapping.dp == 6 // mapping.depth
         (same,) = [
             price
-            for price in case.prices_of(mapping.depth, mapping.level)
+            for price in case.prices_of(mapping.depth, mapping.policy)
             if price.micro_batches == mapping.micro_batches
         ][:1]
         assert mapping.step_s == pytest.approx(same.step_seconds(mapping.edges))
@@ -162,7 +162,7 @@ def test_last_stage_gets_fewer_layers_for_the_head() -> None:
     linear_s, pair_s = 1.0 + 2.0, 0.1 + 0.25
     head_s = 2 * (linear_s + pair_s * 31 / 2)
     case.coefficients = sample_coefficients(head_s_per_token=head_s)
-    case.batches = [BatchCosts(case.model, case.coefficients, np.full(24, 30, np.int64), None)] * len(case.levels)
+    case.batches = [BatchCosts(case.model, case.coefficients, np.full(24, 30, np.int64), None)] * len(case.policies)
     two = next(one for one in case.search().mappings if one.depth == 2)
     assert two.edges == (0, 5, 8)
 

@@ -52,8 +52,8 @@ def makespan_s(
         if (receiver := ranks[target]) != rank:
             pair = frozenset((rank, receiver))
             posted = ended[receiver, int(np.searchsorted(rows[receiver], places[node])) - 1]
-            hop_s = (times.p2p_forward_s if kind == "F" else times.p2p_backward_s)[action.pack]
-            free[pair] = (max(end, posted, free[pair]) if queued else end) + hop_s
+            p2p_s = (times.p2p_forward_s if kind == "F" else times.p2p_backward_s)[action.pack]
+            free[pair] = (max(end, posted, free[pair]) if queued else end) + p2p_s
             there[kind, target, action.pack] = free[pair]
             sent[rank, kind, target].append(free[pair])
     return max(ended.values())

@@ -76,7 +76,7 @@ def test_alternate_and_lookahead_change_the_order():
     options = {"cap_bytes": caps(tasks, UNLIMITED)}
     assert names_of(packflow_list(tasks, **options)) == ["0F0 0B0 0B1 0F1 0F2 0B2 0B3"]
     assert names_of(packflow_list(tasks, alternate=True, **options)) == ["0F0 0B0 0F1 0B1 0F2 0B2 0B3"]
-    slow = dataclasses.replace(equal_packs(6, 2, hop_s=50.0))
+    slow = dataclasses.replace(equal_packs(6, 2, p2p_s=50.0))
     for ahead in (0, 1, 2):
         actions = packflow_list(slow, cap_bytes=caps(slow, UNLIMITED), lookahead=ahead)
         warmup = names_of(actions)[0].split().index("0B0")

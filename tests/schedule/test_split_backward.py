@@ -124,7 +124,7 @@ def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
 
 def test_mixed_whole_and_split_backwards_of_one_pack_hand_on_the_gradient():
     """Stage 1 runs I, stage 0 waits for it with B (times from the definition: hop 0.5)."""
-    tasks = with_split(uniform_tasks([1], 1, 2, hop_s=0.5))
+    tasks = with_split(uniform_tasks([1], 1, 2, p2p_s=0.5))
     actions = columns_of("0F0 0B0", "1F0 1I0 1W0")
     check(tasks, actions)
     for result in (simulate(tasks, actions), reference_simulation(tasks, actions)):

@@ -19,7 +19,7 @@ def test_hand_computed_split():
              gap 10..11 before B2, produced at 10.5: 0.5 and 0.5
     stage 1: starts at 1.5, busy 9 without a gap, ends at 10.5: cool-down 2.5
     """
-    tasks = uniform_tasks([2, 2, 3], 3, 2, hop_s=0.5)
+    tasks = uniform_tasks([2, 2, 3], 3, 2, p2p_s=0.5)
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
     simulation = simulate(tasks, actions)
     bubble = split_bubble(tasks, actions, simulation)
@@ -64,7 +64,7 @@ def test_a_gap_is_explained_by_the_whole_chain_before_it():
     packs equal: stage 0 takes 5/3 a pack, so stages 1 and 2 have gaps of 2/3 = hop 1/2 and 1/6 of the stage before
     stages equal, too: no gap
     """
-    tasks = uniform_tasks([3], 3, 3, hop_s=0.5)
+    tasks = uniform_tasks([3], 3, 3, p2p_s=0.5)
     tasks.forward_s[1, 0] = 3.0
     actions = columns_of("0F0 0F1 0F2", "1F0 1F1", "2F0 2F1")
     simulation = simulate(tasks, actions)
@@ -90,7 +90,7 @@ def test_a_slow_last_stage_is_stage_imbalance_on_every_rank_that_waits():
 
 
 def test_equal_packs_and_stages_have_no_imbalance():
-    tasks = equal_packs(8, 4, forward_s=0.1, backward_s=0.3, hop_s=0.07)
+    tasks = equal_packs(8, 4, forward_s=0.1, backward_s=0.3, p2p_s=0.07)
     actions = one_f_one_b(tasks)
     bubble = split_bubble(tasks, actions, simulate(tasks, actions))
     assert bubble.stage_imbalance_s + bubble.imbalance_s == pytest.approx(0, abs=1e-9)

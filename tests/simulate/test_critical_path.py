@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path, hops
+from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path, p2p_transfers
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
@@ -28,18 +28,18 @@ def random_case(rng: np.random.Generator) -> tuple[PipelineTasks, ActionColumns]
 
 def test_path_of_the_hand_computed_timeline():
     """The drawing of test_simulate: stage 1 is the bottleneck until its last backward, then the drain."""
-    tasks = uniform_tasks([2, 2, 3], 3, 2, hop_s=0.5)
+    tasks = uniform_tasks([2, 2, 3], 3, 2, p2p_s=0.5)
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
     path = critical_path(tasks, actions, simulate(tasks, actions))
     assert path_names(path, actions) == "0F0 1F0 1F1 1B0 1B1 1F2 1B2 0B2"
-    assert path.hop_s.tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0.5]
+    assert path.p2p_s.tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0.5]
     assert path.compute_s.tolist() == [[1, 2, 0, 0], [3, 6, 0, 0]]
     assert (path.makespan_s, path.communication_s) == (13.0, 1.0)
-    assert path.describe() == "rank 1 computes 69.2 % of it (F 23.1, B 46.2), rank 0 23.1 %, hops 7.7 %"
+    assert path.describe() == "rank 1 computes 69.2 % of it (F 23.1, B 46.2), rank 0 23.1 %, p2p 7.7 %"
 
 
 def test_path_explains_the_whole_makespan_to_the_bit():
-    """Durations and hops along the path, in order, are the makespan; it is the path of the explicit graph."""
+    """Durations and p2p transfers along the path, in order, are the makespan; it is the path of the explicit graph."""
     rng = np.random.default_rng(0)
     for _ in range(400):
         tasks, actions = random_case(rng)
@@ -82,7 +82,7 @@ def test_only_the_path_decides_the_makespan():
 
 
 def test_equal_packs_are_bound_by_one_rank_and_the_fill_and_drain():
-    """1F1B without hops: F of every stage down, one rank's work, B of every stage up."""
+    """1F1B without p2p transfers: F of every stage down, one rank's work, B of every stage up."""
     tasks = equal_packs(6, 3)
     actions = packflow_static(tasks, inject=False)
     path = critical_path(tasks, actions, simulate(tasks, actions))
@@ -99,9 +99,9 @@ def test_an_empty_schedule_has_no_path():
 
 def test_transfers_of_a_link_do_not_queue():
     """Two forwards of 1 s, transfers of 3 s: the second starts while the first is on its way."""
-    tasks = uniform_tasks([2], 2, 2, hop_s=3.0)
+    tasks = uniform_tasks([2], 2, 2, p2p_s=3.0)
     actions = columns_of("0F0 0F1", "1F0 1F1")
-    producer, consumer, start_s, end_s = hops(tasks, actions, simulate(tasks, actions))
+    producer, consumer, start_s, end_s = p2p_transfers(tasks, actions, simulate(tasks, actions))
     assert (start_s.tolist(), end_s.tolist()) == ([1, 2], [4, 5])
     assert (producer.tolist(), consumer.tolist()) == ([0, 1], [2, 3])
 
@@ -109,4 +109,4 @@ def test_transfers_of_a_link_do_not_queue():
 def test_no_actions_no_transfers():
     tasks = uniform_tasks([], 0, 2)
     actions = columns_of("", "")
-    assert all(len(column) == 0 for column in hops(tasks, actions, simulate(tasks, actions)))
+    assert all(len(column) == 0 for column in p2p_transfers(tasks, actions, simulate(tasks, actions)))

@@ -32,7 +32,7 @@ def test_hand_computed_timeline_of_a_sliced_document():
     stage 0   |F0  |F1  |F2  |              ..|B0       |B1       |   ..|B2      |     ends 13
     stage 1        ..|F0 |F1 |B0       |B1       |F2  |B2       |                       ends 10.5
     """
-    tasks = uniform_tasks([2, 2, 3], 3, 2, hop_s=0.5)
+    tasks = uniform_tasks([2, 2, 3], 3, 2, p2p_s=0.5)
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
     result = simulate(tasks, actions)
     assert result.start_s.tolist() == [0, 1, 2, 6, 8, 11, 1.5, 2.5, 3.5, 5.5, 7.5, 8.5]
@@ -50,7 +50,7 @@ def test_equal_packs_have_the_closed_forms(num_packs, num_stages):
     tasks = equal_packs(num_packs, num_stages, **times)
     expected = (num_packs + num_stages - 1) * 3.75
     assert simulate(tasks, one_f_one_b(tasks)).makespan_s == expected
-    with_hops = equal_packs(num_packs, num_stages, hop_s=0.5, **times)
+    with_hops = equal_packs(num_packs, num_stages, p2p_s=0.5, **times)
     assert simulate(with_hops, gpipe(with_hops)).makespan_s == expected + (num_stages - 1) * 1.0
 
 

@@ -16,7 +16,7 @@ def uniform_tasks(
     *,
     forward_s: float = 1.0,
     backward_s: float = 2.0,
-    hop_s: float = 0.0,
+    p2p_s: float = 0.0,
     kept: int = 10,
     static: int = 100,
     stage_to_rank: list[int] | None = None,
@@ -27,8 +27,8 @@ def uniform_tasks(
     return PipelineTasks(
         forward_s=np.full((m_f, *shape), forward_s),
         backward_s=np.full((m_b, *shape), backward_s),
-        p2p_forward_s=np.full(m_f, hop_s),
-        p2p_backward_s=np.full(m_b, hop_s),
+        p2p_forward_s=np.full(m_f, p2p_s),
+        p2p_backward_s=np.full(m_b, p2p_s),
         forwards_needed=np.array(needed, dtype=np.int32),
         stage_to_rank=np.array(ranks, dtype=np.int32),
         held=PackBytes(

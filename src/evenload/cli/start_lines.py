@@ -19,7 +19,7 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
     order = (
         "in the order of the files"
         if config.shuffle_window == 1
-        else f"shuffled over {config.shuffle_window:,} documents in {config.num_lanes} lanes, seed {config.seed}"
+        else f"shuffled over {config.shuffle_window:,} documents in {config.num_streams} streams, seed {config.seed}"
     )
     readers = f"{config.workers} worker process{'es' if config.workers > 1 else ''}" if config.workers else "a thread"
     ahead = (

@@ -23,10 +23,10 @@ _CHOICES = {
     "on_corrupt": get_args(OnCorrupt),
     "mixture_end": get_args(MixtureEnd),
 }
-_MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of lanes
+_MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of streams
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
 _AT_LEAST_1 = (
-    "batch_documents", "batch_tokens", "shuffle_window", "lanes", "epochs", "max_document_tokens", "prefetch_steps",
+    "batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens", "prefetch_steps",
 )  # fmt: skip
 
 
@@ -97,9 +97,9 @@ class DataConfig(Frozen):
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
             documents in stream order until the next one would exceed it; a document that is larger than
             the budget is a batch of its own. The last batch of an epoch may be smaller.
-        shuffle_window: documents held to draw from; 1 keeps the order of the files and inside them. With
+        shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With
             more than 1, the order of the parts of files is permuted every epoch too.
-        lanes: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
+        streams: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
             (fewer for a window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
         seed: of the order of files and documents.
         epochs: passes over the sources; None = repeat for ever.
@@ -135,7 +135,7 @@ class DataConfig(Frozen):
     batch_documents: int | None = None
     batch_tokens: int | None = None
     shuffle_window: int = 1024
-    lanes: int | None = None
+    streams: int | None = None
     seed: int = 0
     epochs: int | None = None
     max_document_tokens: int
@@ -175,11 +175,11 @@ class DataConfig(Frozen):
                 f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '
                 f"{self.epochs}; it needs a mixture, and a run that ends by train.steps instead of epochs"
             )
-        if self.lanes is not None and self.lanes > self.shuffle_window:
+        if self.streams is not None and self.streams > self.shuffle_window:
             raise ConfigError(
-                f"data.lanes is {self.lanes} with a data.shuffle_window of {self.shuffle_window} documents, of which "
-                "every lane holds a share; lower data.lanes, or raise the window (a window of 1 keeps the order of the "
-                "data, which lanes would interleave)"
+                f"data.streams is {self.streams} with a data.shuffle_window of {self.shuffle_window} documents, of "
+                "which every stream holds a share; lower data.streams, or raise the window (a window of 1 keeps the "
+                "order of the data, which streams would interleave)"
             )
         _check_choices(self, "data.")
         for field in _COLUMNS:
@@ -187,9 +187,9 @@ class DataConfig(Frozen):
                 raise ConfigError(f"data.{field} is empty; name the key or column")
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes of every part of the mixture."""
-        return self.lanes or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
+    def num_streams(self) -> int:
+        """Streams of every part of the mixture."""
+        return self.streams or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
 
 
 def trains_given_ids(config: DataConfig) -> bool:

@@ -24,7 +24,7 @@ from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.cost.owned_bytes import rank_view
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import split_pack_seconds
-from evenload.simulate.critical_path import critical_path, hops
+from evenload.simulate.critical_path import critical_path, p2p_transfers
 from evenload.simulate.memory_ledger import memory_ledger
 from evenload.simulate.simulate import Simulation, simulate
 from evenload.simulate.timeline import join_timelines, to_timeline
@@ -117,7 +117,7 @@ def _copy_seconds(costs: PackCosts, columns: ReplicaColumns, direction: int) -> 
 def _between_stages(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int
 ) -> Iterator[SideTasks]:
-    producer, consumer, start_s, end_s = hops(tasks, actions, simulation)
+    producer, consumer, start_s, end_s = p2p_transfers(tasks, actions, simulation)
     is_forward = actions.kind[consumer] == KINDS.index("F")
     for name, of_kind in (("send_forward", is_forward), ("send_backward", ~is_forward)):
         chosen = of_kind & (end_s > start_s)

@@ -136,7 +136,7 @@ def _evaluation(
                 f"evaluation=True with {name} = {given[name]!r}; evaluation leaves nothing out and keeps the order, so "
                 f"it must be {' or '.join(map(repr, allowed))}"
             )
-    fixed: dict[str, Any] = {"shuffle_window": 1, "lanes": None, "epochs": None}
+    fixed: dict[str, Any] = {"shuffle_window": 1, "streams": None, "epochs": None}
     if given.get("batch_documents") is None and given.get("batch_tokens") is None:
         fixed["batch_tokens"] = default_batch_tokens
     return fixed

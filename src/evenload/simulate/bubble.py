@@ -15,8 +15,8 @@ for the actions in it is asked by changing them: the same orders are simulated a
     pack imbalance    the rest: packs differ
 
 so `busy + warm-up + cool-down + p2p + the three = ranks * makespan`, up to rounding. None is negative: a rank
-waits for no other cause than its own gaps have, also where equal actions would make it wait longer. Hops and imbalance
-inside the warm-up count as warm-up. A rank without actions is idle in cool-down for the whole makespan.
+waits for no other cause than its own gaps have, also where equal actions would make it wait longer. P2p transfers and
+imbalance inside the warm-up count as warm-up. A rank without actions is idle in cool-down for the whole makespan.
 
 Price: three simulations, and for each one numpy pass for every action of the longest chain inside one gap; chains are
 short, about one action a stage, because their actions follow each other in time within the gap.

@@ -25,24 +25,24 @@ class CriticalPath:
 
     Args:
         actions: int64[k], indices into the action columns, first to last; empty without actions.
-        hop_s: float64[k], seconds of the transfer that ends when the action starts.
+        p2p_s: float64[k], seconds of the transfer that ends when the action starts.
         compute_s: float64[R, 4], seconds on the path by pipeline rank and kind (order of `KINDS`).
         makespan_s: transfers and actions added up.
     """
 
     actions: NDArray[np.int64]
-    hop_s: NDArray[np.float64]
+    p2p_s: NDArray[np.float64]
     compute_s: NDArray[np.float64]
     makespan_s: float
 
     @property
     def communication_s(self) -> float:
-        return float(self.hop_s.sum())
+        return float(self.p2p_s.sum())
 
     def describe(self) -> str:
         """What bounds the makespan, in one line; "" without actions.
 
-        For example `rank 3 computes 91.2 % (F 30.1, B 61.1), ranks 0, 1, 2 fill and drain 8.0 %, hops 0.8 %`.
+        For example `rank 3 computes 91.2 % (F 30.1, B 61.1), ranks 0, 1, 2 fill and drain 8.0 %, p2p 0.8 %`.
         """
         if not self.makespan_s > 0:
             return ""
@@ -55,7 +55,7 @@ class CriticalPath:
         if others:
             named = f"rank {others[0]}" if len(others) == 1 else f"{len(others)} other ranks"
             text += f", {named} {float(of_rank[others].sum()):.1f} %"
-        return f"{text}, hops {100.0 * self.communication_s / self.makespan_s:.1f} %"
+        return f"{text}, p2p {100.0 * self.communication_s / self.makespan_s:.1f} %"
 
 
 def binding_predecessors(
@@ -72,14 +72,14 @@ def binding_predecessors(
     producer = producers(tasks, actions)
     arrives = np.flatnonzero((producer >= 0) & ((simulation.start_s > free_s) | (source < 0)))
     source[arrives] = producer[arrives]
-    hop_s = np.zeros(count)
-    hop_s[arrives] = hop_seconds(tasks, actions)[arrives]
-    return source, hop_s
+    p2p_s = np.zeros(count)
+    p2p_s[arrives] = p2p_seconds(tasks, actions)[arrives]
+    return source, p2p_s
 
 
 def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> CriticalPath:
     """The path that ends last; of equal ends the one on the lowest rank."""
-    source, hop_s = binding_predecessors(tasks, actions, simulation)
+    source, p2p_s = binding_predecessors(tasks, actions, simulation)
     path: list[int] = []
     at = int(simulation.end_s.argmax()) if len(simulation.end_s) else -1
     while at >= 0:
@@ -90,9 +90,9 @@ def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simu
     compute_s = np.zeros((actions.num_ranks, len(KINDS)))
     np.add.at(compute_s, (actions.rank[chain], actions.kind[chain]), seconds)
     total_s = 0.0
-    for hop, compute in zip(hop_s[chain].tolist(), seconds.tolist(), strict=True):
-        total_s = total_s + hop + compute  # in the order in which the simulator added them
-    return CriticalPath(chain, hop_s[chain], compute_s, total_s)
+    for waited_s, compute in zip(p2p_s[chain].tolist(), seconds.tolist(), strict=True):
+        total_s = total_s + waited_s + compute  # in the order in which the simulator added them
+    return CriticalPath(chain, p2p_s[chain], compute_s, total_s)
 
 
 def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
@@ -106,16 +106,16 @@ def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]
     return np.where(direction == 2, -1, place[direction, actions.pack, neighbour])
 
 
-def hop_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
+def p2p_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
     """Seconds of the transfer that brings each action's input, were there a producer; float64[n]."""
-    hop_s = np.zeros(len(actions.kind))
+    p2p_s = np.zeros(len(actions.kind))
     forward, backward = actions.kind == 0, (actions.kind == 1) | (actions.kind == 2)
-    hop_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
-    hop_s[backward] = tasks.p2p_backward_s[actions.pack[backward]]
-    return hop_s
+    p2p_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
+    p2p_s[backward] = tasks.p2p_backward_s[actions.pack[backward]]
+    return p2p_s
 
 
-def hops(
+def p2p_transfers(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     """All transfers between stages as (producer, consumer, start, end); int64[h] actions and float64[h] seconds.
@@ -125,7 +125,7 @@ def hops(
     producer = producers(tasks, actions)
     consumer = np.flatnonzero(producer >= 0)
     start_s = simulation.end_s[producer[consumer]]
-    return producer[consumer], consumer, start_s, start_s + hop_seconds(tasks, actions)[consumer]
+    return producer[consumer], consumer, start_s, start_s + p2p_seconds(tasks, actions)[consumer]
 
 
 def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from evenload.types.document import Document
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """A document that a plan deferred; its tokens on the rank that owns its lane."""
+    """A document that a plan deferred; its tokens on the rank that owns its stream."""
 
     saved: DeferredDocument
     owner: int

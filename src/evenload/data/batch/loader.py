@@ -1,8 +1,8 @@
 """`GlobalBatchLoader`: source → tokenise → shuffle → global batch, read by all ranks together, exactly resumable.
 
 A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the seeded order of
-the lanes (`lanes.py`). Planning and packing only rearrange inside it. Every rank reads its share of the lanes; all know
-every document's length, and the exchange (`exchange.py`) brings the tokens to the ranks that train them.
+the streams (`streams.py`). Planning and packing only rearrange inside it. Every rank reads its share of the streams;
+all know every document's length, and the exchange (`exchange.py`) brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
     while (batch := loader.next_batch()) is not None:
@@ -12,7 +12,7 @@ every document's length, and the exchange (`exchange.py`) brings the tokens to t
         saved = loader.state()           # after this step
 
 `next_batch` is collective; everything else is not. Price: a few microseconds a document beyond reading it; in memory
-are the open block of every lane that this rank reads, and the next one.
+are the open block of every stream that this rank reads, and the next one.
 """
 
 import weakref
@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenload.data.batch.global_batch import Deferral, GlobalBatch, own_tokens
-from evenload.data.batch.lanes import LaneSampler
 from evenload.data.batch.peers import Alone, Peers
 from evenload.data.batch.sampled import SampledDocuments, join_sampled
 from evenload.data.batch.state import (
@@ -30,14 +29,15 @@ from evenload.data.batch.state import (
     check_fingerprint,
     config_fingerprint,
 )
+from evenload.data.batch.streams import StreamSampler
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.token_table import Span
 from evenload.data.encoding.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.ledger import Ledger, Tally, tally_of
-from evenload.data.reading.block import BlockRequest, DocumentBlock, LaneKey
+from evenload.data.reading.block import BlockRequest, DocumentBlock, StreamKey
+from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.block_service import BlockService
-from evenload.data.reading.lane import BlockReader
 from evenload.data.reading.part_files import open_part
 from evenload.data.reading.workers import ReadingJob
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
@@ -83,7 +83,7 @@ class GlobalBatchLoader:
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is simply dropped.
         weakref.finalize(self, self.background.close)
-        self._lanes = self._make_lanes()
+        self._streams = self._make_streams()
         self._members: list[SampledDocuments] = []
         self._deferred: dict[int, Deferral] = {}
         self._lost: tuple[DeferredDocument, ...] = ()
@@ -155,13 +155,13 @@ class GlobalBatchLoader:
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Where a document of a batch was read: the run of documents that are shuffled together, by its first file."""
         place = place_of(doc_id)
-        reader = BlockReader(*self._job[place.part], stream=place.part)
-        file = reader.first_file(place.lane, place.epoch, place.cursor)
+        reader = BlockReader(*self._job[place.part], part=place.part)
+        file = reader.first_file(place.stream, place.epoch, place.cursor)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
         """Documents and tokens that were read and are in no batch yet."""
-        return sum((run.tally() for run in self._members), self._lanes.held())
+        return sum((run.tally() for run in self._members), self._streams.held())
 
     def check_ledger(self) -> None:
         """Every token that was read is trained, dropped, deferred or waiting; a `DataError` where it is not."""
@@ -190,22 +190,22 @@ class GlobalBatchLoader:
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._lanes = self._make_lanes()
-        self._lanes.load_state(state.parts)
+        self._streams = self._make_streams()
+        self._streams.load_state(state.parts)
         self._step, self._epoch, self._next_doc_id = state.step, state.epoch, state.next_doc_id
         self._members, self._before, self._deferred, self._lost = [], None, {}, state.deferred
 
     def close(self) -> None:
         """End the background readers. State and account remain; asked for another batch, it starts them again."""
         self.background.close()
-        self._lanes.forget_requests()
+        self._streams.forget_requests()
 
-    def _make_lanes(self) -> LaneSampler:
+    def _make_streams(self) -> StreamSampler:
         config = self.config
-        return LaneSampler(
+        return StreamSampler(
             self._names,
             [part.weight for part in config.mixture] or [1.0],
-            config.num_lanes,
+            config.num_streams,
             config.mixture_end == "repeat",
             self.background,
             self.peers,
@@ -217,7 +217,7 @@ class GlobalBatchLoader:
             step=self._step,
             epoch=self._epoch,
             next_doc_id=self._next_doc_id,
-            parts=self._lanes.state(),
+            parts=self._streams.state(),
             deferred=self._lost or tuple(entry.saved for entry in self._deferred.values()),
             ledger=self.ledger.state,
             fingerprint=self._fingerprint,
@@ -230,7 +230,7 @@ class GlobalBatchLoader:
         documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
         taken = sum((run.tally() for run in members), Tally())
         while taken.documents != documents:
-            run = self._lanes.sample(
+            run = self._streams.sample(
                 None if documents is None else documents - taken.documents,
                 None if tokens is None else tokens - taken.tokens,
                 at_least_one=not members,
@@ -241,7 +241,7 @@ class GlobalBatchLoader:
             taken += run.tally()
 
     def _end_epoch(self) -> None:
-        if not self._lanes.num_sampled:
+        if not self._streams.num_sampled:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or list(self._names)
             raise DataError(
@@ -250,7 +250,7 @@ class GlobalBatchLoader:
             )
         self.check_ledger()
         self._epoch += 1
-        self._lanes.restart(self._epoch)
+        self._streams.restart(self._epoch)
 
     def _is_finished(self) -> bool:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
@@ -281,25 +281,25 @@ class GlobalBatchLoader:
         return batch
 
     def _reload_deferred(self) -> None:
-        """Read the documents of a state's deferred ones again, each on the rank that owns its lane. Collective."""
+        """Read the documents of a state's deferred ones again, each on the rank that owns its stream. Collective."""
         entries: dict[int, Deferral] = {}
         problem = b""
         blocks: dict[BlockRequest, DocumentBlock] = {}
         try:
             for lost in self._lost:
                 place = lost.place
-                owner = self._lanes.owner(place.part, place.lane)
+                owner = self._streams.owner(place.part, place.stream)
                 span: Span | None = None
                 if owner == self.peers.rank:
-                    request = BlockRequest(LaneKey(place.part, place.lane), place.epoch, place.cursor)
+                    request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)
                     if request not in blocks:
                         self.background.request(request)
                         blocks[request] = self.background.take(request)
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
                             f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
-                            f"block {place.cursor.block} of lane {place.lane}, which holds other documents than when "
-                            "the loader's state was saved; the sources must not change between save and resume"
+                            f"block {place.cursor.block} of stream {place.stream}, which holds other documents than "
+                            "when the loader's state was saved; the sources must not change between save and resume"
                         )
                     span = blocks[request].span(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, span)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from evenload.data.batch.state import DocumentPlace
 from evenload.data.ledger import Tally
-from evenload.data.reading.block import BlockHeader, DocumentBlock, LaneKey
+from evenload.data.reading.block import BlockHeader, DocumentBlock, StreamKey
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -16,12 +16,12 @@ class OpenBlock:
     """A block that documents are sampled from.
 
     Args:
-        owner: rank that reads the lane.
+        owner: rank that reads the stream.
         lengths, num_labels: int32[num_documents].
         block: with tokens, on the owner; None elsewhere.
     """
 
-    key: LaneKey
+    key: StreamKey
     epoch: int
     owner: int
     header: BlockHeader
@@ -33,7 +33,7 @@ class OpenBlock:
         """Where its `row`-th document can be read again."""
         return DocumentPlace(
             part=self.key.part,
-            lane=self.key.lane,
+            stream=self.key.stream,
             epoch=self.epoch,
             cursor=self.header.cursor,
             index=row,

@@ -1,6 +1,6 @@
 """`LoaderState`: where a loader stands, without any text or tokens; small, global, independent of the layout.
 
-Restoring reads again only the open block of each lane and the blocks of deferred documents, so it takes the same time
+Restoring reads again only the open block of each stream and the blocks of deferred documents, so it takes the same time
 at step 10 and at step 10 million. It is exact to the bit if the sources and the data settings are the same, which the
 fingerprint checks (`epochs` may be changed to train on, and how many processes read).
 """
@@ -29,18 +29,18 @@ class DocumentPlace(Frozen, array_like=True):
     """Where a document can be read again: its block, and which one of it. `checksum` is of the block."""
 
     part: int
-    lane: int
+    stream: int
     epoch: int
     cursor: BlockCursor
     index: int
     checksum: int
 
 
-class LaneState(Frozen, array_like=True):
-    """A lane between two documents.
+class StreamState(Frozen, array_like=True):
+    """A stream between two documents.
 
     Args:
-        cursor: of the open block, or of the next one; None = the lane has ended for this epoch.
+        cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
         taken: documents of that block that came already.
         left: what is left of the open block; it was counted as read.
         checksum: of the open block, where documents of it came already.
@@ -57,7 +57,7 @@ class PartState(Frozen, array_like=True):
 
     Args:
         epoch: pass over this part (the run's epoch, unless parts repeat).
-        turn: lane that is asked next.
+        turn: stream that is asked next.
         documents: sampled in this pass.
         tokens: sampled since the weights began to count.
     """
@@ -66,7 +66,7 @@ class PartState(Frozen, array_like=True):
     turn: int
     documents: int
     tokens: int
-    lanes: tuple[LaneState, ...]
+    streams: tuple[StreamState, ...]
 
 
 class DeferredDocument(Frozen):
@@ -87,7 +87,7 @@ class LoaderState(Frozen):
     Args:
         step: number of the next global batch.
         next_doc_id: of the next new document.
-        parts: where the lanes of every part of the mixture stand.
+        parts: where the streams of every part of the mixture stand.
         deferred: documents that plans deferred.
         fingerprint: data settings and sources by name, see `config_fingerprint`.
     """
@@ -109,7 +109,7 @@ def config_fingerprint(
     fields = {
         f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
     }
-    fields["data.lanes"] = str(config.num_lanes)
+    fields["data.streams"] = str(config.num_streams)
     for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
         name = config.mixture[index].name if config.mixture else "sources"
         fields |= {f"files of {name}": digest, f"encoding of {name}": encoder}
@@ -137,13 +137,13 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """The beginning of another epoch: all lanes at their beginning, steps and account going on.
+    """The beginning of another epoch: all streams at their beginning, steps and account going on.
 
     Args:
         state: between two epochs; inside one, the account would miss what was read and not sampled.
     """
     parts = tuple(
-        PartState(epoch=epoch, turn=0, documents=0, tokens=0, lanes=(LaneState(),) * len(part.lanes))
+        PartState(epoch=epoch, turn=0, documents=0, tokens=0, streams=(StreamState(),) * len(part.streams))
         for part in state.parts
     )
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)

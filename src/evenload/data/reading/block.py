@@ -1,8 +1,8 @@
-"""`DocumentBlock`: a run of consecutive documents of one lane, shuffled inside; and its cursor.
+"""`DocumentBlock`: a run of consecutive documents of one stream, shuffled inside; and its cursor.
 
-A lane is a sequence of blocks. A block is a pure function of settings, epoch, lane and cursor: whoever needs it, on
+A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, on
 whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the
-whole state of a lane is its open block's cursor and how many documents of it were taken.
+whole state of a stream is its open block's cursor and how many documents of it were taken.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from evenload.types.base import Frozen
 
 
 class BlockCursor(Frozen, array_like=True):
-    """Where a block begins in its lane.
+    """Where a block begins in its stream.
 
     Args:
-        block: its number in the lane and epoch.
-        segment: position in the lane's list of segments.
+        block: its number in the stream and epoch.
+        segment: position in the stream's list of segments.
         offset: of the next record there, in the reader's terms; None = the segment's beginning.
         part: documents of that record that came already (a record that is split into several).
     """
@@ -32,17 +32,17 @@ class BlockCursor(Frozen, array_like=True):
     part: int = 0
 
 
-class LaneKey(NamedTuple):
-    """A lane: part of the mixture, and lane in it."""
+class StreamKey(NamedTuple):
+    """A stream: part of the mixture, and stream in it."""
 
     part: int
-    lane: int
+    stream: int
 
 
 class BlockRequest(NamedTuple):
     """Asks for the block that begins at a cursor."""
 
-    key: LaneKey
+    key: StreamKey
     epoch: int
     cursor: BlockCursor
 
@@ -51,7 +51,7 @@ class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
 
     Args:
-        next_cursor: of the lane's next block; None = the lane ends here for this epoch.
+        next_cursor: of the stream's next block; None = the stream ends here for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
         has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.

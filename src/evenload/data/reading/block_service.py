@@ -1,15 +1,15 @@
-"""`BlockService`: the blocks of this rank's lanes, read ahead by a thread or by worker processes.
+"""`BlockService`: the blocks of this rank's streams, read ahead by a thread or by worker processes.
 
-Every lane belongs to one worker, so that its open files stay with it. A request names lane, epoch and cursor and needs
-nothing else, so a worker that dies is replaced and asked the same again: nothing is lost or repeated. Memory is bounded
-by what is asked for: the loader asks for one block of a lane beyond the one it takes documents from.
+Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
+needs nothing else, so a worker that dies is replaced and asked the same again: nothing is lost or repeated. Memory is
+bounded by what is asked for: the loader asks for one block of a stream beyond the one it takes documents from.
 """
 
 import threading
 import time
 from collections import deque
 
-from evenload.data.reading.block import BlockRequest, DocumentBlock, LaneKey
+from evenload.data.reading.block import BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.stall_clock import StallClock
 from evenload.data.reading.workers import ProcessWorker, ReadingJob, ThreadWorker
 from evenload.errors import EvenloadError
@@ -27,7 +27,7 @@ class BlockService:
         self._job, self._num_workers = job, num_workers
         self._arrived = threading.Condition()
         self._clock = StallClock(self._arrived, stall_timeout_s)
-        self._blocks: dict[LaneKey, deque[tuple[BlockRequest, DocumentBlock | EvenloadError]]] = {}
+        self._blocks: dict[StreamKey, deque[tuple[BlockRequest, DocumentBlock | EvenloadError]]] = {}
         self._failure: EvenloadError | None = None
         self._workers: list[ThreadWorker] | list[ProcessWorker] = []
 
@@ -44,7 +44,7 @@ class BlockService:
         """
         worker = self._worker_of(request.key).index
         asked_s = time.monotonic()
-        wanted = f"lane {request.key.lane}, block {request.cursor.block}"
+        wanted = f"stream {request.key.stream}, block {request.cursor.block}"
         with self._arrived:
             while not self._blocks.get(request.key):
                 if self._failure is not None:
@@ -68,13 +68,13 @@ class BlockService:
         self._blocks.clear()
         self._failure = None
 
-    def _worker_of(self, key: LaneKey) -> ThreadWorker | ProcessWorker:
+    def _worker_of(self, key: StreamKey) -> ThreadWorker | ProcessWorker:
         if not self._workers and not self._num_workers:
             self._workers = [ThreadWorker(0, self._job, self._deliver, self._clock)]
         elif not self._workers:
             channels = (self._job, self._deliver, self._clock, self._fail)
             self._workers = [ProcessWorker(index, *channels) for index in range(self._num_workers)]
-        return self._workers[(key.part + key.lane) % len(self._workers)]
+        return self._workers[(key.part + key.stream) % len(self._workers)]
 
     def _deliver(self, request: BlockRequest, outcome: DocumentBlock | EvenloadError) -> None:
         with self._arrived:

@@ -35,4 +35,4 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
     """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""
     files = list_files(config) if dataset is None else (dataset_file(dataset),)
     readers = tuple(open_reader(file, config, dataset) for file in files)
-    return PartFiles(files=files, readers=readers, segments=cut_segments(files, readers, config.num_lanes))
+    return PartFiles(files=files, readers=readers, segments=cut_segments(files, readers, config.num_streams))

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import DocumentEncoder
 from evenload.data.reading.block import BlockRequest, DocumentBlock
-from evenload.data.reading.lane import BlockReader
+from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.reading.stall_clock import StallClock
 from evenload.errors import ConfigError, DataError, EvenloadError
@@ -44,7 +44,7 @@ def make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockR
 def read_block(readers: Sequence[BlockReader], request: BlockRequest) -> DocumentBlock | EvenloadError:
     """The block, or why there is none."""
     try:
-        return readers[request.key.part].read(request.key.lane, request.epoch, request.cursor)
+        return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
     except EvenloadError as error:
         return error
     except Exception:
@@ -163,7 +163,9 @@ class ProcessWorker:
             if self._closing:
                 return False
             if self._deaths > _MOST_DEATHS:
-                waiting = ", ".join(f"lane {request.key.lane} block {request.cursor.block}" for request in self._asked)
+                waiting = ", ".join(
+                    f"stream {request.key.stream} block {request.cursor.block}" for request in self._asked
+                )
                 self._fail(
                     DataError(
                         f"data worker {self.index} died {self._deaths} times without reading a block in between (last "

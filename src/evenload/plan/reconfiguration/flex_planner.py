@@ -129,13 +129,13 @@ class FlexPlanner:
             return MappingSearch((), 0)
         start = self.start
         can_offload = start.costs.coefficients.host_link is not None
-        levels = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
-        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in levels]
+        policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
+        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in policies]
         return search_mappings(
             self._model.num_layers,
             start.layout.dp * start.layout.pp,
-            len(levels),
-            lambda depth, level: self.prices(batches[level](), depth),
+            len(policies),
+            lambda depth, policy: self.prices(batches[policy](), depth),
             lambda depth: self.receive_seconds(depth, current),
             switch_weight=1.0 / self.options.known_steps,
             least_depth_only=self.options.least_depth_only,

@@ -34,7 +34,7 @@ HOPELESS = 1.25
 few fastest, and estimates are not that far off."""
 
 PricesOf = Callable[[int, int], Sequence[MappingCosts]]
-"""(depth, policy level) to prices, one for every number of micro-batches tried."""
+"""(depth, number of the policy) to prices, one for every number of micro-batches tried."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_lay
 def search_mappings(
     num_layers: int,
     groups: int,
-    num_levels: int,
+    num_policies: int,
     prices_of: PricesOf,
     receive_of: Callable[[int], ReceiveSeconds | None],
     *,
@@ -86,7 +86,7 @@ def search_mappings(
 
     Args:
         groups: devices / (cp·tp).
-        num_levels: policy levels, the fastest first.
+        num_policies: tried in order, the fastest first.
         receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
         switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
         least_depth_only: stop at the first depth that fits, as published.
@@ -96,14 +96,14 @@ def search_mappings(
     for depth in range(1, min(num_layers, groups) + 1):
         receive = receive_of(depth)
         closest: Mapping | None = None
-        for level in range(num_levels):
-            prices = prices_of(depth, level)
+        for policy in range(num_policies):
+            prices = prices_of(depth, policy)
             hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
             if not hopeful and closest is not None:
                 continue
             # A hopeless depth is priced all the same: it may be the only one that fits.
             dp = groups // depth
-            tried = [(priced_mapping(one, one.even_edges, level, dp, receive), one) for one in hopeful or prices[:1]]
+            tried = [(priced_mapping(one, one.even_edges, policy, dp, receive), one) for one in hopeful or prices[:1]]
             tried.sort(key=lambda pair: _order(pair[0], switch_weight))
             num_priced += len(tried)
             start = tried[0][0]
@@ -113,7 +113,7 @@ def search_mappings(
                 limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
                 # Memory may ask for stages beyond the bounds: few layers beside the head, say.
                 for bounded in (True, False) if even.excess_bytes else (True,):
-                    search = _Search(price, level, dp, receive, switch_weight, limit_s, bounded=bounded)
+                    search = _Search(price, policy, dp, receive, switch_weight, limit_s, bounded=bounded)
                     found = search.run()
                     num_priced += search.num_priced
                     if found is not None:
@@ -123,9 +123,9 @@ def search_mappings(
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory
             if closest is None or _order(start, switch_weight) < _order(closest, switch_weight):
                 closest = start
-            if not level and not start.excess_bytes:
-                break  # the other levels pay time for memory that is not needed
-        assert closest is not None, "there is at least one level"
+            if not policy and not start.excess_bytes:
+                break  # the other policies pay time for memory that is not needed
+        assert closest is not None, "there is at least one policy"
         mappings.append(closest)
         if not closest.excess_bytes:
             best_s = min(best_s, _cost(closest, switch_weight))
@@ -144,14 +144,14 @@ def _order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
 
 
 def priced_mapping(
-    price: MappingCosts, edges: tuple[int, ...], level: int, dp: int, receive: ReceiveSeconds | None
+    price: MappingCosts, edges: tuple[int, ...], policy: int, dp: int, receive: ReceiveSeconds | None
 ) -> Mapping:
     """A mapping with its estimates."""
     switch_s = 0.0
     if receive is not None:
         switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
     return Mapping(
-        edges, dp, price.micro_batches, level, price.step_seconds(edges), price.excess_bytes(edges), switch_s
+        edges, dp, price.micro_batches, policy, price.step_seconds(edges), price.excess_bytes(edges), switch_s
     )
 
 
@@ -166,7 +166,7 @@ class _Search:
     def __init__(
         self,
         price: MappingCosts,
-        level: int,
+        policy: int,
         dp: int,
         receive: ReceiveSeconds | None,
         switch_weight: float,
@@ -174,7 +174,7 @@ class _Search:
         *,
         bounded: bool,
     ) -> None:
-        self._price, self._level, self._dp, self._receive = price, level, dp, receive
+        self._price, self._policy, self._dp, self._receive = price, policy, dp, receive
         self._weight, self._best_s = switch_weight, limit_s
         self._best: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
@@ -191,7 +191,7 @@ class _Search:
         self._place((0,), 0.0, 0, 0.0)
         if self._best is None:
             return None
-        return priced_mapping(self._price, self._best, self._level, self._dp, self._receive)
+        return priced_mapping(self._price, self._best, self._policy, self._dp, self._receive)
 
     def _place(self, edges: tuple[int, ...], rest_s: float, parameters: int, receive_s: float) -> None:
         price, stage, first = self._price, len(edges) - 1, edges[-1]

@@ -53,6 +53,7 @@ class Mapping:
 
     Args:
         edges: layers where stages begin, and the end; `len(edges) - 1` stages.
+        policy: number in the order in which policies are tried.
         step_s, excess_bytes: estimated; excess above the memory of the fullest device.
         switch_s: seconds for which devices receive what the mapping needs, from the current layout.
     """
@@ -60,7 +61,7 @@ class Mapping:
     edges: tuple[int, ...]
     dp: int
     micro_batches: int
-    level: int
+    policy: int
     step_s: float
     excess_bytes: float
     switch_s: float = 0.0
@@ -168,11 +169,11 @@ class MappingCosts:
             work - first + (n - 1) * pack for work, first, pack in zip(replica, largest, batch.pack_s, strict=True)
         ]
         tokens = max(batch.tokens / (dp * n), float(batch.longest_tokens))
-        hop_s = 0.0
+        p2p_s = 0.0
         if depth > 1:
-            hop_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
-            hop = coefficients.stage_link()
-            hop_s = hop_bytes / hop.bandwidth_bytes_per_s + hop.latency_s
+            p2p_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
+            link = coefficients.stage_link()
+            p2p_s = p2p_bytes / link.bandwidth_bytes_per_s + link.latency_s
         element, copies = model.bytes_per_element, dp * cp
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
@@ -180,7 +181,7 @@ class MappingCosts:
         latency_s = reduction_ring_seconds(0.0, copies, coefficients)
         moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
         self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
-        self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * hop_s + 2 * latency_s
+        self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * p2p_s + 2 * latency_s
         self.even_edges = (0, *(last for _, last in even_layout(self.num_layers, pp=depth).stage_layers))
         mean_bytes = batch.kept_bytes / (dp * n)
         largest_first = np.maximum(batch.kept_longest_first[::dp][:n], mean_bytes)

@@ -37,7 +37,7 @@ def policies_in_order(
         code = POLICIES.index(option)
         return [np.full(len(num_tokens), code, np.int8) if code else None]
     quarter, half, most = (_long_documents(num_tokens, share) for share in LONG_SHARES)
-    levels = [
+    shares = [
         *((long, OFFLOAD, REPLAY) for long in (quarter, half, most)),
         *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
         (half, RECOMPUTE, RECOMPUTE),
@@ -45,7 +45,7 @@ def policies_in_order(
         (half, OFFLOAD, OFFLOAD),
     ]
     columns: list[NDArray[np.int8] | None] = [None]
-    for long, of_long, of_short in levels:
+    for long, of_long, of_short in shares:
         column = np.where(long, of_long, of_short).astype(np.int8)
         # One document may hold all shares: equal columns are one policy.
         is_new = not any(other is not None and (other == column).all() for other in columns)

@@ -37,6 +37,7 @@ _NAMES_ELSEWHERE = {
     "data.epochs": "num_train_epochs num_epochs n_epochs max_epochs",
     "data.sources": "dataset datasets dataset_path dataset_name data_path data_dir train_file train_files files",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "data.streams": "lanes",
     "data.text_column": "text_field dataset_text_field text_key",
     "data.workers": "num_workers dataloader_num_workers num_proc",
     "data.shuffle_window": "shuffle shuffle_buffer shuffle_buffer_size buffer_size",

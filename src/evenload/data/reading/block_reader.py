@@ -1,13 +1,13 @@
-"""`BlockReader`: reads blocks of lanes: records → documents within the length limit → shuffled block.
+"""`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
 
     segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
 
-A block ends after its number of documents or tokens. The first blocks of a lane are small and double in size, so that
+A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
 the first batch needs few documents however large the window is. What is dropped on the way is counted in the block.
 
 Asked for the block that follows the last one it read, a reader goes on where it stands; asked for any other, it opens
-the source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each lane
-again. Memory: one block and one chunk of records a lane.
+the source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each
+stream again. Memory: one block and one chunk of records a stream.
 """
 
 import zlib
@@ -61,7 +61,7 @@ class BlockReader:
     """Reads blocks of one part of the mixture.
 
     Args:
-        stream: number of the part.
+        part: number of the part.
         on_open: told the name of every file that is opened.
     """
 
@@ -70,25 +70,25 @@ class BlockReader:
         config: DataConfig,
         files: PartFiles,
         encoder: DocumentEncoder,
-        stream: int,
+        part: int,
         on_open: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._config, self._files, self._encoder, self._stream = config, files, encoder, stream
+        self._config, self._files, self._encoder, self._part = config, files, encoder, part
         self._on_open = on_open
         self._shuffled = config.shuffle_window > 1
-        self._most = max(1, config.shuffle_window // config.num_lanes) if self._shuffled else _UNSHUFFLED_DOCUMENTS
+        self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
         self._assigned: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
 
-    def read(self, lane: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
+    def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
         """The block that begins at the cursor.
 
         Raises:
             DataError: a file that cannot be read; a corrupt or over-long record where that is an error. Asked again,
                 it raises the same again.
         """
-        at = self._open.pop(lane, None)
-        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(lane, epoch, cursor)
+        at = self._open.pop(stream, None)
+        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
         documents: list[EncodedDocument] = []
         dropped: dict[str, Tally] = {}
         num_read = tokens_read = num_tokens = 0
@@ -107,32 +107,32 @@ class BlockReader:
                 next_cursor = BlockCursor(
                     block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
                 )
-                self._open[lane] = (epoch, next_cursor, steps)
+                self._open[stream] = (epoch, next_cursor, steps)
                 break
         read = Tally(documents=num_read + len(documents), tokens=tokens_read + num_tokens)
         order = range(len(documents))
         if self._shuffled:
-            lane_id = (self._stream << 32) | lane
-            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, lane_id, cursor.block)
+            stream_id = (self._part << 32) | stream
+            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, stream_id, cursor.block)
         return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
 
-    def first_file(self, lane: int, epoch: int, cursor: BlockCursor) -> str:
+    def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
         """Name of the file in which the block at a cursor begins."""
-        segment = self._lane_segments(lane, epoch)[cursor.segment]
+        segment = self._stream_segments(stream, epoch)[cursor.segment]
         return self._files.files[segment.file].name
 
-    def _lane_segments(self, lane: int, epoch: int) -> tuple[Segment, ...]:
+    def _stream_segments(self, stream: int, epoch: int) -> tuple[Segment, ...]:
         if self._assigned is None or self._assigned[0] != epoch:
-            lanes, seed = self._config.num_lanes, self._config.seed
+            streams, seed = self._config.num_streams, self._config.seed
             assigned = assign_segments(
-                self._files.segments, lanes, shuffled=self._shuffled, seed=seed, epoch=epoch, stream=self._stream
+                self._files.segments, streams, shuffled=self._shuffled, seed=seed, epoch=epoch, part=self._part
             )
             self._assigned = (epoch, assigned)
-        return self._assigned[1][lane]
+        return self._assigned[1][stream]
 
-    def _steps(self, lane: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
-        """Everything from the cursor to the end of the lane's epoch."""
-        segments = self._lane_segments(lane, epoch)
+    def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
+        """Everything from the cursor to the end of the stream's epoch."""
+        segments = self._stream_segments(stream, epoch)
         limit = self._config.max_document_tokens
         for rank in range(cursor.segment, len(segments)):
             segment = segments[rank]

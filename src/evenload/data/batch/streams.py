@@ -1,13 +1,13 @@
-"""`LaneSampler`: documents of all lanes sampled one after the other, the same on every rank.
+"""`StreamSampler`: documents of all streams sampled one after the other, the same on every rank.
 
 Which document comes next is decided here, from block headers alone (lengths and counts, which every rank knows), so no
 rank has to ask. Parts of the mixture take turns so that their *tokens* keep to the weights: next is the part that
-is furthest behind its share. Inside a part the lanes take turns. A rank that owns a lane also has its blocks' tokens,
-and asks for the next block when it starts to take from one.
+is furthest behind its share. Inside a part the streams take turns. A rank that owns a stream also has its blocks'
+tokens, and asks for the next block when it starts to take from one.
 
-Headers travel when needed: one gather brings the next header of every lane that has none. Documents are sampled
-in rounds of all lanes at once, as columns. Price: about 0.2 µs a document (some 20 µs where parts take turns document
-by document); one small gather per (lanes x documents of a block) documents.
+Headers travel when needed: one gather brings the next header of every stream that has none. Documents are sampled
+in rounds of all streams at once, as columns. Price: about 0.2 µs a document (some 20 µs where parts take turns document
+by document); one small gather per (streams x documents of a block) documents.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 
 from evenload.data.batch.peers import Peers
 from evenload.data.batch.sampled import OpenBlock, SampledDocuments, first_sampled
-from evenload.data.batch.state import LaneState, PartState
+from evenload.data.batch.state import PartState, StreamState
 from evenload.data.ledger import Ledger, Tally
-from evenload.data.reading.block import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, LaneKey
+from evenload.data.reading.block import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.block_service import BlockService
 from evenload.errors import DataError, EvenloadError
 from evenload.types.base import Frozen
 
 
 @dataclass(slots=True)
-class _Lane:
-    key: LaneKey
+class _Stream:
+    key: StreamKey
     owner: int
-    at: LaneState = field(default_factory=LaneState)
+    at: StreamState = field(default_factory=StreamState)
     opened: OpenBlock | None = None
     asked: BlockRequest | None = None
 
-    def move(self, at: LaneState) -> None:
+    def move(self, at: StreamState) -> None:
         """Go to another block, or to another place in one that is opened anew."""
         self.at, self.opened = at, None
 
@@ -43,7 +43,7 @@ class _Lane:
 @dataclass(slots=True)
 class _Part:
     weight: float
-    lanes: list[_Lane]
+    streams: list[_Stream]
     epoch: int = 0
     turn: int = 0
     documents: int = 0
@@ -51,23 +51,23 @@ class _Part:
 
     @property
     def has_ended(self) -> bool:
-        return all(lane.at.cursor is None for lane in self.lanes)
+        return all(stream.at.cursor is None for stream in self.streams)
 
 
 class _Answer(Frozen):
-    """The headers a rank gives, by part and lane, or why it has none."""
+    """The headers a rank gives, by part and stream, or why it has none."""
 
     headers: tuple[tuple[int, int, BlockHeader], ...] = ()
     problem: str | None = None
 
 
-class LaneSampler:
+class StreamSampler:
     """Draws documents.
 
     Args:
         names, weights: of every part of the mixture.
         repeats: an ended part begins anew at once.
-        service: reads the blocks of the lanes that this rank owns.
+        service: reads the blocks of the streams that this rank owns.
         ledger: told of every block that is opened.
     """
 
@@ -75,7 +75,7 @@ class LaneSampler:
         self,
         names: Sequence[str],
         weights: Sequence[float],
-        num_lanes: int,
+        num_streams: int,
         repeats: bool,
         service: BlockService,
         peers: Peers,
@@ -85,7 +85,10 @@ class LaneSampler:
         self._service, self._peers, self._ledger = service, peers, ledger
         total = sum(weights)
         self._parts = [
-            _Part(weight / total, [_Lane(LaneKey(part, lane), (part + lane) % peers.size) for lane in range(num_lanes)])
+            _Part(
+                weight / total,
+                [_Stream(StreamKey(part, stream), (part + stream) % peers.size) for stream in range(num_streams)],
+            )
             for part, weight in enumerate(weights)
         ]
 
@@ -110,49 +113,53 @@ class LaneSampler:
         """
         while (found := self._next_part()) is not None:
             part, is_only = found
-            lanes = self._ready_lanes(part)
-            if not lanes:
+            streams = self._ready_streams(part)
+            if not streams:
                 continue
-            # Parts take turns by document; a part that is alone gives whole rounds of its lanes.
-            rounds = min(len(lane.opened.lengths) - lane.at.taken for lane in lanes if lane.opened) if is_only else 1
-            most = rounds * len(lanes) if is_only else 1
+            # Parts take turns by document; a part that is alone gives whole rounds of its streams.
+            rounds = (
+                min(len(stream.opened.lengths) - stream.at.taken for stream in streams if stream.opened)
+                if is_only
+                else 1
+            )
+            most = rounds * len(streams) if is_only else 1
             if num_documents is not None:
                 most = min(most, num_documents)
-            sampled = _rounds(lanes, rounds, most)
+            sampled = _rounds(streams, rounds, most)
             count = len(sampled.lengths)
             if num_tokens is not None:
                 count = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
                 count = max(count, 1) if at_least_one else count
                 sampled = first_sampled(sampled, count)
-            self._commit(part, lanes, count, sampled.num_tokens)
+            self._commit(part, streams, count, sampled.num_tokens)
             return sampled
         return None
 
-    def owner(self, part: int, lane: int) -> int:
-        """Rank that reads a lane."""
-        return self._parts[part].lanes[lane].owner
+    def owner(self, part: int, stream: int) -> int:
+        """Rank that reads a stream."""
+        return self._parts[part].streams[stream].owner
 
     def forget_requests(self) -> None:
         """Blocks that were asked for will not come."""
         for part in self._parts:
-            for lane in part.lanes:
-                lane.asked = None
+            for stream in part.streams:
+                stream.asked = None
 
     def restart(self, epoch: int) -> None:
-        """Begin an epoch: every lane at its beginning."""
+        """Begin an epoch: every stream at its beginning."""
         for part in self._parts:
             part.tokens = 0
             self._restart_part(part, epoch)
 
     def state(self) -> tuple[PartState, ...]:
-        """Where every lane stands; the same on all ranks."""
+        """Where every stream stands; the same on all ranks."""
         return tuple(
             PartState(
                 epoch=part.epoch,
                 turn=part.turn,
                 documents=part.documents,
                 tokens=part.tokens,
-                lanes=tuple(lane.at for lane in part.lanes),
+                streams=tuple(stream.at for stream in part.streams),
             )
             for part in self._parts
         )
@@ -161,12 +168,12 @@ class LaneSampler:
         """Go on where a state was made, before anything was sampled. Open blocks are read again when needed."""
         for part, state in zip(self._parts, states, strict=True):
             part.epoch, part.turn, part.documents, part.tokens = state.epoch, state.turn, state.documents, state.tokens
-            for lane, at in zip(part.lanes, state.lanes, strict=True):
-                lane.move(at)
+            for stream, at in zip(part.streams, state.streams, strict=True):
+                stream.move(at)
 
     def held(self) -> Tally:
         """Documents that were counted as read and not sampled yet."""
-        return sum((lane.at.left for part in self._parts for lane in part.lanes), Tally())
+        return sum((stream.at.left for part in self._parts for stream in part.streams), Tally())
 
     def _next_part(self) -> tuple[_Part, bool] | None:
         """The part that is furthest behind its share of the tokens, and whether it is the only one left."""
@@ -186,39 +193,39 @@ class LaneSampler:
         # The share of one more token breaks the tie at the beginning by weight.
         return max(left, key=lambda part: part.weight * (total + 1) - part.tokens), False
 
-    def _ready_lanes(self, part: _Part) -> list[_Lane]:
-        """The lanes that have not ended, from the one whose turn it is, each with documents left in its block."""
-        ready: list[_Lane] = []
-        for lane in part.lanes[part.turn :] + part.lanes[: part.turn]:
-            while lane.at.cursor is not None:
-                if lane.opened is None:
+    def _ready_streams(self, part: _Part) -> list[_Stream]:
+        """The streams that have not ended, from the one whose turn it is, each with documents left in its block."""
+        ready: list[_Stream] = []
+        for stream in part.streams[part.turn :] + part.streams[: part.turn]:
+            while stream.at.cursor is not None:
+                if stream.opened is None:
                     self._open_blocks()
-                assert lane.opened is not None
-                if len(lane.opened.lengths):
-                    ready.append(lane)
+                assert stream.opened is not None
+                if len(stream.opened.lengths):
+                    ready.append(stream)
                     break
-                self._begin(lane.opened.header)
-                lane.move(LaneState(cursor=lane.opened.header.next_cursor))
+                self._begin(stream.opened.header)
+                stream.move(StreamState(cursor=stream.opened.header.next_cursor))
         return ready
 
-    def _commit(self, part: _Part, lanes: Sequence[_Lane], count: int, num_tokens: int) -> None:
-        """So many documents of the lanes, in turns, are taken."""
+    def _commit(self, part: _Part, streams: Sequence[_Stream], count: int, num_tokens: int) -> None:
+        """So many documents of the streams, in turns, are taken."""
         part.documents += count
         part.tokens += num_tokens
         if count:
-            part.turn = (lanes[(count - 1) % len(lanes)].key.lane + 1) % len(part.lanes)
-        for at, lane in enumerate(lanes):
-            own = count // len(lanes) + (at < count % len(lanes))
-            opened = lane.opened
+            part.turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
+        for at, stream in enumerate(streams):
+            own = count // len(streams) + (at < count % len(streams))
+            opened = stream.opened
             if not own or opened is None:
                 continue
-            at, stop = lane.at, lane.at.taken + own
+            at, stop = stream.at, stream.at.taken + own
             left = at.left if at.taken else self._begin(opened.header)
             if stop == len(opened.lengths):
-                lane.move(LaneState(cursor=opened.header.next_cursor))
+                stream.move(StreamState(cursor=opened.header.next_cursor))
                 continue
             left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
-            lane.at = LaneState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
+            stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
     def _begin(self, header: BlockHeader) -> Tally:
         """A block is begun: it counts as read, and what it dropped as dropped; the rest of it."""
@@ -229,28 +236,31 @@ class LaneSampler:
 
     def _restart_part(self, part: _Part, epoch: int) -> None:
         part.epoch, part.turn, part.documents = epoch, 0, 0
-        for lane in part.lanes:
-            lane.move(LaneState())
+        for stream in part.streams:
+            stream.move(StreamState())
 
     def _open_blocks(self) -> None:
-        """Open the next block of every lane that has none open, with its owner's help. Collective."""
+        """Open the next block of every stream that has none open, with its owner's help. Collective."""
         waiting = [
-            lane for part in self._parts for lane in part.lanes if lane.at.cursor is not None and lane.opened is None
+            stream
+            for part in self._parts
+            for stream in part.streams
+            if stream.at.cursor is not None and stream.opened is None
         ]
-        own: dict[LaneKey, DocumentBlock] = {}
+        own: dict[StreamKey, DocumentBlock] = {}
         problem: str | None = None
-        mine = [lane for lane in waiting if lane.owner == self._peers.rank]
-        for lane in mine:
-            self._ask(lane, lane.at.cursor)
-        for lane in mine:
+        mine = [stream for stream in waiting if stream.owner == self._peers.rank]
+        for stream in mine:
+            self._ask(stream, stream.at.cursor)
+        for stream in mine:
             if problem is None:
-                assert lane.asked is not None
+                assert stream.asked is not None
                 try:
-                    own[lane.key] = self._service.take(lane.asked)
+                    own[stream.key] = self._service.take(stream.asked)
                 except EvenloadError as error:
                     problem = str(error)
-                lane.asked = None
-        headers = tuple((key.part, key.lane, block.header) for key, block in own.items())
+                stream.asked = None
+        headers = tuple((key.part, key.stream, block.header) for key, block in own.items())
         answer = _Answer(headers=headers, problem=problem)
         answers = [
             msgspec.msgpack.decode(data, type=_Answer) for data in self._peers.gather(msgspec.msgpack.encode(answer))
@@ -258,35 +268,35 @@ class LaneSampler:
         problems = [answer.problem for answer in answers if answer.problem is not None]
         if problems:
             raise DataError(problems[0])
-        by_lane = {LaneKey(part, lane): header for answer in answers for part, lane, header in answer.headers}
-        for lane in waiting:
-            self._open(lane, by_lane[lane.key], own.get(lane.key))
+        by_stream = {StreamKey(part, stream): header for answer in answers for part, stream, header in answer.headers}
+        for stream in waiting:
+            self._open(stream, by_stream[stream.key], own.get(stream.key))
 
-    def _ask(self, lane: _Lane, cursor: BlockCursor | None) -> None:
-        """Have a lane's block read, unless that was asked for already."""
-        if cursor is not None and lane.asked is None:
-            lane.asked = BlockRequest(lane.key, self._parts[lane.key.part].epoch, cursor)
-            self._service.request(lane.asked)
+    def _ask(self, stream: _Stream, cursor: BlockCursor | None) -> None:
+        """Have a stream's block read, unless that was asked for already."""
+        if cursor is not None and stream.asked is None:
+            stream.asked = BlockRequest(stream.key, self._parts[stream.key.part].epoch, cursor)
+            self._service.request(stream.asked)
 
-    def _open(self, lane: _Lane, header: BlockHeader, block: DocumentBlock | None) -> None:
-        if lane.at.taken and lane.at.checksum != header.checksum:
+    def _open(self, stream: _Stream, header: BlockHeader, block: DocumentBlock | None) -> None:
+        if stream.at.taken and stream.at.checksum != header.checksum:
             raise DataError(
-                f"block {header.cursor.block} of lane {lane.key.lane} of data.{self._names[lane.key.part]} holds other "
-                f"documents than when the loader's state was saved ({lane.at.taken} of them were trained already); the "
-                "sources must not change between save and resume"
+                f"block {header.cursor.block} of stream {stream.key.stream} of data.{self._names[stream.key.part]} "
+                f"holds other documents than when the loader's state was saved ({stream.at.taken} of them were trained "
+                "already); the sources must not change between save and resume"
             )
         lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
-        epoch = self._parts[lane.key.part].epoch
-        lane.opened = OpenBlock(lane.key, epoch, lane.owner, header, lengths, num_labels, block)
+        epoch = self._parts[stream.key.part].epoch
+        stream.opened = OpenBlock(stream.key, epoch, stream.owner, header, lengths, num_labels, block)
         if block is not None:
             # The next one is read while documents of this one are taken.
-            self._ask(lane, header.next_cursor)
+            self._ask(stream, header.next_cursor)
 
 
-def _rounds(lanes: Sequence[_Lane], rounds: int, most: int) -> SampledDocuments:
-    """The first `most` documents when the lanes take turns so many times."""
-    blocks = [lane.opened for lane in lanes if lane.opened is not None]
-    starts = np.array([lane.at.taken for lane in lanes])
+def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
+    """The first `most` documents when the streams take turns so many times."""
+    blocks = [stream.opened for stream in streams if stream.opened is not None]
+    starts = np.array([stream.at.taken for stream in streams])
 
     def columns(values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
         spans = [column[start : start + rounds] for column, start in zip(values, starts.tolist(), strict=True)]
