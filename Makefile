@@ -41,7 +41,7 @@ test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyrefly check --summary=none
 	$(BIN)/lint-imports
 
 bench: .venv/dev  ## measure; appends rows to benchmarks/results

@@ -180,9 +180,9 @@ def _fit(everyone: list[dict], model: ModelSpec, device_name: str, layout: Paral
         head_s_per_token=head_s_per_token * tp,
         head_pack_s=head_pack_s,
         optimizer_s_per_parameter=float(np.median([rank["optimizer"] for rank in everyone])),
-        p2p_bandwidth_bytes_per_s=p2p and p2p.bandwidth_bytes_per_s,
+        p2p_bandwidth_bytes_per_s=p2p.bandwidth_bytes_per_s if p2p else None,
         p2p_latency_s=p2p.latency_s if p2p else 0.0,
-        reduce_bandwidth_bytes_per_s=reduction and reduction.bandwidth_bytes_per_s,
+        reduce_bandwidth_bytes_per_s=reduction.bandwidth_bytes_per_s if reduction else None,
         reduce_latency_s=reduction.latency_s if reduction else 0.0,
         # Measured over the largest group that shares documents, wherever its ranks lie, else over one that shares
         # matrices; that one's transfers are in the layers' seconds already.
@@ -238,8 +238,8 @@ def _time_layers(
     while repeats < _MIN_REPEATS or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
         for number, documents in enumerate(rounds):
             for key, features, seconds in _time_round(stage, model, documents):
-                timings.setdefault((*key, number), []).append(seconds)
-                features_of[(*key, number)] = features
+                timings.setdefault((key[0], key[1], number), []).append(seconds)
+                features_of[key[0], key[1], number] = features
         repeats += 1
     layers = len(stage.model.layers)
     samples = [_Sample(key[0], features_of[key], min(seconds) / layers) for key, seconds in timings.items()]

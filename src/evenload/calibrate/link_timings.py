@@ -1,5 +1,6 @@
 """Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -63,7 +64,7 @@ def time_tensor(mesh: Mesh) -> LinkTiming | None:
 
     def gather(num_elements: int) -> float:
         own = torch.zeros(num_elements, device=mesh.device)
-        return fastest(lambda: group.all_gather(own, "calibration"), mesh.device)
+        return fastest(functools.partial(group.all_gather, own, "calibration"), mesh.device)
 
     return _timed(gather, group.shard.size - 1)
 

@@ -189,7 +189,7 @@ def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
         ConfigError: megatron-core is not installed.
     """
     try:
-        from megatron.core.packed_seq_params import PackedSeqParams  # pyright: ignore[reportMissingImports]
+        from megatron.core.packed_seq_params import PackedSeqParams  # type: ignore[missing-import]
     except ImportError as err:
         raise ConfigError(
             "PackedSeqParams needs megatron-core, which is not installed; install it, or read the fields in "

@@ -84,7 +84,8 @@ def data_config(
         base["max_document_tokens"] = max_tokens
     if evaluation:
         base |= _evaluation(data, base, settings, default_batch_tokens)
-    return DataConfig(**(base | settings)), datasets
+    every: dict[str, Any] = base | settings
+    return DataConfig(**every), datasets
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

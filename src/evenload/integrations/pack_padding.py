@@ -9,6 +9,7 @@ ranks and stops at a pack that they do not divide.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def pad_pack(pack: PackBatch, multiple: int) -> PackBatch:
     if not missing:
         return pack
     padding = zero_weight_pack(missing)
-    columns = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in _COLUMNS}
+    columns: dict[str, Any] = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in _COLUMNS}
     return replace(
         pack,
         **columns,

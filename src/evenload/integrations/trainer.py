@@ -74,8 +74,8 @@ class PackedTrainerMixin:
         _refuse_trainer(self, train_loader)
         for loader in (train_loader, eval_loader):
             if loader is not None and loader.model_is_assumed:
-                _balance(loader, self.model)  # pyright: ignore[reportAttributeAccessIssue]
-        self.add_callback(_SaveLoader(train_loader))  # pyright: ignore[reportAttributeAccessIssue]
+                _balance(loader, self.model)  # type: ignore[missing-attribute]
+        self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
 
     def get_train_dataloader(self) -> Any:
         """The loader's micro-batches, epoch after epoch."""
@@ -102,7 +102,7 @@ class PackedTrainerMixin:
                 f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
                 "from a checkpoint that was saved after a step"
             )
-        device = rest[0] if rest else self.args.device  # pyright: ignore[reportAttributeAccessIssue]
+        device = rest[0] if rest else self.args.device  # type: ignore[missing-attribute]
         return samples, counts[0].to(device)
 
     def _inner_training_loop(
@@ -118,7 +118,7 @@ class PackedTrainerMixin:
                     "its weights without resume_from_checkpoint"
                 ) from err
             self._train_loader.load_state_dict(state)
-        return super()._inner_training_loop(  # pyright: ignore[reportAttributeAccessIssue]
+        return super()._inner_training_loop(  # type: ignore[missing-attribute]
             batch_size, args, resume_from_checkpoint, *rest, **settings
         )
 
@@ -148,7 +148,7 @@ class PackedTrainerMixin:
         model.train(was_training)
         loss_sum = trainer.accelerator.reduce(total, "sum").item()
         return EvalLoopOutput(
-            predictions=None,  # pyright: ignore[reportArgumentType]
+            predictions=None,  # type: ignore[bad-argument-type]
             label_ids=None,
             metrics={
                 f"{metric_key_prefix}_loss": loss_sum / max(1, num_tokens),

@@ -41,7 +41,7 @@ def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
         parts: at least one.
         more: fields that are not joined: `step_time_s`, and what only the whole step knows.
     """
-    columns = {
+    columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in (
             *("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"),

@@ -9,7 +9,8 @@ import msgspec
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class _FrozenMeta(msgspec.StructMeta):
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> type:
-        return super().__new__(mcls, name, bases, namespace, **{"kw_only": True, **config})
+        config.setdefault("kw_only", True)
+        return super().__new__(mcls, name, bases, namespace, **config)
 
 
 class Frozen(msgspec.Struct, metaclass=_FrozenMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):

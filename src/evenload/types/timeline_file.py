@@ -31,10 +31,13 @@ def read_timeline(path: Path) -> Timeline:
     """
     try:
         with np.load(path) as columns:
-            values = {name: columns[name] for name in (*_ALWAYS, *(name for name in _OPTIONAL if name in columns))}
+            values: dict[str, Any] = {
+                name: columns[name] for name in (*_ALWAYS, *(name for name in _OPTIONAL if name in columns))
+            }
             side = None
             if _SIDE + "kind" in columns:
                 side = SideTasks(**{f.name: columns[_SIDE + f.name] for f in fields(SideTasks)})
     except (OSError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a timeline file: {error}") from error
-    return Timeline(**{**values, "step_time_s": float(values["step_time_s"])}, side=side)
+    values["step_time_s"] = float(values["step_time_s"])
+    return Timeline(**values, side=side)

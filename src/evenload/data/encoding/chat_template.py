@@ -89,8 +89,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = TEMPLATE_DAY.strftime
+        functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DAY.strftime}
+        environment.globals |= functions
         try:
             syntax = environment.parse(source)
             self._template = environment.from_string(syntax)

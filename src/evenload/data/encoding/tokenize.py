@@ -120,7 +120,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # It would add special tokens, which nobody asks for here, and cut white space out of offsets.
-        self._tokenizer.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = self._find_eos(file, eos_token)

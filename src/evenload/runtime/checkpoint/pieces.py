@@ -120,7 +120,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 class PieceSavePlanner(DefaultSavePlanner):
     """Saves `TensorPieces` by name."""
 
-    state_dict: Mapping[str, TensorPieces]
+    state_dict: Mapping[str, TensorPieces]  # type: ignore[bad-override-mutable-attribute]
 
     def set_up_planner(
         self, state_dict: Mapping, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -149,7 +149,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 class PieceLoadPlanner(DefaultLoadPlanner):
     """Fills `TensorPieces` by name, whatever boxes were saved."""
 
-    state_dict: Mapping[str, TensorPieces]
+    state_dict: Mapping[str, TensorPieces]  # type: ignore[bad-override-mutable-attribute]
 
     def set_up_planner(
         self, state_dict: Mapping, metadata: Metadata | None = None, is_coordinator: bool = False

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,7 +69,7 @@ def _difference(directory: Path) -> str:
     `tokenizer.json` says; published models agree with theirs, a tokeniser that somebody trained need not."""
     ours = FileTokenizer(directory).encode(_PROBE).tolist()
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        loaded: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         theirs = loaded(_PROBE, add_special_tokens=False)["input_ids"]
     except Exception as error:  # transformers has no common class
         return f", which transformers' AutoTokenizer cannot load ({' '.join(str(error).split())})"
