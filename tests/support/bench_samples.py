@@ -16,7 +16,6 @@ def batch_run(measured_s=(1.0,), predicted_s=1.0, loss=2.0, tokens=100) -> Batch
         measured_peak_bytes=1000,
         predicted_peak_bytes=900,
         loss=loss,
-        flops=1.0,
     )
 
 

@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.bench.runs import BatchRun, LeftOutStrategy, StrategyRuns, pack_errors, task_seconds
+from evenload.bench.runs import BatchRun, StrategyRuns, pack_errors, task_seconds
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.flops import training_flops
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
@@ -77,7 +77,7 @@ def run_interleaved(
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             if len(left_out) == len(strategies) - 1:
                 raise
-            left_out.append(LeftOutStrategy(strategy=name, why=str(error)))
+            left_out.append(LeftOutStrategy(name=name, why=str(error)))
     measured: dict[tuple[str, int], _Measured] = {}
     reports: dict[tuple[str, int], StepReport] = {}
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
@@ -165,12 +165,11 @@ def _batch_run(
     trainer: Trainer, batch: int, report: StepReport, measured: _Measured, coefficients: CostCoefficients
 ) -> BatchRun:
     plan = report.plan
-    lengths = np.array([document.num_tokens for document in plan.documents], np.int64)
     return BatchRun(
         batch=batch,
         plan_digest=plan.digest,
-        documents=len(lengths),
-        tokens=int(lengths.sum()),
+        documents=len(plan.documents),
+        tokens=sum(document.num_tokens for document in plan.documents),
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
         measured_s=tuple(measured.step_s),
         predicted_s=plan.predicted.step_time_s,
@@ -178,5 +177,4 @@ def _batch_run(
         measured_peak_bytes=measured.peak_bytes,
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, coefficients),
         loss=float(report.row["loss"] or 0.0),
-        flops=float(training_flops(trainer.model, lengths).sum()),
     )

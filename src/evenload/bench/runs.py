@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS, Timeline
@@ -42,7 +43,6 @@ class BatchRun(Frozen):
         measured_peak_bytes, predicted_peak_bytes: of the fullest rank; on a CPU, where no allocator counts, of what the
             activation stores hold and what stays for the step, without the buffers of a running action.
         loss: mean over the batch's label tokens.
-        flops: useful work, forward and backward, attention as it is.
     """
 
     batch: int
@@ -56,7 +56,6 @@ class BatchRun(Frozen):
     measured_peak_bytes: int
     predicted_peak_bytes: int
     loss: float
-    flops: float
 
     @property
     def step_time_s(self) -> float:
@@ -107,19 +106,13 @@ class StrategyRuns(Frozen):
         return sum(run.tokens for run in self.batches) / (self.measured_s * len(self.batches))
 
 
-class LeftOutStrategy(Frozen):
-    """A strategy that could not run these batches, and why."""
-
-    strategy: str
-    why: str
-
-
 class BenchResult(Frozen):
     """A comparison of strategies on the same global batches.
 
     Args:
         facts: what ran on what, in the order in which they are shown.
         runs: in the order asked for.
+        left_out: strategies that could not run these batches, or that 'all' leaves out.
         loss_difference: the most that the loss of a batch differs between strategies, relative.
     """
 

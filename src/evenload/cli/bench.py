@@ -1,6 +1,5 @@
 """`evenload bench`: strategies measured against each other on the user's machine, model and data."""
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -10,11 +9,11 @@ import typer
 
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult, StrategyRuns, ranked_pairs
-from evenload.cli.output_file import require_writable, write_output
-from evenload.errors import ConfigError
+from evenload.cli.output_file import calibration_cache, require_writable, write_output
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
+    from evenload.cli.bench_worker import BenchPlan
     from evenload.cli.stop_request import StopLine
     from evenload.runtime.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
@@ -52,79 +51,55 @@ def bench_command(
     the median of absolute values, of the peak memory the largest.
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import run_local
+    from evenload.cli.launch import require_own_launch, run_local
+    from evenload.cli.plan_strategies import asked_strategies
     from evenload.runtime.config.train_config import load_train_config
 
     require_train_extra("evenload bench")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("evenload bench starts its own processes on one machine; run it without torchrun")
+    require_own_launch("evenload bench")
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
-    names = _strategies(strategy, settings)
+    asked = asked_strategies(strategy or f"best_fit,{settings.plan.strategy}")
     require_writable(ledger, json_path)
     if ledger is not None:
         require_ledger(ledger)
     start_fork_server("evenload.cli.bench_worker")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as directory:
         import msgspec
 
         with needs_train_extra("evenload bench"):
             import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
-            layout = call_in_child(_checked, settings, names)
+            plan, layout = call_in_child(_checked, settings, asked, steps, rounds)
         answer = Path(directory) / "result.json"
-        run_local(_run_rank, (settings, names, steps, rounds, cache, answer), layout.world_size)
+        run_local(_run_rank, (settings, plan, calibration_cache(), answer), layout.world_size)
         content = answer.read_bytes()
         result = msgspec.json.decode(content, type=BenchResult)
     if json_path is not None:
         write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
-    _show(result, time.perf_counter() - started_s)
+    show_result(result, time.perf_counter() - started_s)
     if ledger is not None:
         typer.echo(f"{append_result(ledger, result)} rows appended to {ledger}")
-
-
-def _strategies(text: str, settings: "TrainConfig") -> tuple[str, ...]:
-    """Raises ConfigError on an unknown name."""
-    from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
-    from evenload.plan.strategies.registry import STRATEGIES
-    from evenload.types.layout import even_layout
-
-    own = settings.plan.strategy
-    asked = asked_strategies(text or f"best_fit,{own}")
-    if asked is not None:
-        return asked
-    # Only what a strategy asks of the pipeline counts here; stages of the model itself are checked later.
-    pp = settings.parallel.pp * settings.parallel.virtual
-    names, _ = chosen_strategies(None, even_layout(pp, pp=pp), settings.plan.options)
-    return tuple(name for name in names if not STRATEGIES.named(name).changes_layout)
 
 
 # Named here, so that the launcher itself need not import what its children have imported.
 
 
-def _checked(config: "TrainConfig", strategies: tuple[str, ...]) -> "ParallelLayout":
+def _checked(
+    config: "TrainConfig", asked: tuple[str, ...] | None, steps: int, rounds: int
+) -> "tuple[BenchPlan, ParallelLayout]":
     from evenload.cli.bench_worker import checked_bench
 
-    return checked_bench(config, strategies)
+    return checked_bench(config, asked, steps, rounds)
 
 
-def _run_rank(
-    config: "TrainConfig",
-    strategies: tuple[str, ...],
-    steps: int,
-    rounds: int,
-    cache: Path,
-    answer: Path,
-    line: "StopLine",
-) -> int:
-    from evenload.cli.bench_worker import BenchPlan, run_bench_worker
+def _run_rank(config: "TrainConfig", plan: "BenchPlan", cache: Path, answer: Path, line: "StopLine") -> int:
+    from evenload.cli.bench_worker import run_bench_worker
 
-    plan = BenchPlan(strategies=strategies, num_batches=steps, num_rounds=rounds)
     return run_bench_worker(config, plan, cache, answer, line)
 
 
-def _show(result: BenchResult, seconds: float) -> None:
+def show_result(result: BenchResult, seconds: float) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -134,7 +109,16 @@ def _show(result: BenchResult, seconds: float) -> None:
 
     runs = result.runs
     fastest = min(runs, key=lambda one: one.measured_s)
-    headings = ("strategy", "step\ntime", "spread", "predicted", "error", "pack\nerror", "memory\nerror", "tokens/s")
+    headings = (
+        "strategy",
+        "step\ntime",
+        "spread",
+        "pre-\ndicted",
+        "error",
+        "pack\nerror",
+        "memory\nerror",
+        "tokens\n/s",
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
     for heading in headings:
         table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
@@ -153,11 +137,13 @@ def _show(result: BenchResult, seconds: float) -> None:
             style="bold green" if one is fastest else None,
         )
     console = Console(highlight=False)
-    console.print(table)
+    # A cut number is a wrong number: what is wider than the terminal wraps there.
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(highlight=False, width=max(console.width, width)).print(table)
     for line in _lines(result, fastest):
         console.print(Text(line), soft_wrap=True)
     for left in result.left_out:
-        console.print(Text(f"{left.strategy}: not measured: {left.why}"), soft_wrap=True)
+        console.print(Text(f"{left.name}: not measured: {left.why}"), soft_wrap=True)
     console.print(f"({seconds:.0f} s)")
 
 

@@ -6,16 +6,19 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenload.bench.interleaved import run_interleaved
 from evenload.bench.runs import BenchResult, loss_difference
+from evenload.cli.plan_strategies import chosen_strategies
 from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
+from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_trainable
+from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.config.run_layout import layout_of
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import require_device
@@ -26,28 +29,47 @@ from evenload.types.layout import ParallelLayout
 
 
 class BenchPlan(Frozen):
-    """What to compare: so many batches, so many rounds that count."""
+    """What to compare: so many batches, so many rounds that count.
+
+    Args:
+        left_out: strategies that are not tried though all were asked for.
+    """
 
     strategies: tuple[str, ...]
+    left_out: tuple[LeftOutStrategy, ...]
     num_batches: int
     num_rounds: int
 
 
-def checked_bench(config: TrainConfig, strategies: tuple[str, ...]) -> ParallelLayout:
-    """The layout of a comparison whose settings go together.
+def checked_bench(
+    config: TrainConfig, asked: tuple[str, ...] | None, num_batches: int, num_rounds: int
+) -> tuple[BenchPlan, ParallelLayout]:
+    """A comparison whose settings go together, and the layout it runs in.
+
+    Args:
+        asked: names; None = all that train.
 
     Raises:
         ConfigError, UnsupportedModelError: as `require_runnable`, for every strategy.
     """
     # Options that only one of the strategies reads may be set: all are compared under one set of options.
     shared = PlanOptions(schedule=config.plan.options.schedule)
-    first, *others = strategies
+    first = asked[0] if asked is not None else BEST_FIT.name
     plan = msgspec.structs.replace(config.plan, strategy=first, options=shared)
     layout = require_runnable(msgspec.structs.replace(config, plan=plan))
-    for name in others:
-        require_trainable(name, layout, shared)
     require_device(config.train.device, layout.world_size)
-    return layout
+    names: list[str] = []
+    chosen, left_out = chosen_strategies(asked, layout, config.plan.options)
+    for name in chosen:
+        try:
+            require_trainable(name, layout, shared)
+            names.append(name)
+        except ConfigError as error:
+            if asked is not None:
+                raise
+            left_out += (LeftOutStrategy(name=name, why=str(error)),)
+    plan = BenchPlan(strategies=tuple(names), left_out=left_out, num_batches=num_batches, num_rounds=num_rounds)
+    return plan, layout
 
 
 def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, line: StopLine) -> int:
@@ -56,15 +78,6 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
     Args:
         cache: where calibrated cost files are kept between runs.
     """
-    try:
-        record(_run_rank)(config, plan, cache, answer)
-    except BaseException:
-        line.has_failed.value = True
-        raise
-    return 0
-
-
-def _run_rank(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path) -> None:
     layout = layout_of(config, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
@@ -87,8 +100,11 @@ def _run_rank(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path) -
             )
         if found is not None:
             runs, left_out = found
-            result = BenchResult(facts=facts, runs=runs, left_out=left_out, loss_difference=loss_difference(runs))
+            result = BenchResult(
+                facts=facts, runs=runs, left_out=plan.left_out + left_out, loss_difference=loss_difference(runs)
+            )
             answer.write_bytes(msgspec.json.encode(result))
+    return 0
 
 
 def _facts(

@@ -1,6 +1,5 @@
 """`evenload check`: proves on the user's model and data what training promises."""
 
-import os
 import sys
 import tempfile
 import time
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.errors import ConfigError
+from evenload.cli.output_file import calibration_cache
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
@@ -41,16 +40,14 @@ def check_command(
 
     from evenload.check.verdict import Verdict, exit_code
     from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import run_local
+    from evenload.cli.launch import require_own_launch, run_local
     from evenload.runtime.config.train_config import load_train_config
 
     require_train_extra("evenload check")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("evenload check starts its own processes on one machine; run it without torchrun")
+    require_own_launch("evenload check")
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
     start_fork_server("evenload.cli.check_worker")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
     with tempfile.TemporaryDirectory(prefix="evenload-check-") as directory:
         with needs_train_extra("evenload check"):
             import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
@@ -60,7 +57,7 @@ def check_command(
         for line in lines:
             console.print(line, soft_wrap=True)
         answer = Path(directory) / "verdicts.json"
-        run_local(_run_rank, (settings, scope, cache, answer), layout.world_size)
+        run_local(_run_rank, (settings, scope, calibration_cache(), answer), layout.world_size)
         verdicts = msgspec.json.decode(answer.read_bytes(), type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
     sys.exit(exit_code(verdicts))

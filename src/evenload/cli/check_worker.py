@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenload.check.run_checks import run_checks
 from evenload.check.scope import Scope
@@ -42,15 +41,6 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
 
 def run_check_worker(config: TrainConfig, scope: Scope, cache: Path, answer: Path, line: StopLine) -> int:
     """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
-    try:
-        record(_run_rank)(config, scope, cache, answer)
-    except BaseException:
-        line.has_failed.value = True
-        raise
-    return 0
-
-
-def _run_rank(config: TrainConfig, scope: Scope, cache: Path, answer: Path) -> None:
     layout = layout_of(scope.config, model_spec(scope.config).num_layers)
     users = layout_of(config, model_spec(config).num_layers)
     with started_rank(scope.config, layout) as setup:
@@ -70,3 +60,4 @@ def _run_rank(config: TrainConfig, scope: Scope, cache: Path, answer: Path) -> N
         )
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(verdicts))
+    return 0

@@ -18,10 +18,16 @@ from contextlib import contextmanager
 from evenload import errors
 from evenload.cli.child_process import begin_rank, start_fork_server
 from evenload.cli.stop_request import SAME_REQUEST_S, STOP_SIGNALS, StopLine, signal_name
-from evenload.errors import EvenloadError
+from evenload.errors import ConfigError, EvenloadError
 
 _END_AFTER_FAILURE_S = 10.0
 """How long ranks may take to end after another has failed; a stopped process never would."""
+
+
+def require_own_launch(command: str) -> None:
+    """Refuse to run under torchrun, for a command that starts its processes itself."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(f"{command} starts its own processes on one machine; run it without torchrun")
 
 
 def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float | None = None) -> None:
@@ -73,8 +79,14 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
 
 
 def _run_rank(function: Callable[..., int | None], arguments: tuple, line: StopLine) -> int | None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     begin_rank()
-    return function(*arguments, line)
+    try:
+        return record(function)(*arguments, line)
+    except BaseException:
+        line.has_failed.value = True
+        raise
 
 
 class _SignalGuard:

@@ -1,9 +1,15 @@
 """Files that commands write: refused in words before the work, not after it."""
 
+import os
 import tempfile
 from pathlib import Path
 
 from evenload.errors import ConfigError
+
+
+def calibration_cache() -> Path:
+    """Where calibrated cost files are kept between runs; asked by the launcher, whose environment the user set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
 
 
 def require_writable(*paths: Path | None) -> None:

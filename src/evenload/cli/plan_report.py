@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from evenload.cli.plan_strategies import LeftOutStrategy
 from evenload.data.length_profile import profile_lengths
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch
+from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
 from evenload.types.length_unit import LengthUnit, in_unit

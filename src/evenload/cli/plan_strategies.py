@@ -5,8 +5,7 @@ from collections.abc import Callable
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.plan.strategies.strategy import Strategy
-from evenload.types.base import Frozen
+from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
 from evenload.types.layout import ParallelLayout
 
 
@@ -20,13 +19,6 @@ STRATEGY_HELP = (
     f"{_built_in(lambda one: one.needs_solver)}, which takes its solver's time limit, and "
     f"{_built_in(lambda one: one.needs_one_stage)} where the layout has a pipeline."
 )
-
-
-class LeftOutStrategy(Frozen):
-    """A strategy that 'all' does not try, and why."""
-
-    name: str
-    why: str
 
 
 def asked_strategies(text: str) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.cli.output_file import require_writable_directory
+from evenload.cli.output_file import calibration_cache, require_writable_directory
 from evenload.errors import ConfigError
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
@@ -52,12 +52,14 @@ def train_command(
 
     require_train_extra("evenload train")
     settings = load_train_config(config, overrides or [])
-    cache = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration")
+    cache = calibration_cache()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
         with needs_train_extra("evenload train"):
-            number = _run_rank(settings, cache, "the same torchrun command")
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            number = record(_run_rank)(settings, cache, "the same torchrun command")
         sys.exit(128 + number if number else 0)
     # Everything a user can get wrong is checked here, once, before ranks start.
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
@@ -88,7 +90,7 @@ def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
     return layout
 
 
-def _run_rank(settings: "TrainConfig", cache: str, command: str, line: "StopLine | None" = None) -> int | None:
+def _run_rank(settings: "TrainConfig", cache: Path, command: str, line: "StopLine | None" = None) -> int | None:
     from evenload.cli.train_worker import run_worker
 
     return run_worker(settings, cache, command, line)

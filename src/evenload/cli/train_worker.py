@@ -4,7 +4,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from evenload.cli.prediction_line import prediction_line
 from evenload.cli.run_end import leave_finished, show_stopped
@@ -24,20 +23,16 @@ from evenload.runtime.trainer import StepReport, Trainer
 from evenload.types.scaled_units import format_bytes
 
 
-@record
-def run_worker(config: TrainConfig, cache_directory: str, command: str, line: StopLine | None = None) -> int:
+def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | None = None) -> int:
     """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
 
-    `command` goes on with this run; `line` leads to our launcher, None under another one.
+    Args:
+        cache: where calibrated cost files are kept between runs.
+        command: goes on with this run.
+        line: to our launcher; None under another one.
     """
-    layout = layout_of(config, model_spec(config).num_layers)
-    try:
-        with started_rank(config, layout) as setup:
-            return _train(config, setup, Path(cache_directory), command, StopRequest(line))
-    except BaseException:
-        if line is not None:
-            line.has_failed.value = True
-        raise
+    with started_rank(config, layout_of(config, model_spec(config).num_layers)) as setup:
+        return _train(config, setup, cache, command, StopRequest(line))
 
 
 def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:

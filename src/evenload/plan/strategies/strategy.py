@@ -16,11 +16,19 @@ from evenload.plan.problem.options import CHOOSE, PlanOptions, StrategyOptions
 from evenload.plan.problem.step_problem import Planner, ReplicaChoice, StepProblem
 from evenload.plan.search.policy_choice import plan_under_policies
 from evenload.schedule.registry import SCHEDULES
+from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
 Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
 """A step under the activation policies that were chosen, and one choice a replica."""
 DelayingPlanner = Callable[[StepProblem, Arrivals], DelayedChoice]
+
+
+class LeftOutStrategy(Frozen):
+    """A strategy that a comparison does not hold, and why."""
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
