@@ -36,7 +36,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.flops import causal_pairs
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
 from evenload.plan.packing.bin_packing import longest_first
@@ -51,6 +50,7 @@ from evenload.plan.strategies.skrull import step_documents
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
+from evenload.types.work import causal_pairs
 from results import commit_name, cpu_name
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import POLICIES
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.problem.candidate import imbalance, whole_candidate
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.problem.candidate import imbalance, scheduled_candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
@@ -78,15 +79,9 @@ def whole_document_choices(
         groups = [list(range(lo, hi)) for lo, hi in itertools.pairwise(edges)]
         num_tokens = lengths[documents]
         columns = whole_document_columns(groups, num_tokens)
-        found = whole_candidate(
-            f"{len(packs)} packs",
-            columns,
-            num_tokens,
-            costs,
-            ONE_F_ONE_B,
-            cap,
-            None if policy is None else policy[documents],
-        )
+        own = None if policy is None else policy[documents]
+        tasks = pipeline_tasks(costs, columns, columns, num_tokens, own)
+        found = scheduled_candidate(f"{len(packs)} packs", columns, columns, tasks, ONE_F_ONE_B, cap, own)
         choices.append(ReplicaChoice(documents, found))
     return tuple(choices)
 

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_model
-from evenload.cost.flops import causal_pairs, forward_flops, slice_pairs, training_flops
+from evenload.cost.flops import forward_flops, slice_pairs, training_flops
+from evenload.types.work import causal_pairs
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))

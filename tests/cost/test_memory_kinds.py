@@ -54,7 +54,7 @@ def test_kinds_add_up_to_the_columns_that_planners_use(case, pp, cp, tp, split, 
         np.testing.assert_array_equal(total, getattr(tasks.held, field.name), err_msg=field.name)
     if split:
         for name in ("input_freed_bytes", "input_temp_bytes", "weight_freed_bytes"):
-            np.testing.assert_array_equal(getattr(kinds, name).sum(axis=-1), getattr(tasks.split, name))
+            np.testing.assert_array_equal(getattr(kinds.split, name).sum(axis=-1), getattr(tasks.split, name))
     # What is kept goes again, kind by kind; buffers are never kept.
     kept, freed = kinds.held.forward_kept_bytes.sum(axis=0), kinds.held.backward_freed_bytes.sum(axis=0)
     np.testing.assert_array_equal(kept, freed)

@@ -23,6 +23,11 @@ from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
 
 
+def balanced(model, coefficients, lengths, memory_bytes: int | None = None, **sizes: int) -> ParallelLayout:
+    even = even_layout(model.num_layers, **sizes)
+    return balanced_layout(model, coefficients, even, lengths, memory_bytes=memory_bytes)
+
+
 def step_seconds(model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, lengths: list[int]) -> float:
     """What a split is judged by, from the costs of its own layout: the slowest rank's documents, then the reduction."""
     costs = PackCosts(model, coefficients, layout)
@@ -58,7 +63,7 @@ def test_head_worth_two_layers_takes_two_layers_from_the_last_stage() -> None:
         forward=type(plain.forward)(linear_s_per_token=1.0, **free),
         backward=type(plain.backward)(linear_s_per_token=2.0, **free),
     )
-    layout = balanced_layout(model, coefficients, [7, 1], pp=3)
+    layout = balanced(model, coefficients, [7, 1], pp=3)
     assert layout.stage_counts == (4, 4, 2)
     assert not layout.is_even
     assert layout.describe() == "pp=3 layers=4+4+2"
@@ -70,18 +75,18 @@ def test_first_of_equal_splits_has_fewer_layers_early() -> None:
     coefficients = sample_coefficients(
         embedding_s_per_token=0.0, head_s_per_token=0.0, optimizer_s_per_parameter=0.0, head_pack_s=0.0
     )
-    assert balanced_layout(model, coefficients, [5, 9], pp=2).stage_counts == (3, 4)
+    assert balanced(model, coefficients, [5, 9], pp=2).stage_counts == (3, 4)
 
 
 def test_no_pipeline_and_no_documents_give_the_even_split() -> None:
     model, coefficients = sample_model(num_layers=5), sample_coefficients()
-    assert balanced_layout(model, coefficients, [4], dp=2) == even_layout(5, dp=2)
-    assert balanced_layout(model, coefficients, [], dp=2, pp=3) == even_layout(5, dp=2, pp=3)
+    assert balanced(model, coefficients, [4], dp=2) == even_layout(5, dp=2)
+    assert balanced(model, coefficients, [], dp=2, pp=3) == even_layout(5, dp=2, pp=3)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 layers cannot fill 4 stages"):
-        balanced_layout(sample_model(num_layers=3), sample_coefficients(), [4], pp=4)
+        balanced(sample_model(num_layers=3), sample_coefficients(), [4], pp=4)
 
 
 @given(st.data())
@@ -99,7 +104,7 @@ def test_one_stage_a_rank_is_as_fast_as_brute_force(data) -> None:
         optimizer_s_per_parameter=data.draw(st.sampled_from([0.0, 1e-3, 0.1])),
     )
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
-    found = balanced_layout(model, coefficients, lengths, dp=dp, pp=pp)
+    found = balanced(model, coefficients, lengths, dp=dp, pp=pp)
     best_s = min(
         step_seconds(model, coefficients, split_layout(counts, dp=dp, pp=pp), lengths)
         for counts in splits(num_layers, pp)
@@ -111,7 +116,7 @@ def test_one_stage_a_rank_is_as_fast_as_brute_force(data) -> None:
 @settings(max_examples=30, deadline=None)
 def test_virtual_stages_of_equal_layers_are_as_fast_as_brute_force(num_layers, head_s, lengths) -> None:
     model, coefficients = sample_model(num_layers=num_layers), sample_coefficients(head_s_per_token=head_s)
-    found = balanced_layout(model, coefficients, lengths, pp=2, virtual=2)
+    found = balanced(model, coefficients, lengths, pp=2, virtual=2)
     assert found.stage_to_rank == (0, 1, 0, 1)
     best_s = min(
         step_seconds(model, coefficients, split_layout(counts, pp=2), lengths) for counts in splits(num_layers, 4)
@@ -130,7 +135,7 @@ def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_wor
         found, *rest = (
             step_seconds(model, coefficients, layout, lengths)
             for layout in (
-                balanced_layout(model, coefficients, lengths, pp=2, virtual=2),
+                balanced(model, coefficients, lengths, pp=2, virtual=2),
                 even_layout(num_layers, pp=2, virtual=2),
                 *(split_layout(counts, pp=2) for counts in splits(num_layers, 4)),
             )
@@ -154,10 +159,10 @@ def test_no_rank_outgrows_memory_that_the_even_split_leaves(pp, virtual, head_s,
     model = sample_model(num_layers=12, vocab_size=50, adapter_parameters_per_layer=adapters)
     coefficients = sample_coefficients(head_s_per_token=head_s)
     memory_bytes = kilobytes * 4096
-    layout = balanced_layout(model, coefficients, [30, 4], pp=pp, virtual=virtual, memory_bytes=memory_bytes)
+    layout = balanced(model, coefficients, [30, 4], pp=pp, virtual=virtual, memory_bytes=memory_bytes)
     even = even_layout(12, pp=pp, virtual=virtual)
     assert static_bytes(model, layout).max() <= max(static_bytes(model, even).max(), STATIC_SHARE * memory_bytes)
-    free = balanced_layout(model, coefficients, [30, 4], pp=pp, virtual=virtual)
+    free = balanced(model, coefficients, [30, 4], pp=pp, virtual=virtual)
     if static_bytes(model, free).max() <= STATIC_SHARE * memory_bytes:
         assert layout == free
 
@@ -168,7 +173,7 @@ def test_reduction_keeps_layers_away_from_the_embedding() -> None:
     quick = sample_coefficients(optimizer_s_per_parameter=0.0)
     slow = sample_coefficients(optimizer_s_per_parameter=1.0)
     fullest = [
-        int(parameters_per_rank(model, balanced_layout(model, coefficients, [50], pp=4)).max())
+        int(parameters_per_rank(model, balanced(model, coefficients, [50], pp=4)).max())
         for coefficients in (quick, slow)
     ]
     assert fullest[1] < fullest[0]
@@ -192,14 +197,14 @@ def test_simulated_steps_take_less_time_where_the_head_is_heavy(name, cluster_na
     coefficients = analytic_coefficients(model, cluster, even)
     memory_bytes = usable_bytes(cluster)
     tokens = [document.num_tokens for document in batch.documents]
-    balanced = balanced_layout(model, coefficients, tokens, **sizes, memory_bytes=memory_bytes)
+    layout_by_cost = balanced(model, coefficients, tokens, **sizes, memory_bytes=memory_bytes)
     options = PlanOptions(max_pack_tokens=16384)
     even_s, balanced_s = (
         StepPlanner(model, coefficients, layout, memory_bytes, options)
         .propose(0, batch.documents, strategy)
         .require_feasible()
         .predicted.step_time_s
-        for layout in (even, balanced)
+        for layout in (even, layout_by_cost)
     )
     assert balanced_s <= most * even_s
 
@@ -208,5 +213,5 @@ def test_many_layers_and_deep_pipelines_are_split_in_milliseconds() -> None:
     model, cluster = model_from("llama-150b"), cluster_from("h100x128")
     coefficients = analytic_coefficients(model, cluster, even_layout(model.num_layers, dp=8, pp=16))
     started_s = time.process_time()
-    balanced_layout(model, coefficients, [4096] * 512, dp=8, pp=16, memory_bytes=usable_bytes(cluster))
+    balanced(model, coefficients, [4096] * 512, dp=8, pp=16, memory_bytes=usable_bytes(cluster))
     assert time.process_time() - started_s < 5

@@ -85,7 +85,7 @@ def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
 def test_micro_batches_equal_brute_force(lengths, cp, dp, room, gather, pack_s, with_start) -> None:
     """Skrull eq. 8-11, replicas and micro-batches by eq. 10 included."""
     columns = micro_batch(lengths, cp, max(-(-max(lengths) // cp), int(room * sum(lengths) / cp / dp)), gather)
-    step = StepDocuments(columns, columns.shared_s, dp, columns.bucket_tokens * cp, pack_s)
+    step = StepDocuments(columns, dp, columns.bucket_tokens * cp, pack_s)
     best_s = least_step_seconds(step)
     heuristic = assign_micro_batches(step)
     assert best_s * (1 - 1e-9) <= step_seconds(step, heuristic)
@@ -123,7 +123,7 @@ def test_micro_batches_are_within_five_percent_of_exact(count) -> None:
     generator = np.random.default_rng(count)
     lengths = np.minimum(np.exp(generator.normal(5, 0.8, count)).astype(int) + 1, 2000)
     columns = micro_batch(lengths, 2, max(int(lengths.max()) // 2 + 1, int(lengths.sum()) // 3), 0.3)
-    step = StepDocuments(columns, columns.shared_s, 1, columns.bucket_tokens * 2, 20.0)
+    step = StepDocuments(columns, 1, columns.bucket_tokens * 2, 20.0)
     heuristic = assign_micro_batches(step)
     found = exact_micro_batches(step, time_limit_s=60 if count <= 11 else 0.2, start=heuristic)
     assert found.is_optimal or count > 11

@@ -15,7 +15,7 @@ def step_documents(lengths, cp: int, dp: int, bucket: int, gather=0.05, pack_s=0
     tokens = np.array(lengths, np.int64)
     local_s = tokens + 0.01 * tokens.astype(float) ** 2
     columns = MicroBatch(tokens, local_s, 1.05 * local_s / cp, gather * tokens, cp, bucket)
-    return StepDocuments(columns, columns.shared_s, dp, bucket * cp if limit is None else limit, pack_s)
+    return StepDocuments(columns, dp, bucket * cp if limit is None else limit, pack_s)
 
 
 def step_seconds(step: StepDocuments, replicas) -> float:

@@ -11,6 +11,7 @@ from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
 from reference.partition import partition_by_work
+from reference.slice_work import slice_work_s
 
 LINEAR = WorkCurve(linear_s=1.0)
 CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
@@ -65,8 +66,8 @@ def test_cap_leaves_no_pack_above_the_first_share():
     work = WorkCurve(linear_s=1.0, attention_s=((0.1, 0),))
     lengths = [400] + [1] * 400
     packs = partition(lengths, 4, work, order=[*range(200, 401), *range(200)], max_pack_tokens=150)
-    seconds = [sum(work.slice_work_s(a, b) for _, a, b in pack) for pack in packs]
-    share = sum(work.slice_work_s(0, n) for n in lengths) / 4
+    seconds = [sum(slice_work_s(work, a, b) for _, a, b in pack) for pack in packs]
+    share = sum(slice_work_s(work, 0, n) for n in lengths) / 4
     assert max(seconds) <= 1.03 * share  # one boundary token of the long document is worth 41 s
     assert max(sum(b - a for _, a, b in pack) for pack in packs) <= 150
 
@@ -139,8 +140,8 @@ def test_cut_is_the_nearest_boundary():
     for last_first in (False, True):
         for n in range(2, 60):
             [first, *_] = partition([n], 2, CAUSAL, last_first=last_first)
-            half = CAUSAL.slice_work_s(0, n) / 2
-            miss = {t: abs(CAUSAL.slice_work_s(*((n - t, n) if last_first else (0, t))) - half) for t in range(1, n)}
+            half = slice_work_s(CAUSAL, 0, n) / 2
+            miss = {t: abs(slice_work_s(CAUSAL, *((n - t, n) if last_first else (0, t))) - half) for t in range(1, n)}
             assert miss[first[0][2] - first[0][1]] == min(miss.values())
 
 

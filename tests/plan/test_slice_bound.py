@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from evenload.types.work import WorkCurve
 from reference.partition import partition_by_work
 from reference.slice_bound import exact_slice_bound
+from reference.slice_work import slice_work_s
 
 
 def brute_force_slices(lengths, work: WorkCurve, num_packs: int, cap: int) -> float:
@@ -22,7 +23,7 @@ def brute_force_slices(lengths, work: WorkCurve, num_packs: int, cap: int) -> fl
             if high - low > cap:
                 break
             pieces = [(max(low, a) - a, min(high, b) - a) for a, b in itertools.pairwise(edges)]
-            largest = max(largest, sum(work.slice_work_s(start, stop) for start, stop in pieces if stop > start))
+            largest = max(largest, sum(slice_work_s(work, start, stop) for start, stop in pieces if stop > start))
         else:
             best = min(best, largest)
     return best

@@ -80,7 +80,7 @@ def exact_owners(
     Raises:
         InfeasiblePlanError: no owners fit the bucket, or none was found within the time limit.
     """
-    step = StepDocuments(batch, batch.local_s, 1, int(batch.num_tokens.sum()))
+    step = StepDocuments(batch, 1, int(batch.num_tokens.sum()))
     model = _Model(step, slots=1)
     values, bound = model.solve(time_limit_s, None if start is None else [[(np.arange(len(start)), start)]])
     owner = model.owners(values)[0][0][1]

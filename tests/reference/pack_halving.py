@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
 from reference.chain_free import work_below
+from reference.slice_work import slice_work_s
 
 
 def halve_pack(
@@ -50,11 +51,11 @@ def halve_pack(
 
 def _half(curve: WorkCurve, start: int, stop: int, min_slice_tokens: int) -> int:
     """The token at which half of the slice's work is done, both pieces legal."""
-    target = (curve.slice_work_s(0, start) + curve.slice_work_s(0, stop)) / 2
+    target = (slice_work_s(curve, 0, start) + slice_work_s(curve, 0, stop)) / 2
     low, high = start + min_slice_tokens, stop - min_slice_tokens
     while low < high:
         middle = (low + high) // 2
-        if curve.slice_work_s(0, middle) >= target:
+        if slice_work_s(curve, 0, middle) >= target:
             high = middle
         else:
             low = middle + 1

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns
 from evenload.types.work import WorkCurve
+from reference.slice_work import slice_work_s
 
 LONGEST_DOCUMENT = 2**31 - 1
 """Tokens; pair counts of longer documents would not fit int64."""
@@ -87,8 +88,8 @@ class _CutRule:
     def dealt_s(self, num_tokens: int, taken: int) -> float:
         """Work of the first `taken` tokens in dealing order; monotone in `taken`."""
         if self.last_first:
-            return self.work.slice_work_s(num_tokens - taken, num_tokens)
-        return self.work.slice_work_s(0, taken)
+            return slice_work_s(self.work, num_tokens - taken, num_tokens)
+        return slice_work_s(self.work, 0, taken)
 
     def nearest(self, num_tokens: int, taken: int, room: int, base_s: float, target_s: float, forced: bool) -> int:
         """Tokens dealt out after this pack: no more, all, or a legal cut, whichever lies nearest the target.
@@ -128,14 +129,14 @@ def _fill(
     offset = [0]
     total_s = 0.0
     for index in order:
-        total_s += rule.work.slice_work_s(0, num_tokens[index])
+        total_s += slice_work_s(rule.work, 0, num_tokens[index])
     share_s = total_s / num_packs
     packs_left = num_packs
     target_s = total_s if packs_left == 1 else share_s
     room, base_s = cap, 0.0
     for index in order:
         n = num_tokens[index]
-        end_s = base_s + rule.work.slice_work_s(0, n)
+        end_s = base_s + slice_work_s(rule.work, 0, n)
         taken = 0
         while taken < n:
             fits = n - taken <= room

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.types.work import WorkCurve
+from reference.slice_work import slice_work_s
 
 
 def exact_slice_bound(
@@ -29,7 +30,7 @@ def exact_slice_bound(
     cap = sum(lengths) if max_pack_tokens is None else max_pack_tokens
     if sum(lengths) > cap * num_packs:
         return math.inf
-    high = sum(work.slice_work_s(0, n) for n in lengths)
+    high = sum(slice_work_s(work, 0, n) for n in lengths)
     if not high:
         return 0.0
     low = 0.0
@@ -59,7 +60,7 @@ def _packs_needed(lengths: list[int], work: WorkCurve, limit_s: float, cap: int,
                 if packs > stop_after:
                     return packs
                 continue
-            room_s -= work.slice_work_s(start, stop)
+            room_s -= slice_work_s(work, start, stop)
             room -= stop - start
             start = stop
     return packs
@@ -70,7 +71,7 @@ def _furthest(work: WorkCurve, start: int, most: int, room_s: float) -> int:
     low, high = start, most
     while low < high:
         middle = (low + high + 1) // 2
-        if work.slice_work_s(start, middle) <= room_s:
+        if slice_work_s(work, start, middle) <= room_s:
             low = middle
         else:
             high = middle - 1

@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.types.work import WorkCurve, prefix_pairs
+from evenload.types.work import WorkCurve
+from reference.slice_work import prefix_pairs, slice_work_s
 
 
 @given(st.integers(0, 80), st.integers(0, 30))
@@ -15,4 +16,4 @@ def test_columns_equal_single_slices_to_the_bit(slices, window):
     work = WorkCurve(linear_s=0.1, attention_s=((0.003, 0), (0.7, window)), slice_s=1e-3)
     start = np.array([a for a, _ in slices])
     stop = np.array([a + n for a, n in slices])
-    assert work.slice_works_s(start, stop).tolist() == [work.slice_work_s(a, a + n) for a, n in slices]
+    assert work.slice_works_s(start, stop).tolist() == [slice_work_s(work, a, a + n) for a, n in slices]

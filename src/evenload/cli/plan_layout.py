@@ -10,7 +10,7 @@ from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.default_layout import default_layout
 from evenload.explore.fitting_layouts import fitting_layouts
-from evenload.explore.layout_search import LayoutResult, layout_sizes, search_layouts
+from evenload.explore.layout_search import LayoutResult, search_layouts
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.stage_layers import balanced_layout
 from evenload.plan.strategies.auto import AUTO
@@ -33,8 +33,8 @@ def planned_in(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple
     return balanced_layout(
         spec,
         costs.of(sizes),
+        sizes,
         [document.num_tokens for batch in batches for document in batch.documents],
-        **layout_sizes(sizes),
         num_steps=len(batches),
         memory_bytes=inputs.memory_cap_bytes,
     )

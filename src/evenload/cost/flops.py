@@ -14,30 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.types.model import ModelSpec
+from evenload.types.work import causal_pairs
 
 BACKWARD_LINEAR_RATIO = 2.0
 """Backward / forward cost of matrix products: dX and dW."""
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
-
-
-def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
-    """(query, key) pairs of the queries `[start, stop)` of causal documents.
-
-    Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
-
-    Args:
-        start, stop: integers of equal shape, `0 <= start <= stop`.
-    """
-    return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
-
-
-def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Pairs of the queries `[0, tokens)`."""
-    if not window:
-        return tokens * (tokens + 1) * 0.5
-    inside = np.minimum(tokens, window)
-    return inside * (inside + 1) * 0.5 + (tokens - inside) * window
 
 
 def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool = True) -> NDArray[np.float64]:

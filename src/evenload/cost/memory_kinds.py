@@ -1,4 +1,4 @@
-"""`bytes_by_kind`: the columns of `PackBytes` by kind of memory; they add up to them exactly.
+"""`bytes_by_kind`: priced packs whose bytes are told apart by kind of memory; the kinds add up to them exactly.
 
 `cost.memory.bytes_at_rates` is linear in its rates, so a kind's bytes are what it gives with all other rates at zero.
 Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
@@ -11,7 +11,6 @@ Price: about that of `pipeline_bytes`, and a dozen small products; 1 ms for a re
 """
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,21 +36,6 @@ from evenload.types.timeline import MEMORY_KINDS
 _WEIGHT_INPUTS = MEMORY_KINDS.index("weight_gradient_inputs")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class KindBytes:
-    """The columns of `PackBytes`, and the bytes of `SplitBackward`, with an axis of kinds at the end.
-
-    Args:
-        held: static_bytes int64[R, K], the others int64[packs, P, K].
-        input_freed_bytes, input_temp_bytes, weight_freed_bytes: int64[m_b, P, K]; None where backwards run whole.
-    """
-
-    held: PackBytes
-    input_freed_bytes: NDArray[np.int64] | None = None
-    input_temp_bytes: NDArray[np.int64] | None = None
-    weight_freed_bytes: NDArray[np.int64] | None = None
-
-
 def bytes_by_kind(
     model: ModelSpec,
     layout: ParallelLayout,
@@ -61,11 +45,12 @@ def bytes_by_kind(
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
     owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
-) -> KindBytes:
-    """Bytes of one replica's packs by kind.
+) -> PipelineTasks:
+    """The same tasks with an axis of kinds at the end of every column of bytes: `held.static_bytes` int64[R, K], the
+    others, those of `split` too, int64[packs, P, K].
 
     Args:
-        tasks: the packs as priced; only what I leaves for W is taken from there.
+        tasks: the packs as priced; of their bytes only what I leaves for W is taken from there.
         forward, backward: the same packs.
         num_tokens: int64[num_documents] of the replica's documents, without padding.
         policy: int8[num_documents]; None = all replay.
@@ -87,7 +72,8 @@ def bytes_by_kind(
             held = bytes_at_rates(of_kind, counts)
             for field, column in columns.items():
                 column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
-    return _with_split(tasks, _static_bytes(model, layout), {name: _fullest(rows) for name, rows in columns.items()})
+    held = {name: _fullest(rows) for name, rows in columns.items()}
+    return _with_bytes(tasks, PackBytes(static_bytes=_static_bytes(model, layout), **held))
 
 
 def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
@@ -139,13 +125,10 @@ def _fullest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.take_along_axis(rows, rank[None, :, :, None], axis=0)[0]
 
 
-def _with_split(
-    tasks: PipelineTasks, static_bytes: NDArray[np.int64], columns: dict[str, NDArray[np.int64]]
-) -> KindBytes:
-    """Columns of I and W: the whole backward's, and what I leaves for W as a kind of its own."""
-    held = PackBytes(static_bytes=static_bytes, **columns)
+def _with_bytes(tasks: PipelineTasks, held: PackBytes) -> PipelineTasks:
+    """Bytes of I and W are the whole backward's, and what I leaves for W as a kind of its own."""
     if tasks.split is None:
-        return KindBytes(held=held)
+        return dataclasses.replace(tasks, held=held)
 
     def left(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.zeros((*num_bytes.shape, len(MEMORY_KINDS)), np.int64)
@@ -153,9 +136,10 @@ def _with_split(
         return out
 
     for_weights = tasks.split.weight_freed_bytes
-    return KindBytes(
-        held=held,
+    split = dataclasses.replace(
+        tasks.split,
         input_freed_bytes=held.backward_freed_bytes - left(for_weights),
         input_temp_bytes=held.backward_temp_bytes + left(tasks.split.input_temp_bytes - tasks.held.backward_temp_bytes),
         weight_freed_bytes=left(for_weights),
     )
+    return dataclasses.replace(tasks, held=held, split=split)

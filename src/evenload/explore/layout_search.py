@@ -147,8 +147,8 @@ def _balanced(
         return balanced_layout(
             model,
             coefficients_of(sizes),
+            sizes,
             [document.num_tokens for batch in batches for document in batch.documents],
-            **layout_sizes(sizes),
             num_steps=len(batches),
             memory_bytes=usable_bytes(cluster),
         )

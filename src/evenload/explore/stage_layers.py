@@ -49,13 +49,9 @@ TICKS = 2**28
 def balanced_layout(
     model: ModelSpec,
     coefficients: CostCoefficients,
+    even: ParallelLayout,
     num_tokens: ArrayLike,
     *,
-    dp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    tp: int = 1,
-    virtual: int = 1,
     num_steps: int = 1,
     memory_bytes: int | None = None,
 ) -> ParallelLayout:
@@ -63,16 +59,15 @@ def balanced_layout(
 
     Args:
         coefficients: of a layout of these sizes.
+        even: the layout with layers split evenly (`even_layout`).
         num_tokens: int[n], lengths of the documents of all replicas in `num_steps` steps; none gives the even split.
-        virtual: stages a rank.
         memory_bytes: of a device; None = no limit.
 
     Raises:
-        ConfigError: fewer layers than stages, or sizes that the model does not support.
+        ConfigError: sizes that the model does not support.
     """
-    even = even_layout(model.num_layers, dp=dp, cp=cp, pp=pp, tp=tp, virtual=virtual)
-    tokens = np.asarray(num_tokens, np.int64)
-    if pp == 1 or len(tokens) == 0:
+    tokens, virtual = np.asarray(num_tokens, np.int64), even.num_stages // even.pp
+    if even.pp == 1 or len(tokens) == 0:
         return even
     problem = _problem(model, coefficients, tokens, even, num_steps, memory_bytes)
     counts = problem.solve(virtual)
@@ -80,7 +75,7 @@ def balanced_layout(
         # Descents end in valleys; the lower of two is taken.
         starts = np.array(even.stage_counts, np.int64), _dealt(counts, virtual)
         counts = min((problem.descend(start) for start in starts), key=lambda one: problem.values(one[None, :])[0])
-    return split_layout(counts.tolist(), dp=dp, cp=cp, pp=pp, tp=tp)
+    return split_layout(counts.tolist(), dp=even.dp, cp=even.cp, pp=even.pp, tp=even.tp)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,4 @@ SCHEDULES: Registry[ScheduleRule] = Registry(
     "evenload.schedules",
     (ONE_F_ONE_B, INTERLEAVED, GPIPE, ZB_H1, STATIC, LIST, LIST_SPLIT),
 )
-
-
-def register(rule: ScheduleRule) -> None:
-    """Add a schedule in this process.
-
-    Raises:
-        ConfigError: its name is taken.
-    """
-    SCHEDULES.register(rule)
+register = SCHEDULES.register

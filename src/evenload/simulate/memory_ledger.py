@@ -1,4 +1,4 @@
-"""`memory_ledger`: what every rank holds over time, by kind, event by event. O(actions · kinds).
+"""`memory_ledger`: what every rank holds over time, event by event, in all or by kind. O(actions · kinds).
 
 The rules are the simulator's. A rank holds its static bytes from the start. When a forward starts, what it keeps and
 its buffers come on top; when it ends, the buffers go. When a backward starts, its buffers come (with them what it
@@ -10,24 +10,17 @@ at every sample, and the largest total is its peak.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory_kinds import KindBytes
-from evenload.types.pipeline import ActionColumns, PackBytes, SplitBackward
+from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
-def memory_ledger(kinds: KindBytes, actions: ActionColumns) -> NDArray[np.int64]:
-    """`memory_samples` of every kind; int64[num_samples, K]."""
-    return memory_samples(kinds.held, None if kinds.input_freed_bytes is None else kinds, actions)
-
-
-def memory_samples(
-    held: PackBytes, split: SplitBackward | KindBytes | None, actions: ActionColumns
-) -> NDArray[np.int64]:
-    """Bytes that ranks hold; int64[num_samples, ...], with the trailing axes of the columns.
+def memory_ledger(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
+    """Bytes that ranks hold; int64[num_samples], or int64[num_samples, K] of the tasks of `cost.memory_kinds`.
 
     Samples of a rank: one at the start of the step, then one at the start and one at the end of each of its actions.
     """
+    held, split = tasks.held, tasks.split
     kept, freed, temporary = np.zeros((3, len(actions.kind), *held.static_bytes.shape[1:]), np.int64)
-    moved: list[tuple[int, NDArray[np.int64], NDArray[np.int64] | None]] = [
+    moved = [
         (0, kept, held.forward_kept_bytes),
         (0, temporary, held.forward_temp_bytes),
         (1, freed, held.backward_freed_bytes),
@@ -41,7 +34,6 @@ def memory_samples(
         ]
     for kind, into, column in moved:
         at = np.flatnonzero(actions.kind == kind)
-        assert column is not None, "a split has all its columns"
         into[at] = column[actions.pack[at], actions.stage[at]]
     samples = []
     for rank, static in enumerate(held.static_bytes):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from evenload.simulate.memory_ledger import memory_samples
+from evenload.simulate.memory_ledger import memory_ledger
 from evenload.simulate.simulate import Simulation
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import Timeline
@@ -14,9 +14,9 @@ from evenload.types.timeline import Timeline
 def to_timeline(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int, step_time_s: float
 ) -> Timeline:
-    """Tasks in schedule order; memory samples as of `memory_samples`. The step time is that of all replicas."""
+    """Tasks in schedule order; memory samples as of `memory_ledger`. The step time is that of all replicas."""
     rank = actions.rank.astype(np.int32)
-    held = memory_samples(tasks.held, tasks.split, actions)
+    held = memory_ledger(tasks, actions)
     times_s = np.stack([simulation.start_s, simulation.end_s], axis=1).ravel()
     return Timeline(
         dp_rank=np.full(len(rank), dp_rank, dtype=np.int32),

@@ -9,16 +9,28 @@ that ends at a fixed b, in b - a; partitioners rely on it.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import ConfigError
 
 
-def prefix_pairs(num_tokens: int, window: int) -> int:
-    """(query, key) pairs of the first `num_tokens` tokens under causal attention; window 0 = full."""
-    if window == 0 or num_tokens <= window:
-        return num_tokens * (num_tokens + 1) // 2
-    return window * (window + 1) // 2 + (num_tokens - window) * window
+def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
+    """(query, key) pairs of the queries `[start, stop)` of causal documents.
+
+    Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
+
+    Args:
+        start, stop: integers of equal shape, `0 <= start <= stop`.
+    """
+    return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
+
+
+def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Pairs of the queries `[0, tokens)`."""
+    if not window:
+        return tokens * (tokens + 1) * 0.5
+    inside = np.minimum(tokens, window)
+    return inside * (inside + 1) * 0.5 + (tokens - inside) * window
 
 
 @dataclass(frozen=True)
@@ -42,29 +54,12 @@ class WorkCurve:
         if any(window < 0 for _, window in self.attention_s):
             raise ConfigError(f"work curve: windows {[w for _, w in self.attention_s]} must be >= 0 (0 = full)")
 
-    def slice_work_s(self, start: int, stop: int) -> float:
-        """Seconds of the slice `[start, stop)`; 0 for an empty one.
+    def slice_works_s(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds of non-empty slices; start, stop: int64[n]; returns float64[n].
 
         The order of operations is part of the contract: the native core repeats it bit for bit.
         """
-        if stop == start:
-            return 0.0
-        work = self.linear_s * (stop - start)
-        for coef, window in self.attention_s:
-            work = work + coef * (prefix_pairs(stop, window) - prefix_pairs(start, window))
-        return work + self.slice_s
-
-    def slice_works_s(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`slice_work_s` of many non-empty slices; start, stop: int64[n]; returns float64[n] (same bits)."""
-        start, stop = np.asarray(start, dtype=np.int64), np.asarray(stop, dtype=np.int64)
         work = self.linear_s * (stop - start).astype(np.float64)
         for coef, window in self.attention_s:
-            work = work + coef * (_prefix_pairs_of(stop, window) - _prefix_pairs_of(start, window)).astype(np.float64)
+            work = work + coef * causal_pairs(start, stop, window)
         return work + self.slice_s
-
-
-def _prefix_pairs_of(num_tokens: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    full = num_tokens * (num_tokens + 1) // 2
-    if window == 0:
-        return full
-    return np.where(num_tokens <= window, full, window * (window + 1) // 2 + (num_tokens - window) * window)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
@@ -104,20 +102,6 @@ def scheduled_candidate(
     """
     actions = rule.actions(tasks, cap_bytes)
     return candidate(f"{label}, {rule.name}", forward, backward, tasks, actions, cap_bytes, policy, schedule=rule.name)
-
-
-def whole_candidate(
-    label: str,
-    packs: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    costs: PackCosts,
-    rule: ScheduleRule,
-    cap_bytes: NDArray[np.int64] | None,
-    policy: NDArray[np.int8] | None = None,
-) -> Candidate:
-    """Whole documents, backward packs equal to forward packs: the form of the baselines."""
-    tasks = pipeline_tasks(costs, packs, packs, num_tokens, policy, split=rule.splits_backward)
-    return scheduled_candidate(label, packs, packs, tasks, rule, cap_bytes, policy)
 
 
 def imbalance(pack_s: NDArray[np.float64]) -> float:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -70,7 +71,7 @@ class FlexPlanner:
         self._model = planner.costs.model
         self._coefficients_of = coefficients_of
         self._planners = {planner.layout: planner}
-        self._coefficients: dict[tuple[int, int], CostCoefficients] = {}
+        self._coefficients: dict[int, CostCoefficients] = {}
 
     def initial_state(self) -> FlexState:
         return FlexState(layout=self.start.layout)
@@ -102,7 +103,7 @@ class FlexPlanner:
         others: list[_Outcome] = []
         for layout in self._worth_planning(found, state.layout):
             other = self._outcome(layout, step, known, left_out)
-            moving_s = switch_seconds(self._model, self._links(layout.pp, layout.dp), state.layout, layout)
+            moving_s = switch_seconds(self._model, self._links(layout.pp), state.layout, layout)
             others.append(replace(other, switch_s=self.options.overhead_s + moving_s))
             if sum(bool(one.holds) for one in others) == self.options.finalists:
                 break
@@ -155,7 +156,7 @@ class FlexPlanner:
         return [
             MappingCosts(
                 self._model,
-                self._links(depth, dp),
+                self._links(depth),
                 batch,
                 depth=depth,
                 dp=dp,
@@ -169,11 +170,7 @@ class FlexPlanner:
 
     def receive_seconds(self, depth: int, current: ParallelLayout) -> ReceiveSeconds:
         """What devices receive in a switch to that depth."""
-        start = self.start.layout
-        layout = even_layout(
-            self._model.num_layers, dp=start.dp * start.pp // depth, pp=depth, cp=start.cp, tp=start.tp
-        )
-        return ReceiveSeconds(self._model, self._links(layout.pp, layout.dp), current, layout)
+        return ReceiveSeconds(self._model, self._links(depth), current, self._even_layout(depth))
 
     def _worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """Layouts in the order in which they promise most: the best of every known batch, then the second, …; all that
@@ -221,7 +218,7 @@ class FlexPlanner:
         if key not in self._planners:
             self._planners[key] = StepPlanner(
                 self._model,
-                self._links(layout.pp, layout.dp),
+                self._links(layout.pp),
                 key,
                 self.start.memory_cap_bytes,
                 self.start.options,
@@ -229,23 +226,18 @@ class FlexPlanner:
         return self._planners[key]
 
     def _layout(self, mapping: Mapping, generation: int) -> ParallelLayout:
-        start = self.start.layout
-        return ParallelLayout(
-            dp=mapping.dp,
-            cp=start.cp,
-            pp=mapping.depth,
-            tp=start.tp,
-            stage_layers=tuple(zip(mapping.edges[:-1], mapping.edges[1:], strict=True)),
-            stage_to_rank=tuple(range(mapping.depth)),
-            generation=generation,
-        )
+        even = self._even_layout(mapping.depth)
+        return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)), generation=generation)
 
-    def _links(self, depth: int, dp: int) -> CostCoefficients:
-        if (depth, dp) not in self._coefficients:
-            start = self.start.layout
-            layout = even_layout(self._model.num_layers, dp=dp, pp=depth, cp=start.cp, tp=start.tp)
-            self._coefficients[depth, dp] = self._coefficients_of(layout)
-        return self._coefficients[depth, dp]
+    def _even_layout(self, depth: int) -> ParallelLayout:
+        start = self.start.layout
+        dp = start.dp * start.pp // depth
+        return even_layout(self._model.num_layers, dp=dp, pp=depth, cp=start.cp, tp=start.tp)
+
+    def _links(self, depth: int) -> CostCoefficients:
+        if depth not in self._coefficients:
+            self._coefficients[depth] = self._coefficients_of(self._even_layout(depth))
+        return self._coefficients[depth]
 
     def _beyond_memory(self, outcomes: Sequence["_Outcome"]) -> Proposal:
         """The closest of plans that all exceed memory, with a reason that says so."""

@@ -32,7 +32,6 @@ class StepDocuments:
 
     Args:
         columns: of all documents of the step, with the bucket (`plan.sharing.dacp`).
-        document_s: float64[n] seconds that replicas are balanced by.
         dp: replicas.
         limit_tokens: of a micro-batch.
         pack_s: constant of a micro-batch.
@@ -40,7 +39,6 @@ class StepDocuments:
     """
 
     columns: MicroBatch
-    document_s: NDArray[np.float64]
     dp: int
     limit_tokens: int
     pack_s: float = 0.0
@@ -63,7 +61,7 @@ def assign_micro_batches(step: StepDocuments) -> list[Groups] | None:
         return [[] for _ in range(step.dp)]
     if columns.num_tokens.max() > step.limit_tokens or columns.share_tokens().max() > columns.bucket_tokens:
         return None
-    return [_fastest(step, documents) for documents in assign_replicas(step.document_s, step.dp)]
+    return [_fastest(step, documents) for documents in assign_replicas(columns.shared_s, step.dp)]
 
 
 def _fastest(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:

@@ -14,10 +14,11 @@ More than asked for come back where that is not enough; who asked decides.
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
 from evenload.plan.packing.dp_balance import assign_replicas
 from evenload.plan.packing.pack_counts import pack_counts
-from evenload.plan.problem.candidate import Candidate, whole_candidate
+from evenload.plan.problem.candidate import Candidate, scheduled_candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
@@ -63,7 +64,8 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
             groups = min(groups, tight, key=len)
         columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
         label = f"{len(groups)} packs"
-        tried = whole_candidate(label, columns, num_tokens, problem.costs, rule, problem.cap_bytes, policy)
+        tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, policy, split=rule.splits_backward)
+        tried = scheduled_candidate(label, columns, columns, tasks, rule, problem.cap_bytes, policy)
         worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0
         found.append(tried)
         if worse == ENOUGH_WORSE:

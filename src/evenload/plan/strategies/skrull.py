@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.owned_bytes import owned_pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.problem.candidate import scheduled_candidate, whole_candidate
+from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.replica_search import idle_candidate
 from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
 from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
 from evenload.plan.strategies.strategy import Strategy
@@ -87,18 +88,12 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
     limit = bucket * cp
     if problem.options.max_pack_tokens is not None:
         limit = min(limit, problem.options.max_pack_tokens)
-    columns = MicroBatch(
-        num_tokens,
-        costs.document_seconds(num_tokens, problem.policy, ranks=1),
-        problem.document_s,
-        _gather_seconds(costs, num_tokens),
-        cp,
-        bucket,
-    )
+    local_s, gather_s = costs.document_seconds(num_tokens, problem.policy, ranks=1), _gather_seconds(costs, num_tokens)
+    columns = MicroBatch(num_tokens, local_s, problem.document_s, gather_s, cp, bucket)
     empty = whole_document_columns([[]], num_tokens, cp)
     pack_s = sum(float(costs.compute_seconds(empty, direction).sum()) for direction in _DIRECTIONS)
     published = problem.options.own(SkrullOptions).as_published
-    return StepDocuments(columns, problem.document_s, problem.layout.dp, limit, pack_s, published)
+    return StepDocuments(columns, problem.layout.dp, limit, pack_s, published)
 
 
 def bucket_tokens(problem: StepProblem) -> int:
@@ -155,11 +150,7 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
     num_tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
     costs, cp = problem.costs, problem.layout.cp
     if not groups:
-        empty = whole_document_columns([], num_tokens)
-        return ReplicaChoice(
-            documents,
-            whole_candidate("no documents", empty, num_tokens, costs, ONE_F_ONE_B, problem.cap_bytes, policy),
-        )
+        return ReplicaChoice(documents, idle_candidate(problem))
     place = dict(zip(documents.tolist(), range(len(documents)), strict=True))
     columns = whole_document_columns([[place[document] for document in group] for group in groups], num_tokens)
     columns = dataclasses.replace(columns, cp=np.where(priced.owner == SHARED, cp, 1))
