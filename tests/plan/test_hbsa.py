@@ -80,7 +80,7 @@ class Case:
             for policy in range(len(self.policies)):
                 prices = self.prices_of(depth, policy)
                 everything += [
-                    priced_mapping(price, (0, *cuts, layers), policy, self.groups // depth, receive)
+                    priced_mapping(price, (0, *cuts, layers), policy, receive)
                     for cuts in itertools.combinations(range(1, layers), depth - 1)
                     for price in prices
                 ]
@@ -138,7 +138,6 @@ def test_every_mapping_covers_the_layers_and_the_devices() -> None:
     for mapping in found.mappings:
         assert (mapping.edges[0], mapping.edges[-1]) == (0, LAYERS)
         assert all(first < last for first, last in itertools.pairwise(mapping.edges))
-        assert mapping.dp == 6 // mapping.depth
         (same,) = [
             price
             for price in case.prices_of(mapping.depth, mapping.policy)

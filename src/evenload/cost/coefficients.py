@@ -27,6 +27,11 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec
 from evenload.types.model import ModelSpec
 
+_SECONDS = (
+    "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
+    "reduce_latency_s",
+)  # fmt: skip
+
 
 class MeasuredOn(Frozen):
     """What measured coefficients were measured on.
@@ -123,21 +128,9 @@ class CostCoefficients(Frozen):
     measured_on: MeasuredOn | None = None
 
     def __post_init__(self) -> None:
-        seconds = {
-            **{f"forward.{k}": v for k, v in msgspec.structs.asdict(self.forward).items()},
-            **{f"backward.{k}": v for k, v in msgspec.structs.asdict(self.backward).items()},
-            **{
-                k: getattr(self, k)
-                for k in (
-                    "embedding_s_per_token",
-                    "head_s_per_token",
-                    "head_pack_s",
-                    "optimizer_s_per_parameter",
-                    "p2p_latency_s",
-                    "reduce_latency_s",
-                )
-            },
-        }
+        seconds = {name: getattr(self, name) for name in _SECONDS}
+        for name in ("forward", "backward"):
+            seconds |= {f"{name}.{k}": v for k, v in msgspec.structs.asdict(getattr(self, name)).items()}
         for field, value in seconds.items():
             if not value >= 0:
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be >= 0 seconds")

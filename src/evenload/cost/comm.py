@@ -8,21 +8,13 @@ the gradient reduction is charged in full after the last backward (the runtime s
 from evenload.cost.coefficients import CostCoefficients
 
 
-def ring_seconds(num_bytes: float, group_size: int, bandwidth_bytes_per_s: float, latency_s: float) -> float:
-    """A reduce-scatter or an all-gather of `num_bytes` (whole buffer) over a ring; 0 for one rank."""
-    if group_size == 1:
-        return 0.0
-    steps = group_size - 1
-    return num_bytes * steps / group_size / bandwidth_bytes_per_s + steps * latency_s
-
-
 def reduction_ring_seconds(num_bytes: float, copies: int, coefficients: CostCoefficients) -> float:
-    """As `ring_seconds`, over the ranks that hold copies of the same weights.
+    """A reduce-scatter or an all-gather of `num_bytes` (whole buffer) over the ranks that hold copies of the weights.
 
     Raises:
         ConfigError: there are several copies and the coefficients know no link between them.
     """
     if copies == 1:
         return 0.0
-    link = coefficients.reduce_link()
-    return ring_seconds(num_bytes, copies, link.bandwidth_bytes_per_s, link.latency_s)
+    link, steps = coefficients.reduce_link(), copies - 1
+    return num_bytes * steps / copies / link.bandwidth_bytes_per_s + steps * link.latency_s

@@ -102,8 +102,7 @@ def search_mappings(
             if not hopeful and closest is not None:
                 continue
             # A hopeless depth is priced all the same: it may be the only one that fits.
-            dp = groups // depth
-            tried = [(priced_mapping(one, one.even_edges, policy, dp, receive), one) for one in hopeful or prices[:1]]
+            tried = [(priced_mapping(one, one.even_edges, policy, receive), one) for one in hopeful or prices[:1]]
             tried.sort(key=lambda pair: _order(pair[0], switch_weight))
             num_priced += len(tried)
             start = tried[0][0]
@@ -113,7 +112,7 @@ def search_mappings(
                 limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
                 # Memory may ask for stages beyond the bounds: few layers beside the head, say.
                 for bounded in (True, False) if even.excess_bytes else (True,):
-                    search = _Search(price, policy, dp, receive, switch_weight, limit_s, bounded=bounded)
+                    search = _Search(price, policy, receive, switch_weight, limit_s, bounded=bounded)
                     found = search.run()
                     num_priced += search.num_priced
                     if found is not None:
@@ -143,16 +142,12 @@ def _order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
     return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
 
 
-def priced_mapping(
-    price: MappingCosts, edges: tuple[int, ...], policy: int, dp: int, receive: ReceiveSeconds | None
-) -> Mapping:
+def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, receive: ReceiveSeconds | None) -> Mapping:
     """A mapping with its estimates."""
     switch_s = 0.0
     if receive is not None:
         switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
-    return Mapping(
-        edges, dp, price.micro_batches, policy, price.step_seconds(edges), price.excess_bytes(edges), switch_s
-    )
+    return Mapping(edges, price.micro_batches, policy, price.step_seconds(edges), price.excess_bytes(edges), switch_s)
 
 
 class _Search:
@@ -167,14 +162,13 @@ class _Search:
         self,
         price: MappingCosts,
         policy: int,
-        dp: int,
         receive: ReceiveSeconds | None,
         switch_weight: float,
         limit_s: float,
         *,
         bounded: bool,
     ) -> None:
-        self._price, self._policy, self._dp, self._receive = price, policy, dp, receive
+        self._price, self._policy, self._receive = price, policy, receive
         self._weight, self._best_s = switch_weight, limit_s
         self._best: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
@@ -191,7 +185,7 @@ class _Search:
         self._place((0,), 0.0, 0, 0.0)
         if self._best is None:
             return None
-        return priced_mapping(self._price, self._best, self._policy, self._dp, self._receive)
+        return priced_mapping(self._price, self._best, self._policy, self._receive)
 
     def _place(self, edges: tuple[int, ...], rest_s: float, parameters: int, receive_s: float) -> None:
         price, stage, first = self._price, len(edges) - 1, edges[-1]

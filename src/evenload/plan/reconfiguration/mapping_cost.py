@@ -49,7 +49,7 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True)
 class Mapping:
-    """Layers of stages, data-parallel copies, micro-batches of a replica and which policy of `policies_in_order`.
+    """Layers of stages, micro-batches of a replica and which policy of `policies_in_order`.
 
     Args:
         edges: layers where stages begin, and the end; `len(edges) - 1` stages.
@@ -59,7 +59,6 @@ class Mapping:
     """
 
     edges: tuple[int, ...]
-    dp: int
     micro_batches: int
     policy: int
     step_s: float

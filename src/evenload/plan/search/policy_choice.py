@@ -5,17 +5,15 @@ trials of the heaviest replicas which policy will be best, so that a search runs
 use, whose search costs far more than a look.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
+from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.dp_balance import assign_replicas
 from evenload.plan.packing.dp_merge import merge_documents
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.replica_search import ReplicaSearch, score
 from evenload.plan.search.step_search import SearchRules
-
-Answer = TypeVar("Answer")
 
 CLOSE = 1.02
 """Policies are told apart by so much."""
@@ -28,10 +26,9 @@ Estimate = tuple[int, float]
 
 def plan_under_policies(
     problems: Sequence[StepProblem],
-    plan: Callable[[StepProblem], Answer],
-    choices_of: Callable[[Answer], tuple[ReplicaChoice, ...]],
-    can_fit: Callable[[StepProblem], bool] | None = None,
-) -> tuple[StepProblem, Answer]:
+    plan: Callable[[StepProblem], DelayedChoice],
+    can_fit: Callable[[StepProblem], bool] | None,
+) -> tuple[StepProblem, DelayedChoice]:
     """The best answer over policies: within memory, then the fastest.
 
     Args:
@@ -39,12 +36,13 @@ def plan_under_policies(
         can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no policy
             fits.
     """
-    best: tuple[StepProblem, Answer] | None = None
-    for problem in _promising(problems, can_fit):
+    best: tuple[StepProblem, DelayedChoice] | None = None
+    promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
+    for problem in promising or problems:
         answer = plan(problem)
-        if best is None or worst_score(choices_of(answer)) < worst_score(choices_of(best[1])):
+        if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
             best = problem, answer
-        if problem.policy is None and not worst_score(choices_of(answer))[0]:
+        if problem.policy is None and not worst_score(answer.choices)[0]:
             break  # every other policy costs time to save memory
     assert best is not None, "there is at least one policy"
     return best
@@ -78,13 +76,6 @@ def rank_policies(
     (excess, seconds), _ = found[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
     return [(estimate, problems[index]) for estimate, index in found], close
-
-
-def _promising(problems: Sequence[StepProblem], can_fit: Callable[[StepProblem], bool] | None) -> Iterator[StepProblem]:
-    refused = [] if can_fit is None else [problem for problem in problems if not can_fit(problem)]
-    yield from (problem for problem in problems if not any(problem is one for one in refused))
-    if len(refused) == len(problems):
-        yield from refused
 
 
 def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:

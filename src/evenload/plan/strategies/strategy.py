@@ -124,9 +124,7 @@ class Strategy:
         if self.search is not None:
             problem, choices = self.search(problems, [other for other in others if other is not self])
             return problem, DelayedChoice(choices)
-        return plan_under_policies(
-            problems, lambda problem: self._answer(problem, arrivals), lambda answer: answer.choices, self.can_fit
-        )
+        return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit)
 
     def require_layout(self, layout: ParallelLayout) -> None:
         """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none.
