@@ -110,12 +110,14 @@ def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
 
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Weights, gradients and optimizer state of every pipeline rank; int64[R]."""
-    element = model.bytes_per_element
-    parameters, trained = parameters_per_rank(model, layout), trained_parameters_per_rank(model, layout)
-    shards = layout.dp * layout.cp
-    return (
-        parameters * element + trained * max(element, 4) + optimizer_bytes_per_parameter(model) * -(-trained // shards)
-    )
+    return static_kinds(model, layout).sum(axis=1)
+
+
+def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
+    """These three apart; int64[R, 3]."""
+    element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
+    state = optimizer_bytes_per_parameter(model) * -(-trained // (layout.dp * layout.cp))
+    return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
@@ -173,11 +175,10 @@ def count_tokens(
 ) -> TokenCounts:
     """What `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
-    forward_ranks, backward_ranks = forward.cp, backward.cp
-    whole_forward_tokens = forward.slice_tokens()
-    whole_backward_tokens = backward.slice_tokens()
-    forward_tokens = -(-whole_forward_tokens // forward_ranks)
-    backward_tokens = -(-whole_backward_tokens // backward_ranks)
+    forward_tokens, backward_tokens = (
+        -(-forward.slice_tokens() // forward.cp),
+        -(-backward.slice_tokens() // backward.cp),
+    )
     document_tokens = _document_tokens(forward, forward_pack, num_tokens)
 
     # A document cut in backward has a slice with start > 0.
@@ -185,28 +186,20 @@ def count_tokens(
     is_cut = np.zeros(len(num_tokens), bool)
     is_cut[backward.doc[~last_backward]] = True
     cut_tokens = np.where(is_cut[backward.doc], document_tokens[backward.doc], 0)
-    kv_tokens = _kv_tokens(forward, forward_ranks, document_tokens, is_cut)
-
-    kept_chunks = _policy_sums(forward_pack, forward_tokens, forward.num_packs, forward.doc, policy)
-    kept_kv = _pack_sums(forward_pack, np.where(forward.start == 0, kv_tokens[forward.doc], 0), forward.num_packs)
+    kv_tokens = _kv_tokens(forward, document_tokens, is_cut)
     opens = backward.stop == num_tokens[backward.doc]
-    opened = _pack_sums(backward_pack, np.where(opens, cut_tokens, 0), backward.num_packs)
-    closed = _pack_sums(backward_pack, np.where(last_backward, cut_tokens, 0), backward.num_packs)
-
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
-    freed_chunks = _policy_sums(freeing_pack, forward_tokens, backward.num_packs, forward.doc, policy)
-    freed_kv = _pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), backward.num_packs)
-
+    m_f, m_b = forward.num_packs, backward.num_packs
     return TokenCounts(
-        kept_chunks=kept_chunks,
-        freed_chunks=freed_chunks,
-        kept_kv=kept_kv,
-        freed_kv=freed_kv,
-        opened=opened,
-        closed=closed,
-        computed=_policy_sums(backward_pack, backward_tokens, backward.num_packs, backward.doc, policy),
-        gathered_forward=_gathered(forward_pack, whole_forward_tokens, forward_ranks, forward.num_packs),
-        gathered_backward=_gathered(backward_pack, whole_backward_tokens, backward_ranks, backward.num_packs),
+        kept_chunks=_policy_sums(forward_pack, forward_tokens, m_f, forward.doc, policy),
+        freed_chunks=_policy_sums(freeing_pack, forward_tokens, m_b, forward.doc, policy),
+        kept_kv=_pack_sums(forward_pack, np.where(forward.start == 0, kv_tokens[forward.doc], 0), m_f),
+        freed_kv=_pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), m_b),
+        opened=_pack_sums(backward_pack, np.where(opens, cut_tokens, 0), m_b),
+        closed=_pack_sums(backward_pack, np.where(last_backward, cut_tokens, 0), m_b),
+        computed=_policy_sums(backward_pack, backward_tokens, m_b, backward.doc, policy),
+        gathered_forward=_pack_sums(forward_pack, np.where(forward.cp > 1, forward.slice_tokens(), 0), m_f),
+        gathered_backward=_pack_sums(backward_pack, np.where(backward.cp > 1, backward.slice_tokens(), 0), m_b),
     )
 
 
@@ -299,22 +292,15 @@ def backward_temp_estimate(
 
 
 def _kv_tokens(
-    forward: SliceColumns, ranks: NDArray[np.int64], document_tokens: NDArray[np.int64], is_cut: NDArray[np.bool_]
+    forward: SliceColumns, document_tokens: NDArray[np.int64], is_cut: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Tokens of every document whose K and V a rank keeps: its share of a document that is never cut; all of a
     cut one, because later slices read the gathered prefix."""
     ranks_of_document = np.ones(len(document_tokens), np.int64)
-    ranks_of_document[forward.doc] = ranks
+    ranks_of_document[forward.doc] = forward.cp
     whole = is_cut.copy()
     whole[forward.doc[forward.start > 0]] = True
     return np.where(whole, document_tokens, -(-document_tokens // ranks_of_document))
-
-
-def _gathered(
-    pack: NDArray[np.int64], tokens: NDArray[np.int64], ranks: NDArray[np.int64], num_packs: int
-) -> NDArray[np.int64]:
-    """Tokens of every pack whose keys and values other ranks send, one layer at a time."""
-    return _pack_sums(pack, np.where(ranks > 1, tokens, 0), num_packs)
 
 
 def _policy_sums(

@@ -22,9 +22,7 @@ from evenload.cost.memory import (
     byte_rates,
     bytes_at_rates,
     count_tokens,
-    optimizer_bytes_per_parameter,
-    parameters_per_rank,
-    trained_parameters_per_rank,
+    static_kinds,
 )
 from evenload.cost.owned_bytes import rank_view
 from evenload.types.columns import SliceColumns
@@ -72,8 +70,11 @@ def bytes_by_kind(
             held = bytes_at_rates(of_kind, counts)
             for field, column in columns.items():
                 column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
+    static = np.zeros((layout.pp, len(MEMORY_KINDS)), np.int64)
+    at = [MEMORY_KINDS.index(kind) for kind in ("weights", "gradients", "optimizer_state")]
+    static[:, at] = static_kinds(model, layout)
     held = {name: _fullest(rows) for name, rows in columns.items()}
-    return _with_bytes(tasks, PackBytes(static_bytes=_static_bytes(model, layout), **held))
+    return _with_bytes(tasks, PackBytes(static_bytes=static, **held))
 
 
 def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
@@ -103,18 +104,6 @@ def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
         "layer_buffers": only(forward_temp=forward, backward_temp=backward),
         "head_logits": only(logits_per_row=rates.logits_per_row),
     }
-
-
-def _static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """What a rank holds all the time; int64[R, K]."""
-    element, parameters = model.bytes_per_element, parameters_per_rank(model, layout)
-    trained = trained_parameters_per_rank(model, layout)
-    static = np.zeros((layout.pp, len(MEMORY_KINDS)), np.int64)
-    static[:, MEMORY_KINDS.index("weights")] = element * parameters
-    static[:, MEMORY_KINDS.index("gradients")] = max(element, 4) * trained
-    shards = -(-trained // (layout.dp * layout.cp))
-    static[:, MEMORY_KINDS.index("optimizer_state")] = optimizer_bytes_per_parameter(model) * shards
-    return static
 
 
 def _fullest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
