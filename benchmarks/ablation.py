@@ -34,7 +34,7 @@ from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import sample_global_batches
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (
     _merged_above,  # one threshold alone; `merge_documents` goes on to smaller ones
 )

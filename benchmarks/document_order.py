@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.search.trial_space import Setting, Trial

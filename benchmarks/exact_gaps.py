@@ -38,8 +38,7 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
-from evenload.plan.packing.bin_packing import longest_first
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas, longest_first
 from evenload.plan.packing.exact import exact_groups
 from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
 from evenload.plan.problem.options import PlanOptions

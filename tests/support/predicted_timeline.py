@@ -5,7 +5,7 @@
 
 from evenload.simulate.simulate import simulate
 from evenload.simulate.timeline import join_timelines, to_timeline
-from evenload.stepplan.plan_tasks import replica_tasks
+from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
@@ -20,6 +20,9 @@ def predicted_timeline(plan: StepPlan, model: ModelSpec) -> Timeline:
     """
     parts = []
     for dp_rank, schedule in enumerate(plan.schedules):
-        tasks, actions = replica_tasks(plan, dp_rank, model), action_columns(schedule)
+        tasks, actions = (
+            tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank)),
+            action_columns(schedule),
+        )
         parts.append(to_timeline(tasks, actions, simulate(tasks, actions), dp_rank, plan.predicted.step_time_s))
     return join_timelines(parts, step_time_s=plan.predicted.step_time_s)

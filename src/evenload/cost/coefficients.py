@@ -149,20 +149,20 @@ class CostCoefficients(Frozen):
                 )
 
     def stage_link(self) -> LinkSpec:
-        """The link between neighbouring pipeline stages.
-
-        Raises:
-            ConfigError: it is not known.
-        """
+        """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""
         return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
 
-    def reduce_link(self) -> LinkSpec:
-        """The link that bounds the reduction of gradients.
+    def ring_seconds(self, num_bytes: float, copies: int) -> float:
+        """A reduce-scatter or an all-gather of `num_bytes` (whole buffer) over the ranks with copies of the weights.
 
-        Raises:
-            ConfigError: it is not known.
+        A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
+        copies and no link between them is known.
         """
-        return self._known_link("reduce", "that gradients are reduced over, so a layout with dp or cp above 1", "dp=1")
+        if copies == 1:
+            return 0.0
+        purpose = "that gradients are reduced over, so a layout with dp or cp above 1"
+        link, steps = self._known_link("reduce", purpose, "dp=1"), copies - 1
+        return num_bytes * steps / copies / link.bandwidth_bytes_per_s + steps * link.latency_s
 
     def _known_link(self, kind: Literal["p2p", "reduce"], purpose: str, without: str) -> LinkSpec:
         bandwidth_bytes_per_s: float | None = getattr(self, f"{kind}_bandwidth_bytes_per_s")
@@ -175,11 +175,8 @@ class CostCoefficients(Frozen):
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
     def group_link(self, span_devices: int) -> LinkSpec:
-        """The link that bounds a tensor- or context-parallel group over that many consecutive devices.
-
-        Raises:
-            ConfigError: the link is not known.
-        """
+        """The link that bounds a tensor- or context-parallel group over that many consecutive devices; a `ConfigError`
+        where it is not known."""
         link = self.intra_node if span_devices <= self.devices_per_node else self.inter_node
         if link is None:
             raise ConfigError(

@@ -14,6 +14,8 @@ A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ra
 in backward their gradients in n, the last of which brings them home. Of documents that are never cut that is the same,
 but for the transfer home. Of others the gathered form sends every token once, while a slice's transfers in the ring
 carry its document's whole prefix.
+
+All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
 
 import numpy as np
@@ -35,20 +37,12 @@ CONTEXT_RINGS: dict[Direction, int] = {"forward": 1, "backward": 2}
 def tensor_seconds(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
 ) -> tuple[float, float]:
-    """(seconds a token, seconds a pack) of one layer that are exposed.
-
-    Raises:
-        ConfigError: the coefficients know no link.
-    """
+    """(seconds a token, seconds a pack) of one layer that are exposed."""
     return _tensor_rings_s(model, coefficients, tp, TENSOR_RINGS[direction] * coefficients.tensor_exposed_share)
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """(seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W, exposed.
-
-    Raises:
-        ConfigError: the coefficients know no link.
-    """
+    """(seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W, exposed."""
     if model.adapter_parameters_per_layer:
         return 0.0, 0.0  # frozen matrices have no products to defer
     return _tensor_rings_s(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
@@ -77,9 +71,6 @@ def context_seconds(
         ranks: int64[num_packs], ranks that share the pack.
         gathered_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel; in a ring with their
             prefixes.
-
-    Raises:
-        ConfigError: the coefficients know no link.
     """
     token_bytes = context_token_bytes(model, tp, direction)
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)

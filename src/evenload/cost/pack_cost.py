@@ -25,7 +25,6 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.flops import slice_pairs
 from evenload.cost.group_comm import context_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
@@ -111,9 +110,6 @@ class PackCosts:
 
         Args:
             policy: int8[num_documents], indices into `cost.activation.POLICIES`.
-
-        Raises:
-            ConfigError: documents are offloaded and the link to the host is not known.
         """
         tokens = self._policy_tokens(columns, policy)[:, OFFLOAD]
         return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
@@ -150,17 +146,12 @@ class PackCosts:
         return self._work("backward", stage, recomputed_share)
 
     def reduction_seconds(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank.
-
-        Raises:
-            ConfigError: there are several such ranks and the coefficients know no link between them.
-        """
+        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank; in full,
+        because the runtime starts it after the last backward."""
         parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
-        element = self.model.bytes_per_element
-        copies = self.layout.dp * self.layout.cp
-        return reduction_ring_seconds(max(element, 4) * parameters, copies, self.coefficients) + reduction_ring_seconds(
-            element * parameters, copies, self.coefficients
-        )
+        element, copies = self.model.bytes_per_element, self.layout.dp * self.layout.cp
+        moved_bytes = (max(element, 4) * parameters, element * parameters)
+        return sum(self.coefficients.ring_seconds(num_bytes, copies) for num_bytes in moved_bytes)
 
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""
@@ -205,11 +196,7 @@ class PackCosts:
         return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
 
     def require_sliceable(self, columns: SliceColumns) -> None:
-        """Refuse slices that the model cannot run.
-
-        Raises:
-            ConfigError: pieces of documents of a bidirectional model.
-        """
+        """Refuse pieces of documents of a bidirectional model, by a `ConfigError`."""
         if not self.model.causal and columns.start.any():
             raise ConfigError(
                 f"model {self.model.name} is bidirectional: every token sees the whole document, so documents "
@@ -217,11 +204,7 @@ class PackCosts:
             )
 
     def host_link(self) -> LinkSpec:
-        """The link that offloaded activations travel.
-
-        Raises:
-            ConfigError: it is not known.
-        """
+        """The link that offloaded activations travel; a `ConfigError` where it is not known."""
         link = self.coefficients.host_link
         if link is None:
             raise ConfigError(

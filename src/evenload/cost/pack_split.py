@@ -61,9 +61,6 @@ def split_pack_seconds(
         owner: int64[num_slices], the rank that computes a slice whole, -1 = all share it (DACP); None = all shared.
         pack_s: float64[num_packs, P], seconds as planned; needed with `owner`, because how the ranks' compute and
             transfers overlap is the planner's.
-
-    Raises:
-        ConfigError: as `PackCosts.pack_seconds`.
     """
     view = _Shared(columns) if owner is None else _Owned(columns, owner, costs.layout.cp, policy)
     coefficients, layout = costs.coefficients, costs.layout

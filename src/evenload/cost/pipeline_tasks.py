@@ -81,11 +81,7 @@ def _require_known_links(
 
 
 def require_links_of_group(costs: PackCosts, ranks: int, policy: NDArray[np.int8] | None) -> None:
-    """As `pipeline_tasks`, for packs that so many ranks share.
-
-    Raises:
-        ConfigError: the group's link, or the host's, is not known.
-    """
+    """Refuse, as `pipeline_tasks` does, packs that so many ranks share over a link that is not known."""
     if policy is not None and (policy == OFFLOAD).any():
         costs.host_link()
     if ranks > 1:

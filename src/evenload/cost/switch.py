@@ -57,9 +57,6 @@ class ReceiveSeconds:
 
     Args:
         new: gives the sizes of the dimensions; its layers do not matter.
-
-    Raises:
-        ConfigError: the coefficients know no link that the bytes cross.
     """
 
     def __init__(

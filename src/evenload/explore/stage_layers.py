@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.memory import (
     embedding_parameters,
     layer_parameters,
@@ -197,8 +196,8 @@ def _problem(
 
     copies = even.dp * even.cp
     element = model.bytes_per_element
-    latency_s = reduction_ring_seconds(0.0, copies, coefficients)
-    moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
+    latency_s = coefficients.ring_seconds(0.0, copies)
+    moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
     after_s = moved_s + coefficients.optimizer_s_per_parameter / copies
 
     embedding, head = embedding_parameters(model, even.tp), embedding_parameters(model, even.tp) + model.hidden_size

@@ -89,11 +89,7 @@ class Proposal:
         return dp_rank, critical_path(found.tasks, found.actions, found.simulation)
 
     def require_feasible(self) -> StepPlan:
-        """The plan.
-
-        Raises:
-            InfeasiblePlanError: it does not fit memory.
-        """
+        """The plan; an `InfeasiblePlanError` where it does not fit memory."""
         if not self.feasible:
             raise InfeasiblePlanError(f"step {self.plan.step}: {self.why}")
         return self.plan

@@ -35,21 +35,15 @@ def interleaved_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
     turn = np.arange(num_packs * virtual)
     group, within = np.divmod(turn, num_ranks * virtual)
     chunk, pack = within // num_ranks, group * num_ranks + within % num_ranks
-    kinds, stages, packs = [], [], []
+    rows = []
     for rank in range(num_ranks):
         warmup = min(len(turn), 2 * (num_ranks - 1 - rank) + (virtual - 1) * num_ranks)
         # Backward i stands right behind forward warmup + i.
         key = np.concatenate([2 * turn, 2 * (turn + warmup) + 1])
         order = np.argsort(key, kind="stable")
-        kinds.append(np.repeat([0, 1], len(turn))[order])
-        stages.append((np.concatenate([chunk, virtual - 1 - chunk]) * num_ranks + rank)[order])
-        packs.append(np.concatenate([pack, pack])[order])
-    return ActionColumns(
-        kind=np.concatenate(kinds).astype(np.uint8),
-        stage=np.concatenate(stages).astype(np.int32),
-        pack=np.concatenate(packs).astype(np.int32),
-        rank_offset=2 * len(turn) * np.arange(num_ranks + 1, dtype=np.int64),
-    )
+        stage = np.concatenate([chunk, virtual - 1 - chunk]) * num_ranks + rank
+        rows.append((np.repeat([0, 1], len(turn))[order], stage[order], np.tile(pack, 2)[order]))
+    return ActionColumns.of_ranks(rows)
 
 
 INTERLEAVED = ScheduleRule(

@@ -46,7 +46,6 @@ class ScheduleRule:
             ConfigError: the packs or the stages do not suit the rule.
         """
         if not tasks.num_forward:
-            nothing = np.zeros(0, np.int32)
-            return ActionColumns(nothing.astype(np.uint8), nothing, nothing, np.zeros(tasks.num_ranks + 1, np.int64))
+            return ActionColumns.of_ranks([((), (), ())] * tasks.num_ranks)
         cap = np.full(tasks.num_ranks, UNLIMITED_BYTES, np.int64) if cap_bytes is None else cap_bytes
         return self.order(tasks, cap)

@@ -42,7 +42,7 @@ def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
             "use packflow_list with split for virtual stages"
         )
     whole = one_f_one_b(tasks)
-    kinds, packs = [], []
+    rows = []
     for stage in range(tasks.num_stages):
         own = whole.of_rank(stage)
         kind, pack = whole.kind[own], whole.pack[own]
@@ -51,15 +51,9 @@ def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
         behind = place[np.minimum(np.arange(len(place)) + stage, len(place) - 1)]
         order = np.argsort(np.concatenate([2 * np.arange(len(kind)), 2 * behind + 1]), kind="stable")
         split = np.where(kind == _BACKWARD, _INPUT, kind)
-        kinds.append(np.concatenate([split, np.full(len(place), _WEIGHT)])[order])
-        packs.append(np.concatenate([pack, pack[place]])[order])
-    counts = np.array([len(row) for row in kinds], dtype=np.int64)
-    return ActionColumns(
-        kind=np.concatenate(kinds).astype(np.uint8),
-        stage=np.repeat(np.arange(tasks.num_stages, dtype=np.int32), counts),
-        pack=np.concatenate(packs).astype(np.int32),
-        rank_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-    )
+        split = np.concatenate([split, np.full(len(place), _WEIGHT)])
+        rows.append((split[order], np.full(len(order), stage), np.concatenate([pack, pack[place]])[order]))
+    return ActionColumns.of_ranks(rows)
 
 
 ZB_H1 = ScheduleRule(

@@ -1,4 +1,4 @@
-"""`replica_tasks`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
+"""`tasks_of_columns`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
 
 Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
 """
@@ -50,13 +50,8 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
     )
 
 
-def replica_tasks(plan: StepPlan, dp_rank: int, model: ModelSpec) -> PipelineTasks:
-    """The tasks of one replica, equal to those the planner simulated."""
-    return tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank))
-
-
 def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, columns: ReplicaColumns) -> PipelineTasks:
-    """As `replica_tasks`, of columns that are at hand."""
+    """The tasks of one replica, equal to those the planner simulated; `columns` are its packs."""
     layout = plan.layout
     forward, backward, num_tokens, policy = columns.forward, columns.backward, columns.num_tokens, columns.policy
     if columns.owners is None:

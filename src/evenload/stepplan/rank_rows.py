@@ -218,11 +218,7 @@ def _pieces(
 
 
 def _owners(where: str, pack: MicroPack, ranks: int) -> NDArray[np.int64]:
-    """Owner of every slice, -1 = all ranks; int64[slices].
-
-    Raises:
-        InvalidPlanError: the pack's sharding does not say who computes what.
-    """
+    """Owner of every slice, -1 = all ranks; int64[slices]. An `InvalidPlanError` where the sharding does not say."""
     if isinstance(pack.sharding, tuple):
         owner = np.array(pack.sharding, np.int64)
         if len(owner) != len(pack.slices) or not -1 <= owner.min(initial=-1) <= owner.max(initial=-1) < ranks:

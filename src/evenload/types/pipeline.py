@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenload.types.schedule import Action, ActionKind, Schedule
 from evenload.types.timeline import KINDS
@@ -215,6 +215,13 @@ class ActionColumns:
     pack: NDArray[np.int32]
     rank_offset: NDArray[np.int64]
 
+    @classmethod
+    def of_ranks(cls, rows: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]]) -> "ActionColumns":
+        """From kinds, stages and packs of every rank's actions in order."""
+        kind, stage, pack = (np.concatenate([(), *(row[column] for row in rows)]) for column in range(3))
+        offset = np.cumsum([0, *(np.size(kinds) for kinds, _, _ in rows)], dtype=np.int64)
+        return cls(kind.astype(np.uint8), stage.astype(np.int32), pack.astype(np.int32), offset)
+
     @property
     def num_ranks(self) -> int:
         """Pipeline ranks."""
@@ -244,10 +251,7 @@ class ActionColumns:
 
 def action_columns(schedule: Schedule) -> ActionColumns:
     """Inverse of `ActionColumns.to_schedule`."""
-    flat = [action for row in schedule.ranks for action in row]
-    return ActionColumns(
-        kind=np.array([KINDS.index(a.kind) for a in flat], dtype=np.uint8),
-        stage=np.array([a.stage for a in flat], dtype=np.int32),
-        pack=np.array([a.pack for a in flat], dtype=np.int32),
-        rank_offset=np.cumsum([0, *(len(row) for row in schedule.ranks)], dtype=np.int64),
-    )
+    rows = [
+        ([KINDS.index(a.kind) for a in row], [a.stage for a in row], [a.pack for a in row]) for row in schedule.ranks
+    ]
+    return ActionColumns.of_ranks(rows)

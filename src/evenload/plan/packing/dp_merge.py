@@ -182,23 +182,14 @@ def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDA
 
 
 def _joined_actions(phases: list[Candidate]) -> ActionColumns:
-    num_ranks = phases[0].actions.num_ranks
-    rows: list[list[NDArray]] = [[], [], []]
-    counts = np.zeros(num_ranks, np.int64)
-    for rank in range(num_ranks):
-        forwards = backwards = 0
+    rows = []
+    for rank in range(phases[0].actions.num_ranks):
+        parts, forwards, backwards = [], 0, 0
         for phase in phases:
-            actions, tasks = phase.actions, phase.tasks
-            mine = slice(actions.rank_offset[rank], actions.rank_offset[rank + 1])
-            shift = np.where(actions.kind[mine] == 0, forwards, backwards)
-            rows[0].append(actions.kind[mine])
-            rows[1].append(actions.stage[mine])
-            rows[2].append(actions.pack[mine] + shift.astype(np.int32))
-            counts[rank] += len(shift)
-            forwards, backwards = forwards + tasks.num_forward, backwards + tasks.num_backward
-    return ActionColumns(
-        kind=np.concatenate(rows[0]),
-        stage=np.concatenate(rows[1]),
-        pack=np.concatenate(rows[2]).astype(np.int32),
-        rank_offset=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-    )
+            actions, mine = phase.actions, phase.actions.of_rank(rank)
+            packs = actions.pack[mine] + np.where(actions.kind[mine] == 0, forwards, backwards)
+            parts.append((actions.kind[mine], actions.stage[mine], packs))
+            forwards, backwards = forwards + phase.tasks.num_forward, backwards + phase.tasks.num_backward
+        kinds, stages, packs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        rows.append((kinds, stages, packs))
+    return ActionColumns.of_ranks(rows)

@@ -96,11 +96,7 @@ def exact_groups(
 
 
 def require_highspy() -> Any:
-    """The solver's module.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The solver's module; a `ConfigError` where it is not installed."""
     try:
         import highspy
     except ImportError as error:

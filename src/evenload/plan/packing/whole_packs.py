@@ -1,17 +1,23 @@
-"""Packs of whole documents for all replicas: priced in one go, one schedule each.
+"""Packs of whole documents for all replicas: shared out, priced in one go, one schedule each.
 
     shares: per replica, per pack, documents ─► one long SliceColumns ─► prices ─► rows of each replica ─► simulation
 
 A replica's packs are consecutive rows of the step's, so numpy's fixed cost is paid once a step and not once a replica;
 replicas with equally many packs share one schedule. O(documents + packs · stages).
+
+Evenly shared, replicas have equal counts and equal time: longest first by time with at most ceil(packs / dp) a replica,
+so that no pipeline runs one more than another. Inside a replica the longest go first: the pipeline drains on short
+ones. O(n log n).
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.packing.bin_packing import longest_first
 from evenload.plan.problem.candidate import candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
@@ -37,6 +43,29 @@ class PricedPacks:
     columns: SliceColumns
     tasks: PipelineTasks
     first_pack: NDArray[np.int64]
+
+
+def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
+    """Whole documents of every micro-batch to replicas; empty ones are left out."""
+    return run_packs(problem, price_packs(problem, even_shares(problem, groups)), note)
+
+
+def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
+    """Pack i goes to replica `i mod dp`; 1F1B in that order."""
+    shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
+    return run_packs(problem, price_packs(problem, shares, padded=padded))
+
+
+def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
+    """The micro-batches of every replica; empty ones are left out."""
+    groups = [group for group in groups if group]
+    dp = problem.layout.dp
+    group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
+    documents = np.array(list(chain.from_iterable(groups)), np.int64)
+    group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
+    one_each = np.ones(len(groups), np.int64)
+    shares = longest_first(group_s, dp, num_tokens=one_each, capacity=max(1, -(-len(groups) // dp)))
+    return [[groups[index] for index in share] for share in shares]
 
 
 def price_packs(problem: StepProblem, shares: Shares, *, padded: bool = False) -> PricedPacks:

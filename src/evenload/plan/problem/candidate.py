@@ -95,11 +95,7 @@ def scheduled_candidate(
     cap_bytes: NDArray[np.int64] | None,
     policy: NDArray[np.int8] | None = None,
 ) -> Candidate:
-    """Priced packs under a schedule; both label and report name it.
-
-    Raises:
-        ConfigError: the packs or the stages do not suit the schedule.
-    """
+    """Priced packs under a schedule, which label and report name; a `ConfigError` where it does not suit them."""
     actions = rule.actions(tasks, cap_bytes)
     return candidate(f"{label}, {rule.name}", forward, backward, tasks, actions, cap_bytes, policy, schedule=rule.name)
 

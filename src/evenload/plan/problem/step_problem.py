@@ -58,11 +58,7 @@ class StepProblem:
         return window
 
     def require_whole_documents_fit(self, strategy: str) -> None:
-        """Refuse documents beyond the limit of a pack for a strategy that never cuts.
-
-        Raises:
-            DataError: naming the longest document.
-        """
+        """Refuse documents beyond a pack's limit for a strategy that never cuts; the `DataError` names the longest."""
         window = self.options.max_pack_tokens
         if window is None or not len(self.num_tokens):
             return
@@ -75,11 +71,7 @@ class StepProblem:
             )
 
     def require_causal(self, strategy: str) -> None:
-        """Refuse a model whose documents cannot be sliced for a strategy that cuts them.
-
-        Raises:
-            ConfigError: the model is bidirectional.
-        """
+        """Refuse a bidirectional model for a strategy that cuts its documents, by a `ConfigError`."""
         if not self.costs.model.causal:
             raise ConfigError(
                 f"strategy {strategy}: model {self.costs.model.name} is bidirectional, every token sees the whole "

@@ -32,7 +32,6 @@ from evenload.cost.activation import (
     recomputed_width,
 )
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.comm import reduction_ring_seconds
 from evenload.cost.memory import (
     OFFLOAD_BUFFERED_LAYERS,
     backward_temp_estimate,
@@ -177,8 +176,8 @@ class MappingCosts:
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
-        latency_s = reduction_ring_seconds(0.0, copies, coefficients)
-        moved_s = reduction_ring_seconds(float(max(element, 4) + element), copies, coefficients) - latency_s
+        latency_s = coefficients.ring_seconds(0.0, copies)
+        moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
         self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
         self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * p2p_s + 2 * latency_s
         self.even_edges = (0, *(last for _, last in even_layout(self.num_layers, pp=depth).stage_layers))

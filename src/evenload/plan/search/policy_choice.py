@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from evenload.plan.deferral.delay import DelayedChoice
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import merge_documents
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.replica_search import ReplicaSearch, score

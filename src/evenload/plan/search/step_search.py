@@ -110,12 +110,10 @@ class FoundStep:
     Args:
         own: per replica what it runs alone.
         blocks: what groups of replicas share, before that; larger blocks first.
-        merge: how that was decided.
     """
 
     own: list[ReplicaSearch]
     blocks: dict[ReplicaBlock, ReplicaSearch]
-    merge: Merge | None = None
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
         """Blocks with this replica, largest first."""
@@ -178,7 +176,7 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
         return None
     load_s = np.array([_start_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
     own = merge.deal_own(problem.document_s / pipeline_share, load_s)
-    return _search(problem, own, blocks, rules, merge)
+    return _search(problem, own, blocks, rules)
 
 
 def _search(
@@ -186,10 +184,9 @@ def _search(
     replicas: list[NDArray[np.int64]],
     blocks: dict[ReplicaBlock, ReplicaSearch],
     rules: SearchRules,
-    merge: Merge | None = None,
 ) -> FoundStep | None:
     searches = [ReplicaSearch(problem, documents, worth=rules.worth, known=rules.known) for documents in replicas]
-    found = FoundStep(searches, blocks, merge)
+    found = FoundStep(searches, blocks)
     busy = [search for search in searches if len(search.documents)]
     if not busy:
         return found

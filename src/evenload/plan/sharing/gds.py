@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.packing.bin_packing import longest_first
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas, longest_first
 from evenload.plan.sharing.dacp import MicroBatch, assign_owners
 
 Groups = list[list[int]]

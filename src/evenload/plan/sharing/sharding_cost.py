@@ -34,11 +34,7 @@ class ShardingCost:
 
 
 def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
-    """Of a group of `ranks` ranks that share a pack: the layout's context ranks, times the replicas of a group.
-
-    Raises:
-        ConfigError: the coefficients know no link for the group.
-    """
+    """Of a group of `ranks` ranks that share a pack: the layout's context ranks, times the replicas of a group."""
     layout, coefficients = costs.layout, costs.coefficients
     # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
     curves = (costs.forward_work(), costs.backward_work())

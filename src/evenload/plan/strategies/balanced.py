@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas, best_fit_decreasing, longest_first
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.candidate import Candidate, scheduled_candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem

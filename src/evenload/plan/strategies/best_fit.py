@@ -5,8 +5,8 @@ It fills windows almost perfectly and ignores work: a window with one long docum
 a window of short ones, and every stage and replica waits for it.
 """
 
-from evenload.plan.packing.assignment import assign_in_turn
 from evenload.plan.packing.bin_packing import best_fit_decreasing
+from evenload.plan.packing.whole_packs import assign_in_turn
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
 

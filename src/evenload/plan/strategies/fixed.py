@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from evenload.cost.flops import slice_pairs
 from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import Arrivals, DelayedChoice
-from evenload.plan.packing.assignment import assign_evenly
 from evenload.plan.packing.bin_packing import longest_first
 from evenload.plan.packing.exact import exact_groups
+from evenload.plan.packing.whole_packs import assign_evenly
 from evenload.plan.problem.options import PlanOptions, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy

@@ -5,7 +5,7 @@ batch takes the next document while `(count + 1) · longest <= max_pack_tokens`.
 replicas and run in 1F1B. O(n). Cost: every document pays for the longest beside it.
 """
 
-from evenload.plan.packing.assignment import assign_in_turn
+from evenload.plan.packing.whole_packs import assign_in_turn
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
 

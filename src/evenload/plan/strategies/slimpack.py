@@ -1,6 +1,6 @@
 """`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
 
-    phase 1   documents to replicas by forward + backward time (`plan.packing.dp_balance`)
+    phase 1   documents to replicas by forward + backward time (`plan.packing.bin_packing`)
     phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1):
               asymmetric   sequential fill with exact cuts, forward by forward work, backward by backward work,
                            slices of a document last-first (§4.1.2)
@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.packing.dp_balance import assign_replicas
+from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import merge_above_printed, merge_documents, other_merges
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions

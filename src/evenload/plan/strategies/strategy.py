@@ -127,11 +127,7 @@ class Strategy:
         return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none.
-
-        Raises:
-            ConfigError: it has one.
-        """
+        """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none."""
         if self.needs_one_stage and layout.num_stages > 1:
             raise ConfigError(
                 f"strategy {self.name}: layout {layout.describe()} has a pipeline and {self.name} has none; "
@@ -139,11 +135,7 @@ class Strategy:
             )
 
     def require_schedule(self, options: PlanOptions, layout: ParallelLayout) -> None:
-        """Refuse a schedule that the strategy's packs or the layout cannot run.
-
-        Raises:
-            ConfigError: such a schedule was asked for.
-        """
+        """Refuse, by a `ConfigError`, a schedule that the strategy's packs or the layout cannot run."""
         if options.schedule == CHOOSE:
             return
         rule = SCHEDULES.named(options.schedule)

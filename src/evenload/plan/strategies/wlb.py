@@ -42,9 +42,8 @@ from evenload.plan.deferral.outlier_lengths import (
     should_tune,
     tune_outlier_lengths,
 )
-from evenload.plan.packing.assignment import even_shares
 from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
-from evenload.plan.packing.whole_packs import PricedPacks, price_packs, run_packs
+from evenload.plan.packing.whole_packs import PricedPacks, even_shares, price_packs, run_packs
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
