@@ -31,7 +31,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage

@@ -30,8 +30,7 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.trainer import StepReport, Trainer

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evenload.attention.backends import select_backend
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage

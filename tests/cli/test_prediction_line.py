@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.cli.prediction_line import prediction_line
+from evenload.cli.run_lines import prediction_line
 
 
 @pytest.mark.parametrize(

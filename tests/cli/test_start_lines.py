@@ -1,4 +1,4 @@
-from evenload.cli.start_lines import data_line, first_plan_line, strategy_line
+from evenload.cli.run_lines import data_line, first_plan_line, strategy_line
 from evenload.data.config import DataConfig
 from evenload.plan.strategies.registry import STRATEGIES
 from plan_building import random_plan

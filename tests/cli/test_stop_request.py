@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from evenload.cli.resume_command import resume_command
+from evenload.cli.run_lines import resume_command
 from evenload.cli.stop_request import STOP_SIGNALS, StopLine, StopRequest
 
 

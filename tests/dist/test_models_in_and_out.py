@@ -114,7 +114,7 @@ def test_fused_experts_are_read_too(tmp_path, kind):
     ]
     expected = dict(model.named_parameters())
     for stage in found:
-        for _, named in stage.unit_parameters():
+        for named in stage.unit_parameters():
             for name, parameter in named:
                 assert torch.equal(parameter, expected[name]), name
 

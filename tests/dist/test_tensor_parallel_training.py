@@ -18,8 +18,7 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

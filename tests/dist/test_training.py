@@ -13,8 +13,7 @@ from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
 
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from dist_training import memory_steps, train_steps
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
 
 

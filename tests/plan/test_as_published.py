@@ -9,7 +9,7 @@ from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.sampled_batches import sample_global_batches
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.slimpack import SlimpackOptions
-from evenload.runtime.config.plan_options import plan_options
+from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout

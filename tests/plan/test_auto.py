@@ -16,7 +16,7 @@ from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.plan_options import plan_options
+from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from

@@ -13,7 +13,7 @@ from evenload.plan.deferral.delay import DelayState, Waiting
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
-from evenload.runtime.config.plan_options import plan_options
+from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

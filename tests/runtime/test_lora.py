@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from evenload.attention.backends import select_backend
 from evenload.cost.flops import training_flops
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.config.lora_config import LoraConfig, adapter_parameters_per_layer
+from evenload.runtime.config.lora_config import LoraConfig, with_adapters
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.model.supported import attention_soft_cap
@@ -67,7 +66,7 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
 
 def test_only_the_chosen_linears_get_adapters():
     model = build_with_adapters(tiny_config("qwen2"), LoraConfig(rank=2, target_modules=("q_proj", "v_proj")))
-    trained = [n for _, named in model.unit_parameters() for n, _ in named]
+    trained = [n for named in model.unit_parameters() for n, _ in named]
     assert len(trained) == 4 * 2 * 2
     assert {n.split(".")[4] for n in trained} == {"q_proj", "v_proj"}
 
@@ -80,10 +79,10 @@ def test_static_bytes_are_those_of_adapters(kind):
     model = build_with_adapters(config, LORA)
     buffers = flatten_units(model, dp=1)
     spec = model_from_hf_config(config.to_dict(), kind, 8)
-    each = adapter_parameters_per_layer(spec, LORA)
+    lora_spec = with_adapters(spec, LORA)
+    each = lora_spec.adapter_parameters_per_layer
     assert sum(b.num_elements for b in buffers) == 4 * each
     assert frozen_bytes([model]) == sum(p.nbytes for p in model.frozen_parameters())
-    lora_spec = msgspec.structs.replace(spec, adapter_parameters_per_layer=each)
     layout = even_layout(4)
     held = frozen_bytes([model]) + sum(4 * b.values.nbytes for b in buffers)
     assert int(static_bytes(lora_spec, layout)[0]) == pytest.approx(held, rel=0.01)
@@ -102,7 +101,7 @@ def test_layouts_start_from_the_same_adapters():
     part = build_stage_model(
         config, layers=(2, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3, lora=LORA
     )
-    for _, named in part.unit_parameters():
+    for named in part.unit_parameters():
         for name, parameter in named:
             assert torch.equal(parameter, whole[name])
 
@@ -162,7 +161,7 @@ def test_modules_that_cannot_have_adapters_are_refused(kind, target):
     with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
         build_with_adapters(tiny_config(kind), lora)
     with pytest.raises(ConfigError, match=f"target_modules has '{target}'"):
-        adapter_parameters_per_layer(model_from_hf_config(tiny_config(kind).to_dict(), kind), lora)
+        with_adapters(model_from_hf_config(tiny_config(kind).to_dict(), kind), lora)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_whole_directory_passes_and_loads(model):
         seed=0,
     )  # fmt: skip
     expected = load_file(model / SINGLE_FILE)
-    found = {name: parameter for _, named in stage.unit_parameters() for name, parameter in named}
+    found = {name: parameter for named in stage.unit_parameters() for name, parameter in named}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -16,8 +16,7 @@ from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

@@ -11,8 +11,7 @@ from dist_training import COSTS
 from evenload.errors import CheckpointError, ConfigError, DataError
 from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
 from evenload.runtime.comm.mesh import Mesh, create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

@@ -13,7 +13,7 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients

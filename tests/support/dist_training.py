@@ -7,8 +7,7 @@ import torch
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import StepReport, Trainer
 from evenload.types.cluster import LinkSpec

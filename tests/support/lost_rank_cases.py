@@ -14,8 +14,7 @@ from dist_training import COSTS
 from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.trainer import Trainer

@@ -135,7 +135,7 @@ def _weights(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model = build_stage_model(
         config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=None, seed=3, router_aux_loss_coef=0.0
     )
-    weights = {name: p.detach().clone() for _, named in model.unit_parameters() for name, p in named}
+    weights = {name: p.detach().clone() for named in model.unit_parameters() for name, p in named}
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     return weights

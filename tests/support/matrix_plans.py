@@ -19,7 +19,7 @@ from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.lora_config import adapter_parameters_per_layer
+from evenload.runtime.config.lora_config import with_adapters
 from evenload.schedule.gpipe import gpipe
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.zero_bubble import zero_bubble_h1
@@ -77,9 +77,7 @@ def model_of(row: Row) -> ModelSpec:
 
     case = MODELS[row.model]
     spec = model_from_hf_config(tiny_config(case.kind, **case.changes).to_dict(), case.kind, 8)
-    if not case.lora:
-        return spec
-    return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapter_parameters_per_layer(spec, LORA))
+    return with_adapters(spec, LORA if case.lora else None)
 
 
 def plan_of(row: Row) -> StepPlan:

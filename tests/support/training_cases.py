@@ -58,7 +58,7 @@ def plain_losses(config: TrainConfig) -> list[float]:
     ours = build_stage_model(
         hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
     )
-    weights = {n: p.detach() for _, named in ours.unit_parameters() for n, p in named}
+    weights = {n: p.detach() for named in ours.unit_parameters() for n, p in named}
     hf._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
     model.load_state_dict(weights, strict=False)

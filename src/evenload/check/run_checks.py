@@ -21,9 +21,8 @@ from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.padded import PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.run_layout import layout_of
 from evenload.runtime.config.run_planner import run_options
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.types.document import Document
 from evenload.types.plan import StepPlan, decode_plan, encode_plan

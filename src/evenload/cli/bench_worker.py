@@ -19,8 +19,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer

@@ -12,9 +12,8 @@ from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
 from evenload.data.encoding.tokenize import open_tokenizer
-from evenload.runtime.config.run_layout import layout_of
 from evenload.runtime.config.run_tokenizer import tokenizer_fact
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import position_warning

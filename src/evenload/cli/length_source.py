@@ -18,7 +18,7 @@ from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import open_tokenizer
 from evenload.data.lengths import LengthTable, count_documents, read_length_table
 from evenload.data.number_files import holds_numbers
-from evenload.runtime.config.plan_options import set_options
+from evenload.runtime.config.config_keys import set_options
 from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 SOURCE_HELP = (

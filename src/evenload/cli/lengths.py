@@ -18,9 +18,8 @@ from evenload.cli.length_source import (
     length_source,
     unit_line,
 )
+from evenload.cli.option_values import COUNTS, parse_tokens
 from evenload.cli.output_file import require_writable, write_output
-from evenload.cli.token_count import HELP as COUNTS
-from evenload.cli.token_count import parse_tokens
 from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.lengths_png import write_lengths_png

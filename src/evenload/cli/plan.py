@@ -8,10 +8,9 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from evenload.cli.argument_record import command_of
 from evenload.cli.length_source import length_source, unit_line
 from evenload.cli.output_file import require_writable, write_output
-from evenload.cli.plan_arguments import PlanArguments
+from evenload.cli.plan_arguments import PlanArguments, plan_command_of
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
 from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit
@@ -104,7 +103,7 @@ def run_plan(asked: PlanArguments) -> None:
         raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
 
 
-plan_command = command_of(PlanArguments, run_plan)
+plan_command = plan_command_of(run_plan)
 
 
 def _evaluated(

@@ -1,16 +1,17 @@
-"""`PlanArguments`: what the command line of `evenload plan` says, one field an argument."""
+"""`PlanArguments`: what the command line of `evenload plan` says, fields instead of dozens of parameters."""
 
+import inspect
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from evenload.cli.length_source import SOURCE_HELP, IncludeOption, OnCorruptOption, RecordOption, TokenizerOption
+from evenload.cli.option_values import COUNTS, parse_tokens
 from evenload.cli.plan_strategies import STRATEGY_HELP
-from evenload.cli.token_count import HELP as COUNTS
-from evenload.cli.token_count import parse_tokens
 from evenload.types.cluster_catalog import BUILT_IN
 
 DEFAULT_DOCUMENTS = 512
@@ -45,7 +46,8 @@ class PlanArguments:
         int | None, typer.Option(help=f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
     ] = None
     tokens: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help=f"Tokens of a global batch, instead of --documents. {COUNTS}")
+        str | None,
+        typer.Option(metavar="TOKENS", help=f"Tokens of a global batch, instead of --documents. {COUNTS}"),
     ] = None
     context: Annotated[
         str | None,
@@ -128,3 +130,26 @@ class PlanArguments:
         short = {name: getattr(self, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")}
         given = (f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None)
         return (*given, *(self.set_options or ()))
+
+
+def plan_command_of(run: Callable[[PlanArguments], None]) -> Callable[..., None]:
+    """What typer makes a command of: its options are the fields, whose types carry typer's annotations; the docstring
+    of `run` is its help text."""
+    hints = get_type_hints(PlanArguments, include_extras=True)
+
+    def command(**given: Any) -> None:
+        run(PlanArguments(**given))
+
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(PlanArguments)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = run.__doc__
+    return command

@@ -6,27 +6,62 @@ configuration, which wins over the default.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from evenload.cli.layout_option import parse_layout
 from evenload.cli.length_source import LengthSource
+from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
-from evenload.cli.plan_costs import PlanCosts, plan_costs
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import Overlong
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.lora_config import adapter_parameters_per_layer
-from evenload.runtime.config.plan_options import options_of_settings
-from evenload.runtime.config.run_layout import BYTES_PER_ELEMENT, layout_of
+from evenload.runtime.config.config_keys import options_of_settings
+from evenload.runtime.config.lora_config import with_adapters
 from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """Costs of a model on a cluster, for any layout.
+
+    Args:
+        model: in the precision that was measured, where something was.
+        measured: from a cost file; None = from the cluster's data sheet.
+        origin: the cost file, for messages.
+        context_exchange: how a run's keys and values of shared documents travel; None = as measured.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    measured: CostCoefficients | None = None
+    origin: str = ""
+    context_exchange: Literal["all_gather", "ring"] | None = None
+
+    def of(self, layout: ParallelLayout) -> CostCoefficients:
+        """Of one layout, which the cluster and the model must allow; what was measured must have the same tp."""
+        found = analytic_coefficients(self.model, self.cluster, layout)  # also checks the layout
+        if self.measured is not None:
+            found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
+        if self.context_exchange is None:
+            return found
+        return msgspec.structs.replace(found, context_exchange=self.context_exchange)
+
+    def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
+        """What was not measured and comes from the cluster's data sheet, one sentence each."""
+        if self.measured is None:
+            return ()
+        return completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +103,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         random_init = run.model.random_init
         require_tokenizer(source.data, model_path=run.model.path, random_init=random_init, vocab_size=model.vocab_size)
     cost = asked.cost or (Path(run.train.cost_file) if run and run.train.cost_file else None)
-    costs = plan_costs(cost, model, machines, run)
+    costs = _costs(cost, model, machines, run)
     layout, keeps_stages = _layout(asked, run, costs.model, machines)
     if layout is not None:
         costs.of(layout)  # refuses what the cluster or the model cannot have
@@ -103,10 +138,7 @@ def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
         return name, model_from(name)
     name = name or run.model.path
     model = msgspec.structs.replace(model_from(name), bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype])
-    if run.model.lora is None:
-        return name, model
-    adapters = adapter_parameters_per_layer(model, run.model.lora)
-    return name, msgspec.structs.replace(model, adapter_parameters_per_layer=adapters)
+    return name, with_adapters(model, run.model.lora)
 
 
 def _layout(
@@ -129,3 +161,15 @@ def _options(asked: PlanArguments, run: TrainConfig | None) -> PlanOptions:
     # Strategies share documents where replicas can: the default of `evenload train`, too.
     dp_merge = True if options.dp_merge is None else options.dp_merge
     return msgspec.structs.replace(options, max_pack_tokens=whole, dp_merge=dp_merge)
+
+
+def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: TrainConfig | None) -> PlanCosts:
+    """With a measured file its precision becomes the model's, because the command line names none, unless the model's
+    is that of a run."""
+    exchange = run.parallel.cp_exchange if run else None
+    if cost_file is None:
+        return PlanCosts(model, cluster, context_exchange=exchange)
+    measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
+    model = model if run else in_measured_precision(model, measured)
+    require_measured_on(measured, model, origin)
+    return PlanCosts(model, cluster, measured, origin, exchange)

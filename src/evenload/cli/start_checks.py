@@ -14,9 +14,8 @@ from evenload.cost.coverage import require_covered
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.plan.strategies.registry import require_trainable
-from evenload.runtime.config.run_layout import layout_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap

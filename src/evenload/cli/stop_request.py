@@ -12,7 +12,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class StopRequest:
         self._signal = 0
         self._since_s = 0.0
         self._parent = os.getppid()
-        self._had_terminal = os.isatty(sys.stderr.fileno()) if _has_file(sys.stderr) else False
+        self._had_terminal = os.isatty(2)
 
     @property
     def signal(self) -> int:
@@ -81,10 +80,3 @@ class StopRequest:
 
 def signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def _has_file(stream: object) -> bool:
-    try:
-        return stream is not None and stream.fileno() >= 0  # type: ignore[attr-defined]
-    except (OSError, ValueError, AttributeError):
-        return False

@@ -46,7 +46,7 @@ def train_command(
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import run_local
-    from evenload.cli.resume_command import resume_command
+    from evenload.cli.run_lines import resume_command
     from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
     from evenload.runtime.config.train_config import load_train_config
 

@@ -5,18 +5,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evenload.cli.prediction_line import prediction_line
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
-from evenload.cli.start_lines import data_line, first_plan_line, resumed_line, strategy_line
+from evenload.cli.run_lines import data_line, first_plan_line, prediction_line, resumed_line, strategy_line
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
-from evenload.runtime.config.run_layout import layout_of
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.trainer import StepReport, Trainer

@@ -21,7 +21,7 @@ from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.device import device_memory_bytes, rank_device, require_device
+from evenload.runtime.device import rank_device, require_device
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 
@@ -140,7 +140,7 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
 def memory_for_rank(device: torch.device, local_world: int) -> int:
     """Bytes for one process: of its GPU, of the machine, or of the container where one is limited (cgroup v2, v1)."""
     if device.type == "cuda":
-        return int(device_memory_bytes(device) * (1 - _FREE_DEVICE_SHARE))
+        return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         text = limit.read_text().strip() if limit.is_file() else "max"

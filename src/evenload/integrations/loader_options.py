@@ -15,7 +15,7 @@ from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, res
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
-from evenload.runtime.config.plan_options import plan_options
+from evenload.runtime.config.config_keys import plan_options
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,24 +3,30 @@
 One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each
 pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a
 timeline knows them: events on the critical path have the category "critical" and say so in their arguments, bytes by
-kind are counters of their own, and recompute, copies, p2p transfers and reduction are drawn (`report.side_events`).
+kind are counters of their own, and what happens beside the packs (`SideTasks`) is drawn. Recompute lies inside its
+backward, reduction and optimizer after the packs, all on the rank's own thread. Copies have a thread for every rank
+("rank 0 copies"), transfers one for every link ("rank 0 to 1"). Transfers under way at the same time, as edge delays
+allow, get further threads of the same link, because events on a thread must not overlap.
 Lanes of all timelines have equal names and order, so predicted and measured open side by side.
 
 The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are
 their difference: neighbours that touch in the timeline touch in the trace, where separate rounding would make
-them overlap and the viewer drop or nest them. Price: O(tasks + samples), about 150 bytes an event.
+them overlap and the viewer drop or nest them. Price: about 150 bytes an event; O(n log n) in tasks, samples, transfers.
 Format: "Trace Event Format", Google, 2016.
 """
 
+import heapq
 import json
 import os
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenload.report.pack_label import PackKey, PackLabel
-from evenload.report.side_events import name_events, side_events, task_event
-from evenload.types.timeline import KINDS, MEMORY_KINDS, Timeline
+from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
+
+_ON_THE_RANK = ("recompute", "reduction", "optimizer")
 
 
 def write_chrome_trace(
@@ -43,7 +49,7 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
     for name, timeline in timelines.items():
         for dp_rank in np.union1d(timeline.dp_rank, timeline.memory_dp_rank).tolist():
             pid += 1
-            yield from name_events("process", pid, 0, f"{name} dp {dp_rank}", pid)
+            yield from _name_events("process", pid, 0, f"{name} dp {dp_rank}", pid)
             threads: dict[int, int] = {}
             ranks = np.union1d(
                 timeline.rank[timeline.dp_rank == dp_rank], timeline.memory_rank[timeline.memory_dp_rank == dp_rank]
@@ -51,10 +57,10 @@ def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabe
             for rank in ranks.tolist():
                 tid += 1
                 threads[rank] = tid
-                yield from name_events("thread", pid, tid, f"rank {rank}", rank)
+                yield from _name_events("thread", pid, tid, f"rank {rank}", rank)
             yield from _task_events(timeline, dp_rank, pid, threads, labels)
             if timeline.side is not None:
-                for event in side_events(timeline.side, dp_rank, pid, threads, tid + 1):
+                for event in _side_events(timeline.side, dp_rank, pid, threads, tid + 1):
                     tid += event["name"] == "thread_name"
                     yield event
             yield from _memory_events(timeline, dp_rank, pid)
@@ -66,16 +72,14 @@ def _task_events(
 ) -> Iterator[dict[str, object]]:
     chosen = np.flatnonzero(timeline.dp_rank == dp_rank)
     chosen = chosen[np.argsort(timeline.start_s[chosen], kind="stable")]
-    start_ns = np.rint(timeline.start_s[chosen] * 1e9).astype(np.int64)
-    end_ns = np.rint(timeline.end_s[chosen] * 1e9).astype(np.int64)
     critical = np.zeros(len(chosen), bool) if timeline.is_critical is None else timeline.is_critical[chosen]
     for rank, stage, kind, pack, start, end, is_critical in zip(
         timeline.rank[chosen].tolist(),
         timeline.stage[chosen].tolist(),
         timeline.kind[chosen].tolist(),
         timeline.pack[chosen].tolist(),
-        start_ns.tolist(),
-        end_ns.tolist(),
+        _nanoseconds(timeline.start_s[chosen]),
+        _nanoseconds(timeline.end_s[chosen]),
         critical.tolist(),
         strict=True,
     ):
@@ -86,14 +90,65 @@ def _task_events(
         if is_critical:
             args["critical"] = True
         category = f"{direction},critical" if is_critical else direction
-        yield task_event(f"{stage}{letter}{pack}", category, pid, threads[rank], start, end, args)
+        yield _task_event(f"{stage}{letter}{pack}", category, pid, threads[rank], start, end, args)
+
+
+def _side_events(
+    side: SideTasks, dp_rank: int, pid: int, threads: Mapping[int, int], first_tid: int
+) -> Iterator[dict[str, object]]:
+    """Events of one replica, names of new threads first; these count up from `first_tid`."""
+    streams: dict[str, list[int]] = {}
+    for row in np.flatnonzero(side.dp_rank == dp_rank).tolist():
+        kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
+        if kind in _ON_THE_RANK:
+            name = ""
+        else:
+            name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
+        streams.setdefault(name, []).append(row)
+    tid = first_tid
+    for row in streams.pop("", []):
+        yield _side_event(side, row, pid, threads[int(side.rank[row])])
+    for order, name in enumerate(sorted(streams)):
+        for at, rows in enumerate(_apart(side, np.array(streams[name]))):
+            stream = name if at == 0 else f"{name} ({at + 1})"
+            yield from _name_events("thread", pid, tid, stream, len(threads) + order)
+            for row in rows:
+                yield _side_event(side, row, pid, tid)
+            tid += 1
+
+
+def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
+    """Rows by start, assigned to as few threads as keep events of a thread from overlapping."""
+    streams: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (end in ns, stream)
+    rows = rows[np.argsort(side.start_s[rows], kind="stable")]
+    times = _nanoseconds(side.start_s[rows]), _nanoseconds(side.end_s[rows])
+    for row, start, end in zip(rows.tolist(), *times, strict=True):
+        if free and free[0][0] <= start:
+            stream = heapq.heappop(free)[1]
+        else:
+            stream = len(streams)
+            streams.append([])
+        streams[stream].append(row)
+        heapq.heappush(free, (end, stream))
+    return streams
+
+
+def _side_event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:
+    kind = SIDE_KINDS[side.kind[row]]
+    start, end = _nanoseconds(np.array([side.start_s[row], side.end_s[row]]))
+    args: dict[str, object] = {}
+    if side.pack[row] >= 0:
+        args = {"stage": int(side.stage[row]), "pack": int(side.pack[row])}
+    name = f"{kind} {side.stage[row]}.{side.pack[row]}" if args else kind
+    return _task_event(name, kind, pid, tid, start, end, args)
 
 
 def _memory_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:
     chosen = np.flatnonzero(timeline.memory_dp_rank == dp_rank)
-    time_ns = np.rint(timeline.memory_time_s[chosen] * 1e9).astype(np.int64)
+    time_ns = _nanoseconds(timeline.memory_time_s[chosen])
     for rank, time, num_bytes in zip(
-        timeline.memory_rank[chosen].tolist(), time_ns.tolist(), timeline.memory_bytes[chosen].tolist(), strict=True
+        timeline.memory_rank[chosen].tolist(), time_ns, timeline.memory_bytes[chosen].tolist(), strict=True
     ):
         # A counter belongs to a process, so its name says the rank.
         name = f"memory bytes rank {rank}"
@@ -108,7 +163,24 @@ def _memory_kind_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[
         chosen = np.flatnonzero((timeline.memory_dp_rank == dp_rank) & (timeline.memory_rank == rank))
         held = timeline.memory_kind_bytes[chosen]
         moving = np.flatnonzero(held.max(axis=0) > held.min(axis=0)).tolist()
-        time_ns = np.rint(timeline.memory_time_s[chosen] * 1e9).astype(np.int64)
-        for time, row in zip(time_ns.tolist() if moving else (), held[:, moving].tolist(), strict=False):
+        time_ns = _nanoseconds(timeline.memory_time_s[chosen])
+        for time, row in zip(time_ns if moving else (), held[:, moving].tolist(), strict=False):
             args = {MEMORY_KINDS[kind]: num_bytes for kind, num_bytes in zip(moving, row, strict=True)}
             yield {"ph": "C", "name": f"memory kinds rank {rank}", "pid": pid, "ts": time / 1000, "args": args}
+
+
+def _name_events(what: str, pid: int, tid: int, name: str, place: int) -> Iterator[dict[str, object]]:
+    """The name of a "process" or "thread", and where it stands among the others."""
+    for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+        yield {"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": args}
+
+
+def _task_event(
+    name: str, category: str, pid: int, tid: int, start_ns: int, end_ns: int, args: dict[str, object]
+) -> dict[str, object]:
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def _nanoseconds(seconds: NDArray[np.float64]) -> list[int]:
+    return np.rint(seconds * 1e9).astype(np.int64).tolist()

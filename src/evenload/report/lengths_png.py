@@ -31,21 +31,9 @@ def write_lengths_png(
     FigureCanvasAgg(figure)
     # matplotlib reads "$" as mathematics.
     figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
-    classes, cumulative, cuts = figure.subplots(3 if profile.windows else 2, 1).tolist() + [None] * (
-        not profile.windows
-    )
-    _grouped_bars(
-        classes,
-        [format_power_of_two(c.start) for c in profile.classes],
-        [
-            (
-                in_unit(name, unit),
-                LENGTH_COLORS[key],
-                [100 * getattr(c, key) / getattr(profile, key) for c in profile.classes],
-            )
-            for key, name in COUNTED.items()
-        ],
-    )
+    classes, cumulative, *cuts = figure.subplots(3 if profile.windows else 2, 1)
+    shares = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
+    _grouped_bars(classes, [c.start for c in profile.classes], shares, profile, unit)
     classes.set_xlabel(in_unit("length from (tokens)", unit))
     for key, name in COUNTED.items():
         cumulative.step(
@@ -60,21 +48,11 @@ def write_lengths_png(
     cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
     cumulative.set_xlabel(in_unit("up to this length (tokens)", unit))
     panels = [(classes, "share, %"), (cumulative, "share, %")]
-    if cuts is not None:
-        _grouped_bars(
-            cuts,
-            [format_power_of_two(cut.window) for cut in profile.windows],
-            [
-                (
-                    in_unit(name, unit),
-                    LENGTH_COLORS[key],
-                    [100 * getattr(cut, field) / getattr(profile, key) for cut in profile.windows],
-                )
-                for field, key, name in WINDOW_CUTS
-            ],
-        )
-        cuts.set_xlabel(in_unit("context window (tokens)", unit))
-        panels.append((cuts, "share cut, %"))
+    for axes in cuts:
+        shares = [(name, key, [getattr(cut, field) for cut in profile.windows]) for field, key, name in WINDOW_CUTS]
+        _grouped_bars(axes, [cut.window for cut in profile.windows], shares, profile, unit)
+        axes.set_xlabel(in_unit("context window (tokens)", unit))
+        panels.append((axes, "share cut, %"))
     for axes, label in panels:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
@@ -85,9 +63,15 @@ def write_lengths_png(
     figure.savefig(path, format="png")
 
 
-def _grouped_bars(axes, labels: list[str], series: list[tuple[str, str, list[float]]]) -> None:
+def _grouped_bars(
+    axes, lengths: list[int], series: list[tuple[str, str, list[int]]], profile: LengthProfile, unit: LengthUnit
+) -> None:
+    """Bars at every length for each (name, total of the profile, counts), as shares of that total in its colour."""
     width = 0.8 / len(series)
-    for position, (name, color, values) in enumerate(series):
+    for position, (name, total, counts) in enumerate(series):
         center = (position - (len(series) - 1) / 2) * width
-        axes.bar([i + center for i in range(len(labels))], values, width, label=name, color=color)
+        values = [100 * count / getattr(profile, total) for count in counts]
+        at = [i + center for i in range(len(lengths))]
+        axes.bar(at, values, width, label=in_unit(name, unit), color=LENGTH_COLORS[total])
+    labels = [format_power_of_two(length) for length in lengths]
     axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) < 20 else 45, fontsize=8)

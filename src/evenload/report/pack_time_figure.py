@@ -60,10 +60,25 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> go.Figure:
             slowest = float(ratios.max())
             # Mean over the steps, as in the comparison of strategies.
             text = format_ratio(float(np.mean([one.max() for one in steps if len(one)])))
+            # Beside the end of a shape; over it where the shape goes on beyond the view.
+            place = {"x": slowest, "xanchor": "left", "xshift": 7}
             if slowest > _MOST_SHOWN:
                 text = f"{text}, slowest {slowest:.1f}× ▸"
-            figure.add_annotation(_note(text, slowest, row, panel))
-        figure.add_annotation(_heading(f"<b>{direction.capitalize()} packs</b>", panel))
+                place = {"x": _MOST_SHOWN * _ROOM, "xanchor": "right", "yshift": 9}
+            note = {"text": text, "y": row, "showarrow": False, "font": {"size": 11.5}}
+            figure.add_annotation(**place, **note, row=panel, col=1)
+        figure.add_annotation(
+            text=f"<b>{direction.capitalize()} packs</b>",
+            xref="paper",
+            yref=f"y{'' if panel == 1 else panel} domain",
+            x=0,
+            y=1,
+            xanchor="left",
+            yanchor="bottom",
+            yshift=4,
+            showarrow=False,
+            font={"size": 13},
+        )
     names = [escape(f"{name}, {origin}" if both else name, quote=False) for name, origin in rows]
     figure.update_layout(
         height=_TOP_PX + 2 * panel_px + _GAP_PX + _BOTTOM_PX,
@@ -133,37 +148,4 @@ def _shape(ratios: NDArray[np.float64], row: int, color: str, is_hollow: bool) -
         fillcolor="rgba(0,0,0,0)" if is_hollow else f"{color}55",
         hoverinfo="x",
         hoveron="violins",
-    )
-
-
-def _note(text: str, at: float, row: int, panel: int) -> go.layout.Annotation:
-    """Beside the end of a shape; over it where the shape goes on beyond the view."""
-    axis = "" if panel == 1 else str(panel)
-    is_beyond = at > _MOST_SHOWN
-    return go.layout.Annotation(
-        text=text,
-        x=_MOST_SHOWN * _ROOM if is_beyond else at,
-        y=row,
-        xref=f"x{axis}",
-        yref=f"y{axis}",
-        xanchor="right" if is_beyond else "left",
-        xshift=0 if is_beyond else 7,
-        yshift=9 if is_beyond else 0,
-        showarrow=False,
-        font={"size": 11.5},
-    )
-
-
-def _heading(text: str, panel: int) -> go.layout.Annotation:
-    return go.layout.Annotation(
-        text=text,
-        xref="paper",
-        yref=f"y{'' if panel == 1 else panel} domain",
-        x=0,
-        y=1,
-        xanchor="left",
-        yanchor="bottom",
-        yshift=4,
-        showarrow=False,
-        font={"size": 13},
     )

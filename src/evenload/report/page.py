@@ -57,9 +57,11 @@ def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), un
 def figure_html(identifier: str, heading: str, how_to_read: str, figure: go.Figure) -> str:
     """One figure, its heading, and HTML that says how to read it; its height is kept, its width follows the page."""
     height = int(cast(Any, figure.layout).height)
-    figure = go.Figure(figure).update_layout(template="none", autosize=True)
+    # The legend is a row at the very top, over the panels' headings, left of the buttons.
+    place = {"orientation": "h", "xref": "container", "yref": "container", "x": 0, "y": 1}
+    legend = place | {"xanchor": "left", "yanchor": "top", "bgcolor": "rgba(0,0,0,0)", "tracegroupgap": 0}
+    figure = go.Figure(figure).update_layout(template="none", autosize=True, legend=legend)
     figure.update_xaxes(title_font_size=12.5).update_yaxes(title_font_size=12.5)
-    _place_legend(figure)
     return "\n".join(
         [
             f'<figure id="{identifier}">',
@@ -83,23 +85,6 @@ def definitions_html(kind: str, pairs: Iterable[tuple[str, str]]) -> str:
     """A definition list of (name, value in HTML); "" where there is none."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="{kind}">{entries}</dl>' if entries else ""
-
-
-def _place_legend(figure: go.Figure) -> None:
-    """A row at the very top, over the panels' headings, left of the buttons."""
-    figure.update_layout(
-        legend={
-            "orientation": "h",
-            "xref": "container",
-            "yref": "container",
-            "x": 0,
-            "y": 1,
-            "xanchor": "left",
-            "yanchor": "top",
-            "bgcolor": "rgba(0,0,0,0)",
-            "tracegroupgap": 0,
-        }
-    )
 
 
 def _asset(name: str) -> str:

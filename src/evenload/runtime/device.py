@@ -41,10 +41,6 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return device
 
 
-def device_memory_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor's copy on the device, ordered in its stream; the host does not wait for a GPU.
 

@@ -11,7 +11,7 @@ from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.model.rank_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_ring import require_no_window

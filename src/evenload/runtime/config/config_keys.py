@@ -1,12 +1,15 @@
 """`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
-`apply_override`: what a command line sets in it.
+`apply_override`: what a command line sets in it; `plan_options`: its `[plan.options]` as one `PlanOptions`.
 
 msgspec would refuse both, too, but names neither the nearest key nor the choices. People come from other trainers,
 where the same setting has another name that no spelling distance finds ("lr"), so those names are a table here.
+
+Which strategies there are, and which options they have, is known when a program runs: packages add some. So tables of
+`[plan.options]` are read here and not by the type of a field.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,6 +20,7 @@ from evenload.plan.strategies.registry import option_tables
 from evenload.types.nearest_name import did_you_mean, nearest_name
 
 Table = TypeVar("Table", bound=msgspec.Struct)
+_PLAN_PREFIX = "plan.options."
 
 _NAMES_ELSEWHERE = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
@@ -170,6 +174,32 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override '{override}': '{section}' is a value, not a section")
     node[key] = value
+
+
+def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
+    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`.
+
+    Raises:
+        ConfigError: an unknown key or choice (with the nearest known one), or a bad value.
+    """
+    require_known(tree, PlanOptions, _PLAN_PREFIX)
+    own = option_tables()
+    shared = {key: value for key, value in tree.items() if key not in own}
+    found = tuple(converted(tree[name], kind, f"{_PLAN_PREFIX}{name}.") for name, kind in own.items() if name in tree)
+    return msgspec.structs.replace(converted(shared, PlanOptions, _PLAN_PREFIX), strategies=found)
+
+
+def set_options(settings: Iterable[str]) -> list[str]:
+    """`--set wlb.release=queues` as an override of a training configuration."""
+    return [f"{_PLAN_PREFIX}{setting}" for setting in settings]
+
+
+def options_of_settings(settings: Iterable[str]) -> PlanOptions:
+    """Options of `--set` alone; errors as of `plan_options`."""
+    tree: dict[str, Any] = {"plan": {"options": {}}}
+    for override in set_options(settings):
+        apply_override(tree, override)
+    return plan_options(tree["plan"]["options"])
 
 
 def setting_paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:

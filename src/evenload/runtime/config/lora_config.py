@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
@@ -36,14 +38,17 @@ class LoraConfig(Frozen):
             )
 
 
-def adapter_parameters_per_layer(model: ModelSpec, lora: LoraConfig) -> int:
-    """Trained elements of one layer: rank·(in + out) a linear that has an adapter.
+def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
+    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else.
 
     Raises:
         ConfigError: a target module that the layer does not have.
     """
+    if lora is None:
+        return model
     sizes = linear_sizes(model)
-    return sum(lora.rank * sum(sizes[name]) for name in target_linears(sizes, lora))
+    trained = sum(lora.rank * sum(sizes[name]) for name in target_linears(sizes, lora))
+    return msgspec.structs.replace(model, adapter_parameters_per_layer=trained)
 
 
 def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:

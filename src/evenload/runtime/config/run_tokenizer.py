@@ -57,32 +57,23 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
             weights; see also `open_encoder`.
     """
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
-    refuse_bytes(data, tokenizer, model_path=model_path, random_init=random_init, vocab_size=vocab_size)
+    mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
+    if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not trains_given_ids(data):
+        cause = (
+            f'data.tokenizer is "{BYTES}"'
+            if data.tokenizer == BYTES
+            else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
+        )
+        raise ConfigError(
+            f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
+            "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
+            f"{TOKENIZER_FILE} gets it by AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)), or set "
+            "model.random_init = true to train from scratch. Bytes fit pretrained weights only where vocab_size is at "
+            f"most {MAX_BYTE_VOCABULARY}"
+        )
     for part in mixture_configs(data):
         open_encoder(part, tokenizer, vocab_size)
     return tokenizer
-
-
-def refuse_bytes(
-    data: DataConfig, tokenizer: DocumentTokenizer, *, model_path: str, random_init: bool, vocab_size: int
-) -> None:
-    """`ConfigError` for pretrained weights whose vocabulary is not one of bytes."""
-    if random_init or trains_given_ids(data) or not isinstance(tokenizer, ByteTokenizer):
-        return
-    if vocab_size <= MAX_BYTE_VOCABULARY:
-        return
-    cause = (
-        f'data.tokenizer is "{BYTES}"'
-        if data.tokenizer == BYTES
-        else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
-    )
-    raise ConfigError(
-        f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
-        "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
-        f"{TOKENIZER_FILE} gets it by AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)), or set "
-        "model.random_init = true to train from scratch. Bytes fit pretrained weights only where vocab_size is at most "
-        f"{MAX_BYTE_VOCABULARY}"
-    )
 
 
 def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:

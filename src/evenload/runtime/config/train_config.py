@@ -12,14 +12,17 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import apply_override, converted, require_known
+from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.plan_options import plan_options
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen
 from evenload.types.cluster import DeviceKind
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.transfers import ChannelMode
+
+BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Of `model.dtype`."""
 
 # What a killed run may lose by default; a save itself costs training a copy in memory.
 _CHECKPOINT_EVERY_S = 600.0
@@ -232,3 +235,20 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
         plan["options"] = plan_options(plan["options"])
     config = converted(tree, TrainConfig)
     return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
+
+
+def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
+    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
+
+    Raises:
+        ConfigError: more stages than layers, or stages that do not hold all layers.
+    """
+    p = config.parallel
+    if p.stage_layers is None:
+        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual)
+    if sum(p.stage_layers) != num_layers:
+        raise ConfigError(
+            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
+            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
+        )
+    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import msgspec
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.errors import ConfigError
-from evenload.runtime.config.lora_config import adapter_parameters_per_layer
-from evenload.runtime.config.run_layout import BYTES_PER_ELEMENT
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.lora_config import with_adapters
+from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.runtime.model.supported import check_supported
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec
@@ -44,8 +42,6 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     hf = load_config(config.model.path)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
-    if config.model.lora is None:
-        return spec
-    adapters = adapter_parameters_per_layer(spec, config.model.lora)
-    return msgspec.structs.replace(spec, adapter_parameters_per_layer=adapters)
+    return with_adapters(
+        model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype]), config.model.lora
+    )

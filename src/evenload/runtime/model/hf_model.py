@@ -26,6 +26,7 @@ from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
 from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
 from evenload.types.architectures.architecture import Architecture
+from evenload.types.layout import ParallelLayout
 
 
 @dataclass(eq=False)
@@ -50,15 +51,16 @@ class StageModel:
     is_last: bool
     router_aux_loss_coef: float = 0.0
 
-    def unit_parameters(self) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
-        """Unit name and its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
+    def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Of every unit its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
         if self.is_first:
-            yield "embedding", _trained("model.embed_tokens", self.embedding)
+            yield _trained("model.embed_tokens", self.embedding)
         for index, layer in self.layers.items():
-            yield f"layer.{index}", _trained(f"model.layers.{index}", layer)
+            yield _trained(f"model.layers.{index}", layer)
         if self.is_last:
-            head = [] if self.ties_within_stage else _trained("lm_head", self.head)
-            yield "head", _trained("model.norm", self.norm) + head
+            # Embedding and head may be one parameter on this stage.
+            is_tied = self.is_first and bool(self.config.tie_word_embeddings)
+            yield _trained("model.norm", self.norm) + ([] if is_tied else _trained("lm_head", self.head))
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
@@ -86,11 +88,6 @@ class StageModel:
         for module in (self.embedding, *self.layers.values(), self.norm, self.head):
             if module is not None:
                 yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
-
-    @property
-    def ties_within_stage(self) -> bool:
-        """Embedding and head are one parameter on this stage."""
-        return self.is_first and self.is_last and bool(self.config.tie_word_embeddings)
 
 
 def _trained(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
@@ -213,6 +210,47 @@ def build_stage_model(
             # Adapters take their sizes and random values from whole linears.
             split_weights(units, architecture, tp_rank, tp)
     return stage
+
+
+def build_rank_models(
+    config: PretrainedConfig,
+    *,
+    layout: ParallelLayout,
+    pp_rank: int,
+    tp_rank: int = 0,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: str | None,
+    seed: int,
+    lora: LoraConfig | None = None,
+    router_aux_loss_coef: float = 0.0,
+) -> dict[int, StageModel]:
+    """Models of a pipeline rank's virtual stages, ascending; arguments and errors as of `build_stage_model`.
+
+    A tied embedding whose first and last stage lie on one rank is one parameter there, as in the whole model.
+    """
+    models = {
+        stage: build_stage_model(
+            config,
+            layers=layers,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            seed=seed,
+            lora=lora,
+            router_aux_loss_coef=router_aux_loss_coef,
+            tp_rank=tp_rank,
+            tp=layout.tp,
+        )
+        for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True))
+        if rank == pp_rank
+    }
+    if config.tie_word_embeddings and len(models) > 1 and {0, layout.num_stages - 1} <= models.keys():
+        first, last = models[0], models[layout.num_stages - 1]
+        assert first.embedding is not None
+        assert last.head is not None
+        last.head.weight, last.embedding = first.embedding.weight, None
+    return models
 
 
 def _refuse_unknown_modules(layers: dict[int, nn.Module], architecture: Architecture) -> None:

@@ -23,7 +23,6 @@ class FlatBuffer:
     """Parameters of one unit and one weight-decay group.
 
     Args:
-        key: "<unit>.decay" or "<unit>.no_decay"; stable across layouts, names optimizer state.
         names: Hugging Face parameter names, in order.
         parameters: the parameters, views of `values`.
         num_elements: real elements; the buffers are padded to a multiple of `dp`.
@@ -33,7 +32,6 @@ class FlatBuffer:
             hold the same.
     """
 
-    key: str
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     num_elements: int
@@ -60,7 +58,7 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
     crosses_ranks = bool(stages[0].config.tie_word_embeddings) and not is_within
     buffers, seen = [], set()
-    for unit, named in (unit for stage in stages for unit in stage.unit_parameters()):
+    for named in (unit for stage in stages for unit in stage.unit_parameters()):
         named = [(name, p) for name, p in named if id(p) not in seen]
         seen |= {id(p) for _, p in named}
         for decays, is_part in itertools.product((True, False), repeat=2):
@@ -71,11 +69,10 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
                 continue
             tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
             assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
-            key = f"{unit}.{'decay' if decays else 'no_decay'}"
             names, parameters = zip(*group, strict=True)
             num_elements = sum(p.numel() for p in parameters)
             values, grads = _flatten(parameters, num_elements, -(-num_elements // dp) * dp)
-            buffers.append(FlatBuffer(key, names, parameters, num_elements, values, grads, decays, tied, is_part))
+            buffers.append(FlatBuffer(names, parameters, num_elements, values, grads, decays, tied, is_part))
     return buffers
 
 

@@ -1,12 +1,23 @@
-"""What a run prints before its first step: what is on, and why; and what the first plan made of it.
+"""What a run says in words: what is on and why, what the first plan made of it, predictions that do not hold, how to go
+on after a stop.
 
 Silent no-op options are what users of packing trainers suffer from (is it on? why is it slower?), so everything that
 decides speed or data order stands here, with its value.
 """
 
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
 from evenload.data.config import DataConfig
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.plan import StepPlan
+
+_NUM_STEPS = 3
+"""Steps after the first, which pays for what is done once, whose predictions are looked at."""
+_FACTOR = 1.2
+"""All of them beyond it, on the same side, are no accident."""
 
 
 def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
@@ -68,3 +79,38 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
         f"{len(cut)} documents cut, {len(shared)} shared by ranks, {len(plan.left_out)} left for later | activations "
         f"{', '.join(policies) or 'replay'}"
     )
+
+
+def prediction_line(ratios: Sequence[float], device: str, cost_file: str | None) -> str:
+    """A sentence where a run's steps consistently take another time than predicted, or "".
+
+    Costs that were measured beside other work, or on a machine that has become busy since, are off for every step
+    alike; the planner then still compares plans by them, but step times and what is worth its overhead are wrong.
+    `ratios` are measured over predicted seconds of the steps after the first, `device` is where costs were measured.
+    """
+    if len(ratios) != _NUM_STEPS:
+        return ""
+    is_slower, is_faster = min(ratios) > _FACTOR, max(ratios) < 1 / _FACTOR
+    if not (is_slower or is_faster):
+        return ""
+    reason = (
+        f"the machine is busier or slower now than when costs were measured ({device})"
+        if is_slower
+        else f"the machine was busier when costs were measured ({device}), or was a slower one"
+    )
+    times = f"steps take {median(ratios):.2f} times their predicted time"
+    advice = "train.recalibrate=true measures them anew"
+    if cost_file is not None:
+        advice = f"leave out train.cost_file {cost_file} to have them measured here"
+    return f"{times}: {reason}; {advice}"
+
+
+def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
+    """The same command once more, with `train.resume` turned on where it is off; the interpreter is the first argument
+    (`sys.orig_argv`)."""
+    words = list(arguments)
+    scripts = [at for at, word in enumerate(words[:3]) if Path(word).name == "evenload"]
+    if scripts:
+        # The interpreter in front of an installed script is not what anybody types.
+        words = words[scripts[0] :]
+    return shlex.join(words if is_resumed else [*words, "train.resume=true"])
