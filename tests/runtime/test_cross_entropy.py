@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evenload.runtime.replay.cross_entropy import cross_entropy_and_gradient
+from evenload.runtime.replay.head import cross_entropy_and_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -34,14 +34,8 @@ def start_fork_server(*modules: str) -> None:
 
 
 def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-    """`function(*arguments)` in a process that has imported everything already.
-
-    Args:
-        function: importable by name; so are its arguments and what it returns, without what is large.
-
-    Raises:
-        EvenloadError: the process was killed. Otherwise whatever the function raises.
-    """
+    """`function(*arguments)` in a process that has imported everything already. It, its arguments and what it returns
+    are importable by name, and not large. Raises what the function raises; `EvenloadError` where it was killed."""
     context = multiprocessing.get_context("forkserver")
     try:
         with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_errand) as pool:

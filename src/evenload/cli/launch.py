@@ -90,10 +90,8 @@ def _run_rank(function: Callable[..., int | None], arguments: tuple, line: StopL
 
 
 class _SignalGuard:
-    """Signals to the launcher, and ranks that do not end.
-
-    All killing happens in signal handlers, on the main thread, which alone looks after the child processes.
-    """
+    """Signals to the launcher, and ranks that do not end. All killing happens in signal handlers, on the main thread,
+    which alone looks after the child processes."""
 
     def __init__(self, line: StopLine, grace_s: float | None, ended: type[Exception]) -> None:
         self._line, self._grace_s, self._ended = line, grace_s, ended

@@ -41,17 +41,18 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, sto
     costs = run_coefficients(trainer, cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed is not None)
+    steps_before = trainer.steps_done
     with stop.listening():
-        last = _run_steps(trainer, costs, memory_cap_bytes, files if mesh.rank == 0 else None, console, stop)
-        report = last if isinstance(last, StepReport) else None
-        if last is not False:
+        last = _run_steps(trainer, costs, memory_cap_bytes, files, console, stop)
+        has_trained = trainer.steps_done > steps_before
+        if has_trained:
             console.print(f"checkpoint {trainer.save()}")
-            if report is not None:
-                files.write(report)
+            if last is not None:
+                files.write(last)
         if trainer.stop_signal:
             show_stopped(console, trainer, command)
         else:
-            leave_finished(console, trainer, files, report, has_trained=last is not False, command=command)
+            leave_finished(console, trainer, files, last, has_trained=has_trained, command=command)
     return trainer.stop_signal
 
 
@@ -59,38 +60,40 @@ def _run_steps(
     trainer: Trainer,
     costs: CostCoefficients,
     memory_cap_bytes: int,
-    files: RunWriter | None,
+    files: RunWriter,
     console: Console,
     stop: StopRequest,
-) -> StepReport | bool:
-    """The last step's report on rank 0; elsewhere whether any step ran."""
-    last: StepReport | bool = False
+) -> StepReport | None:
+    """The last step's report, on rank 0 and if any step ran."""
+    last: StepReport | None = None
     ratios: list[float] = []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
         for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal):
             progress.update(task, completed=trainer.steps_done)
-            if report is not None and files is not None:
+            if report is not None:
                 files.add_step(report)
-                if last is False:
+                if last is None:
                     console.print(first_plan_line(report.plan, trainer.config.max_pack_tokens), soft_wrap=True)
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_events(report, console)
-                if note := prediction_line(ratios, costs.device, trainer.config.train.cost_file):
-                    console.print(f"evenload: warning: {note}", soft_wrap=True, markup=False)
-            last = report or True
+                _warn(console, prediction_line(ratios, costs.device, trainer.config.train.cost_file))
+            last = report
     return last
+
+
+def _warn(console: Console, text: str) -> None:
+    if text:
+        console.print(f"evenload: warning: {text}", soft_wrap=True, markup=False)
 
 
 def _show_events(report: StepReport, console: Console) -> None:
     """What a user should see of a step, and what became of a checkpoint in the background."""
-    if report.warning:
-        console.print(f"evenload: warning: {report.warning}", soft_wrap=True, markup=False)
-    if report.failed_save:
-        console.print(f"evenload: warning: {report.failed_save}; training goes on", soft_wrap=True, markup=False)
+    _warn(console, report.warning)
+    _warn(console, f"{report.failed_save}; training goes on" if report.failed_save else "")
     if (saved := report.saved) is not None:
         console.print(
             f"checkpoint {saved.path} | {saved.num_bytes / 1e6:,.1f} MB written in {saved.write_s:.1f} s, training "
@@ -117,10 +120,9 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
-    if warning := position_warning(trainer.hf_config, config.data.max_document_tokens):
-        console.print(f"evenload: warning: {warning}", soft_wrap=True)
+    _warn(console, position_warning(trainer.hf_config, config.data.max_document_tokens))
     for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
-        console.print(f"evenload: warning: {line}", soft_wrap=True)
+        _warn(console, line)
     if resumed is not None:
         line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
         console.print(line, soft_wrap=True, markup=False)

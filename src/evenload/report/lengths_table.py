@@ -87,18 +87,14 @@ def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: Length
         for name in ("docs", "tokens", "work"):
             table.add_column(in_unit(f"{name}\nto here", unit), justify="right", no_wrap=True)
     totals = (profile.documents, profile.tokens, profile.attention_pairs)
-    shares = [
-        tuple(part / total for part, total in zip((c.documents, c.tokens, c.attention_pairs), totals, strict=True))
-        for c in profile.classes
-    ]
-    largest = [max(column) for column in zip(*shares, strict=True)]
+    counts = [(c.documents, c.tokens, c.attention_pairs) for c in profile.classes]
+    largest = [max(column) for column in zip(*counts, strict=True)]
     running = [0, 0, 0]
-    for one, share in zip(profile.classes, shares, strict=True):
-        for i, part in enumerate((one.documents, one.tokens, one.attention_pairs)):
-            running[i] += part
+    for one, parts in zip(profile.classes, counts, strict=True):
+        running = [before + part for before, part in zip(running, parts, strict=True)]
         cells = []
-        for i, color in enumerate(_BAR_COLORS.values()):
-            cells += [Text(format_share(share[i])), Text(bar(share[i] / largest[i], width), style=color)]
+        for part, total, most, color in zip(parts, totals, largest, _BAR_COLORS.values(), strict=True):
+            cells += [Text(format_share(part / total)), Text(bar(part / most, width), style=color)]
         if is_wide:
             cells += [Text(format_share(part / total)) for part, total in zip(running, totals, strict=True)]
         classes = f"{format_power_of_two(one.start)} to {format_power_of_two(one.stop)}"

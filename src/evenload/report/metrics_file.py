@@ -55,11 +55,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
-    """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`.
-
-    Raises:
-        DataError: keys are missing or unknown, or the file ends in a torn line.
-    """
+    """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`. `DataError` where keys are
+    missing or unknown, or the file ends in a torn line."""
     line = (_encode(row) + "\n").encode()
     with open(path, "a+b") as file:
         if _ends_torn(file):
@@ -70,12 +67,8 @@ def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
-    """All rows in file order; a torn last line is left out with a log warning.
-
-    Raises:
-        DataError: the file does not exist, or a line that is not the torn last one is not a row of the
-            fixed keys; named by its number.
-    """
+    """All rows in file order; a torn last line is left out with a log warning. `DataError` where there is no file, or
+    another line, named by its number, is not a row of the fixed keys."""
     try:
         text = Path(path).read_bytes()
     except FileNotFoundError as error:

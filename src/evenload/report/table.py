@@ -82,10 +82,8 @@ class ComparisonTable:
 
 
 def step_line(row: MetricRow) -> str:
-    """One line about one step: what was trained, how fast, and how far the prediction was off.
-
-    Tokens are real ones, without padding. A dash stands for what is not known.
-    """
+    """One line about one step: what was trained, how fast, and how far the prediction was off. Tokens are real ones,
+    without padding. A dash stands for what is not known."""
     measured_s, predicted_s = _number(row["step_time_s"]), _number(row["predicted_step_time_s"])
     off = measured_s / predicted_s - 1 if measured_s and predicted_s else None
     parts = [

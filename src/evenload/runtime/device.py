@@ -42,10 +42,7 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor's copy on the device, ordered in its stream; the host does not wait for a GPU.
-
-    Any thread may call it.
-    """
+    """A host tensor's copy on the device, ordered in its stream; the host does not wait for a GPU. For any thread."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -20,10 +20,7 @@ def prepare_step(
     plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
 ) -> RankStep:
     """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
-
-    Raises:
-        InvalidPlanError: a plan of another layout, or one that this model cannot run.
-    """
+    `InvalidPlanError` for a plan of another layout, or one that this model cannot run."""
     if plan.layout != mesh.layout:
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"

@@ -43,14 +43,8 @@ class RankStep:
 
 
 class RankPacks:
-    """One step's packs on one rank.
-
-    Args:
-        groups: of this rank, by block of replicas.
-
-    Raises:
-        InvalidPlanError: a pack shared by a group that there is not, or a sharding that cannot be run.
-    """
+    """One step's packs on one rank; `InvalidPlanError` for a pack shared by a group that there is not, or a sharding
+    that cannot be run."""
 
     def __init__(
         self,

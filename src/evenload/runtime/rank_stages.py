@@ -42,11 +42,8 @@ class RankStages(Generic[Stage]):
 def build_rank_stages(
     config: TrainConfig, mesh: Mesh, stage_class: type[Stage] = PipelineStage, backend: RangeAttention | None = None
 ) -> RankStages[Stage]:
-    """Make this rank's stages with their weights, and the configured attention or another.
-
-    Raises:
-        ConfigError, UnsupportedModelError: the model, its weights or its options cannot be trained like this.
-    """
+    """Make this rank's stages with their weights, and the configured attention or another. `ConfigError` or
+    `UnsupportedModelError` where the model, its weights or its options cannot be trained like this."""
     hf_config, model = load_config(config.model.path), model_spec(config)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.parallel.cp_exchange == "ring":

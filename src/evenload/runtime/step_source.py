@@ -64,13 +64,11 @@ class StepSource:
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
             nonlocal left
-            planned = None
-            if left is None or left > 0:
-                planned = maker.next()
-                left = None if left is None else left - 1
+            planned = maker.next() if left is None or left > 0 else None
             if planned is None:
                 loader.close()
                 return None
+            left = None if left is None else left - 1
             return PreparedStep(planned, prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")

@@ -4,6 +4,7 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,13 +29,12 @@ from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_f
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
 from evenload.runtime.executor import Executor
-from evenload.runtime.metrics.measured_timeline import gather_timeline
-from evenload.runtime.metrics.step_row import no_label_warning, step_row
 from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
-from evenload.runtime.optim.non_finite import NonFiniteSteps, is_finite
+from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.rank_stages import build_rank_stages
+from evenload.runtime.step_metrics import gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
@@ -104,13 +104,8 @@ class Trainer:
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory, if there is one. Collective.
-
-        Afterwards `coefficients` are those of the saved run.
-
-        Raises:
-            ConfigError: there is one, but `train.resume` is off.
-        """
+        """Load the latest checkpoint of the output directory, if there is one; then `coefficients` are those of the
+        saved run. Collective; `ConfigError` where there is one, but `train.resume` is off."""
         found = checkpoint_to_resume(self._checkpoints, may_resume=self.config.train.resume)
         if found is not None:
             position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
@@ -185,11 +180,8 @@ class Trainer:
         source.close()
 
     def save(self) -> Path:
-        """Have a complete checkpoint of the steps done. Collective.
-
-        Raises:
-            CheckpointError: it could not be written, whatever `train.on_failed_checkpoint` says.
-        """
+        """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
+        Collective."""
         return self._saves.save(self.steps_done)
 
     def _position(self) -> RunPosition:
@@ -252,7 +244,7 @@ class Trainer:
         with watch.waiting("the gradient norm"):
             grad_norm, loss = global_norm_and_loss(self._buffers, shards, run.loss_sum, mesh)
         warning = ""
-        if is_finite(loss, grad_norm):
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             self._non_finite.note_finite()
             with watch.waiting("the updated weights", replicas):
                 self._optimizer.step(shards, grad_norm, learning_rate)

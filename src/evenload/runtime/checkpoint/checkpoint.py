@@ -70,12 +70,8 @@ class Progress(Frozen):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunPosition:
-    """Everything of a checkpoint that is not a tensor.
-
-    Args:
-        loader: encoded loader state after the steps done.
-        coefficients: of the run's cost model; None before it has any.
-    """
+    """Everything of a checkpoint that is not a tensor: `loader` is the encoded state after the steps done,
+    `coefficients` are None before the run has any."""
 
     progress: Progress
     loader: bytes
@@ -84,10 +80,7 @@ class RunPosition:
 
 def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> RunPosition:
     """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
-
-    Raises:
-        ConfigError: not a complete checkpoint, changed after it was saved, of another version, or of another model.
-    """
+    `ConfigError` where it is not complete, changed after it was saved, of another version, or of another model."""
     position = _read_position(path)
     metadata = read_metadata(path)
     tensors = run_tensors(buffers, optimizer, mesh)
@@ -139,10 +132,8 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
-    """This rank's part of what several ranks hold: every piece has one writer.
-
-    All replicas come to the same division without talking: each tensor goes to the replica with the fewest bytes.
-    """
+    """This rank's part of what several ranks hold: every piece has one writer. All replicas come to the same division
+    without talking: each tensor goes to the replica with the fewest bytes."""
     assigned_bytes = [0] * mesh.data_size
     mine = {}
     for name, tensor in tensors.items():

@@ -24,11 +24,8 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
-    """The latest checkpoint of a run's directory; None = it starts from the beginning.
-
-    Raises:
-        ConfigError: there is one, but `train.resume` is off.
-    """
+    """The latest checkpoint of a run's directory, None = it starts from the beginning; `ConfigError` where there is
+    one, but `train.resume` is off."""
     found = latest_checkpoint(directory)
     if found is not None and not may_resume:
         raise ConfigError(
@@ -86,10 +83,8 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def prune_checkpoints(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; 0 keeps all. Never deletes the newest.
-
-    A checkpoint loses its name before its files, so that half of one is never taken for a whole one.
-    """
+    """Delete all but the newest `keep` complete checkpoints; 0 keeps all. Never deletes the newest. A checkpoint loses
+    its name before its files, so that half of one is never taken for a whole one."""
     for path in complete_checkpoints(directory)[:-keep] if keep else ():
         removed = directory / f".{path.name}.removed"
         path.rename(removed)

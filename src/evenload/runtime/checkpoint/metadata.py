@@ -44,11 +44,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The index of the checkpoint in a directory.
-
-    Raises:
-        ConfigError: missing, damaged, or holding anything but an index of tensors in this directory.
-    """
+    """`ConfigError` where it is missing, damaged, or holds anything but an index of tensors in this directory."""
     try:
         with (path / METADATA_FILE).open("rb") as file:
             metadata = _IndexUnpickler(file).load()

@@ -41,12 +41,7 @@ from evenload.runtime.model.tensor_weights import TensorSplit
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of a tensor.
-
-    Args:
-        offsets: where it begins in the whole tensor.
-        local: its values, of its shape; a view of live storage.
-    """
+    """A box that begins at `offsets` of the whole tensor; `local` are its values, a view of live storage."""
 
     offsets: tuple[int, ...]
     local: Tensor

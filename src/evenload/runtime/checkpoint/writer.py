@@ -74,12 +74,8 @@ class SavedCheckpoint:
 
 
 class CheckpointWriter:
-    """Saves of one run. All calls are collective: every rank makes them at the same steps.
-
-    Args:
-        directory: of the checkpoints, visible to all ranks.
-        keep: complete checkpoints that stay; 0 = all.
-    """
+    """Saves of one run to a directory that all ranks see. All calls are collective: every rank makes them at the same
+    steps. `keep` complete checkpoints stay; 0 = all."""
 
     def __init__(
         self, directory: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh, *, keep: int
@@ -104,10 +100,7 @@ class CheckpointWriter:
 
     def wait(self, *, only_if_done: bool = False) -> SavedCheckpoint | None:
         """Wait for the save under way, or take one that ended since the last call; None = there is none.
-
-        Raises:
-            CheckpointError: it failed. The writer is ready for the next save.
-        """
+        `CheckpointError` where it failed; the writer is ready for the next save."""
         if self._thread is None or (only_if_done and self._thread.is_alive()):
             return None
         self._thread.join()
@@ -239,10 +232,8 @@ class CheckpointWriter:
 
 
 def _refusal(directory: Path, rank: int) -> str:
-    """What the operating system says to a small file there, or "".
-
-    torch reports a short write as an unexpected position in its archive and keeps the reason to itself.
-    """
+    """What the operating system says to a small file there, or "": torch reports a short write as an unexpected
+    position in its archive and keeps the reason to itself."""
     try:
         with (directory / f"probe-{rank}").open("wb") as file:
             file.write(bytes(_PROBE_BYTES))

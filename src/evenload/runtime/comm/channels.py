@@ -31,11 +31,7 @@ _POSTED_AHEAD = 2
 
 
 class Channels:
-    """What the executor calls, action by action.
-
-    Raises:
-        RankLostError: from any transfer, when a neighbour died or is stuck.
-    """
+    """What the executor calls, action by action; `RankLostError` from any transfer if a neighbour died or is stuck."""
 
     def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
         self._num_stages = mesh.layout.num_stages
@@ -101,12 +97,8 @@ class Channels:
 
 
 class _Receives:
-    """Of one rank in one step.
-
-    Args:
-        lines: the rank's ends of its incoming channels.
-        before: for each action of the rank the receives to post before it; None = channels are directed.
-    """
+    """Of one rank in one step, by the ends of its incoming channels; `before` are the receives to post before each of
+    its actions, None = channels are directed."""
 
     def __init__(self, lines: Mapping[Channel, Line], rows: Rows, before: Sequence[Sequence[Receive]] | None) -> None:
         self.channels = lines.keys()
@@ -123,11 +115,7 @@ class _Receives:
             self._post(channel, pack)
 
     def take(self, channel: Channel, pack: int) -> Tensor:
-        """A pack's tensor, when it is there.
-
-        Raises:
-            InvalidPlanError: the receive was not posted: waiting for it would last for ever.
-        """
+        """A pack's tensor, when it is there; `InvalidPlanError` where waiting would last for ever."""
         receive = self._posted.pop((channel, pack), None)
         if receive is None:
             raise InvalidPlanError(

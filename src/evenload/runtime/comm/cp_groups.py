@@ -26,11 +26,7 @@ from evenload.types.replica_block import ReplicaBlock
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One transfer under way.
-
-    Args:
-        what: for messages, for example "the keys and values of forward pack 3 (layer 0)".
-    """
+    """One transfer under way; `what` is for messages: "the keys and values of forward pack 3 (layer 0)"."""
 
     result: Tensor
     works: tuple[dist.Work, ...]

@@ -64,12 +64,7 @@ class TensorGroup:
 
 
 class RowExchange:
-    """Rows of one pack, or of a part of one, on their way between their ranks and all ranks.
-
-    Args:
-        owners: int64[T], the rank that has each row.
-        what: the rows, for messages.
-    """
+    """Rows of one pack, or of a part of one, on their way between their ranks (`owners`, int64[T]) and all ranks."""
 
     def __init__(self, group: TensorGroup, owners: NDArray[np.int64], device: torch.device, what: str) -> None:
         self._group, self._owners, self._device, self._what = group, owners, device, what

@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 
 
 class TorchPeers:
-    """See `evenload.data.batch.peers.Peers`.
-
-    Args:
-        group: of all ranks that read together, with a CPU backend.
-    """
+    """See `evenload.data.batch.peers.Peers`; the group is of all ranks that read together, with a CPU backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -20,12 +20,8 @@ _WORDS = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Carried:
-    """What all transfers of a rank have in common: [rows, hidden_size] of a dtype on a device.
-
-    Args:
-        watch: names whom a wait is for.
-        stream: receives are posted on it; None = the device has no streams.
-    """
+    """What all transfers of a rank have in common: [rows, hidden_size] of a dtype on a device. Receives are posted on
+    `stream`; None = the device has none."""
 
     hidden_size: int
     dtype: torch.dtype

@@ -17,11 +17,8 @@ from evenload.runtime.device import wait_for
 
 
 def warm_up(mesh: Mesh) -> int:
-    """Use every group of this rank once; the number of transfers made. Collective over all ranks.
-
-    Raises:
-        RankLostError: a rank does not come.
-    """
+    """Use every group of this rank once; the number of transfers made. Collective; `RankLostError` where a rank does
+    not come."""
     one = torch.ones(1, device=mesh.device)
     groups = [mesh.data] if mesh.data_size > 1 else []
     groups += [] if mesh.tie is None else [mesh.tie]

@@ -136,11 +136,7 @@ def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> Table:
-    """A table as the struct that it is to become.
-
-    Raises:
-        ConfigError: a value of another type, or one that the struct refuses.
-    """
+    """A table as the struct that it is to become; `ConfigError` for a value of another type, or one it refuses."""
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -153,11 +149,8 @@ def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> T
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one value in place; the text is read as TOML, and as a string where it is no TOML.
-
-    Raises:
-        ConfigError: not of that form, or a section that is a value.
-    """
+    """Set one value in place; the text is read as TOML, and as a string where it is no TOML. `ConfigError` where it is
+    not of that form, or a section is a value."""
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
@@ -177,11 +170,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
-    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`.
-
-    Raises:
-        ConfigError: an unknown key or choice (with the nearest known one), or a bad value.
-    """
+    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key
+    or choice (with the nearest known one), or a bad value."""
     require_known(tree, PlanOptions, _PLAN_PREFIX)
     own = option_tables()
     shared = {key: value for key, value in tree.items() if key not in own}

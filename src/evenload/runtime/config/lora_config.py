@@ -39,11 +39,8 @@ class LoraConfig(Frozen):
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
-    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else.
-
-    Raises:
-        ConfigError: a target module that the layer does not have.
-    """
+    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else. `ConfigError` for
+    a target module that the layer does not have."""
     if lora is None:
         return model
     sizes = linear_sizes(model)

@@ -24,10 +24,8 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def model_directory(model_path: str) -> Path | None:
-    """The directory of a model that `model.path` names by its directory or its `config.json`.
-
-    None for a file of another name, because such a file may lie anywhere, beside files of other models.
-    """
+    """The directory of a model that `model.path` names by its directory or its `config.json`. None for a file of
+    another name, because such a file may lie anywhere, beside files of other models."""
     path = Path(model_path)
     if path.is_dir():
         return path

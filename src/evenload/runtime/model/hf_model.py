@@ -96,11 +96,7 @@ def _trained(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parame
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The whole model without memory.
-
-    Raises:
-        ConfigError: transformers cannot make it from this configuration.
-    """
+    """The whole model without memory; `ConfigError` where transformers cannot make it from this configuration."""
     pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
         raise ConfigError(
@@ -225,10 +221,8 @@ def build_rank_models(
     lora: LoraConfig | None = None,
     router_aux_loss_coef: float = 0.0,
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages, ascending; arguments and errors as of `build_stage_model`.
-
-    A tied embedding whose first and last stage lie on one rank is one parameter there, as in the whole model.
-    """
+    """Models of a pipeline rank's virtual stages, ascending; arguments and errors as of `build_stage_model`. A tied
+    embedding whose first and last stage lie on one rank is one parameter there, as in the whole model."""
     models = {
         stage: build_stage_model(
             config,

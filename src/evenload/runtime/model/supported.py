@@ -18,11 +18,7 @@ _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 def check_supported(config: PretrainedConfig) -> Architecture:
-    """What is known of the model's architecture.
-
-    Raises:
-        UnsupportedModelError: names the architecture or option.
-    """
+    """What is known of the model's architecture; `UnsupportedModelError` names it, or the option that is not."""
     architecture = TRAINED.get(_causal_class(config))
     if architecture is None:
         raise UnsupportedModelError(

@@ -26,11 +26,8 @@ from evenload.types.architectures.architecture import Architecture
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """A part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all.
-
-    Args:
-        part: rows or columns of the parts of all ranks but the last, which may have fewer.
-    """
+    """A part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all; all ranks but the
+    last, which may have fewer, have `part` rows or columns."""
 
     dim: int
     start: int
@@ -44,12 +41,8 @@ def tensor_split(parameter: Tensor) -> TensorSplit | None:
 
 
 def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
-    """Refuse what would not be cut right.
-
-    Raises:
-        ConfigError: heads or feed-forward columns that do not divide.
-        UnsupportedModelError: an architecture whose blocks mix what lies on different ranks.
-    """
+    """`ConfigError` for heads or feed-forward columns that do not divide, `UnsupportedModelError` for an architecture
+    whose blocks mix what lies on different ranks."""
     if tp == 1:
         return
     sizes = {

@@ -44,11 +44,7 @@ class StoredTensor:
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory by name, from the index or from the one file.
-
-    Raises:
-        ConfigError: no such files, or damaged ones.
-    """
+    """All tensors of a directory by name, from the index or from the one file; `ConfigError` for none, or damaged."""
     index = directory / INDEX_FILE
     if index.is_file():
         return _indexed_weights(index)
@@ -81,11 +77,7 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name.
-
-    Raises:
-        ConfigError: not a whole safetensors file.
-    """
+    """The tensors of one safetensors file by name; `ConfigError` where it is not a whole one."""
     size_bytes = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -112,12 +104,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def require_fitting(
     stored: Mapping[str, StoredTensor], whole: nn.Module, directory: Path, experts: ExpertNames | None, *, tied: bool
 ) -> None:
-    """Refuse weights that are not exactly those of the whole model, which is without memory.
-
-    Raises:
-        UnsupportedModelError: quantised weights.
-        ConfigError: a tensor that is missing, has another shape, or that the model has no place for.
-    """
+    """Refuse weights that are not exactly those of the whole model, which is without memory: `UnsupportedModelError`
+    for quantised ones, `ConfigError` for a tensor that is missing, has another shape, or has no place."""
     places = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     if tied:
         places.pop("lm_head.weight", None)

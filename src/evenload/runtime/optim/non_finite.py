@@ -6,7 +6,6 @@ anything: weights, optimizer and checkpoints stay those of the last good step.
 Price: for every row of a last stage one sum over the hidden size, 4 bytes a row until the step ends.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -123,10 +122,6 @@ def _account(
     named = [_words(suspect, plan, origin) for suspect in suspects[:_MAX_NAMED]]
     more = f", and {len(suspects) - _MAX_NAMED} packs more" if len(suspects) > _MAX_NAMED else ""
     return f"{text}. It comes from {'; '.join(named)}{more}"
-
-
-def is_finite(loss: float, grad_norm: float) -> bool:
-    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def _suspect(output: HeadOutput) -> tuple[int, tuple[int, ...]] | None:

@@ -31,12 +31,8 @@ from evenload.stepplan.rank_rows import PackRows
 
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """One of this rank's ranges against one rank's rows of the document.
-
-    Args:
-        rows: of this rank's pack.
-        keys: of the travelling buffer; in the own one the last are those of `rows`.
-    """
+    """One of this rank's ranges, by its rows of the pack, against one rank's rows of the document, by their place in
+    the travelling buffer; in the own one the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice

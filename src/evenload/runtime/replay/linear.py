@@ -54,11 +54,8 @@ class ReplayLinear(nn.Linear):
 def linear_with_known_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, products: WeightProducts | None = None
 ) -> Tensor:
-    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`.
-
-    Args:
-        products: where weight gradients wait for W; None = they are added at once.
-    """
+    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`, or wait for W in
+    `products`."""
     rows = input.detach()
 
     def backward(grad: Tensor) -> Tensor:

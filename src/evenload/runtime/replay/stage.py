@@ -23,13 +23,18 @@ from evenload.runtime.replay.context_attention import (
     join_forward,
     rows_of,
 )
-from evenload.runtime.replay.cross_entropy import cross_entropy_and_gradient
+from evenload.runtime.replay.head import (
+    add_embedding_gradient,
+    cross_entropy_and_gradient,
+    divided_cross_entropy,
+    embed,
+    head_blocks,
+)
 from evenload.runtime.replay.linear import linear_with_known_output
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
 from evenload.runtime.replay.router_balance import RouterBalance
 from evenload.runtime.replay.state import ReplayState, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
-from evenload.runtime.replay.tensor_head import add_embedding_gradient, divided_cross_entropy, embed, head_blocks
 from evenload.runtime.replay.tensor_parallel import gather_rows, make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.token_range import Range

@@ -36,12 +36,8 @@ class GatherOnce:
 
 @dataclass(eq=False)
 class TensorRows:
-    """Rows of the running pack on a tensor-parallel group.
-
-    Args:
-        block_input: own rows of the running block's input; block_key names them.
-        again: gathers rows in W.
-    """
+    """Rows of the running pack on a tensor-parallel group; `block_input` are own rows of the running block's input,
+    which `block_key` names, and `again` gathers rows in W."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]

@@ -168,10 +168,8 @@ class ActivationStore:
         return copies
 
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows.
-
-        The caller must not change them afterwards.
-        """
+        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows. The caller must not
+        change them afterwards."""
         for block in self._open:
             row = block.rows.start
             for is_whole, run in itertools.groupby(block.ranges, self._is_whole):

@@ -32,10 +32,8 @@ from evenload.types.architectures.architecture import Architecture
 
 
 def make_tensor_parallel(layer: nn.Module, state: ReplayState, architecture: Architecture) -> None:
-    """Turn a replayable layer's linears into those of a part of their weights, in place.
-
-    Every linear's name is known: `tensor_weights.require_tensor_parallel` has refused other models.
-    """
+    """Turn a replayable layer's linears into those of a part of their weights, in place. Every linear's name is known:
+    `tensor_weights.require_tensor_parallel` has refused other models."""
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
             is_row = linear_kind(name) in architecture.row_linears
@@ -63,7 +61,8 @@ def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: di
 def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """An adapter's thin product [1, T, rank], partial sums, -> own rows [1, n, rank], as those of its linear."""
     assert state.tensor_rows is not None
-    return _sum_scatter_rows(output[0], state.tensor_rows.rows)[None]
+    partial, rows = output[0], state.tensor_rows.rows
+    return known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)[None]
 
 
 class ColumnLinear(ReplayLinear):
@@ -146,8 +145,3 @@ class RowLinear(ReplayLinear):
 def gather_rows(own: Tensor, rows: RowExchange) -> Tensor:
     """Own rows -> all rows, for autograd: each rank uses all rows for its own columns, so gradients of a row add up."""
     return known_output(rows.gather(own.detach()), rows.sum_scatter, own)
-
-
-def _sum_scatter_rows(partial: Tensor, rows: RowExchange) -> Tensor:
-    """Partial sums of all rows -> own rows, for autograd."""
-    return known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)

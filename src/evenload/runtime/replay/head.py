@@ -1,10 +1,15 @@
-"""Embedding, head and loss of a vocabulary that is divided over a tensor-parallel group.
+"""Embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
 
-Embedding: every rank looks up the words it has, and zeros for others; sums go to the rows' ranks. Head: a block of
-normed rows is gathered, every rank computes the logits of its words, and the cross entropy needs three numbers a row
-from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, §3). Logits of
-all words are never on one rank. As without tensor parallelism the head runs in the backward of the last stage, about
-`HEAD_ROWS` rows at a time: tp · ceil(HEAD_ROWS / tp).
+Loss: `torch.nn.functional.cross_entropy` under autograd keeps probabilities beside the fp32 logits and makes the
+gradient in both precisions: 16 bytes a logit measured in fp32, where `cost.memory` charges e + 8. Here the fp32 copy of
+the logits becomes the gradient in place, and one temporary of the same size is there while the log-sum-exp is summed.
+Targets of -100 carry no loss.
+
+Divided over a group. Embedding: every rank looks up the words it has, and zeros for others; sums go to the rows' ranks.
+Head: a block of normed rows is gathered, every rank computes the logits of its words, and the cross entropy needs three
+numbers a row from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019,
+§3). Logits of all words are never on one rank. As without tensor parallelism the head runs in the backward of the last
+stage, about `HEAD_ROWS` rows at a time: tp · ceil(HEAD_ROWS / tp).
 
 Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
 """
@@ -87,13 +92,36 @@ def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Scaled sum of the losses of rows with a target.
+
+    Args:
+        logits: [T, vocab]; targets: int64[T], -100 = no loss.
+        scale: of loss and gradient.
+
+    Returns:
+        Loss (fp64 scalar on the device), and gradient [T, vocab] in the precision of the logits, computed in fp32
+        (fp64 for fp64).
+    """
+    work = work_dtype(logits)
+    exact = logits.detach().to(work, copy=True)
+    labelled = targets >= 0
+    words = targets.clamp(min=0)[:, None]
+    weights = labelled.to(work) * scale
+    lse = torch.logsumexp(exact, dim=-1, keepdim=True)
+    losses = (lse - exact.gather(1, words))[:, 0]
+    loss = (losses * weights).sum(dtype=torch.float64)
+    exact.sub_(lse).exp_()
+    exact.scatter_add_(1, words, exact.new_full((), -1.0).expand_as(words))
+    return loss, exact.mul_(weights[:, None]).to(logits.dtype)
+
+
+@torch.no_grad()
 def divided_cross_entropy(
     logits: Tensor, weight: Tensor, targets: Tensor, scale: float, group: TensorGroup
 ) -> tuple[Tensor, Tensor]:
     """As `cross_entropy_and_gradient`, of the logits [R, words of this rank] of a head whose weight is a part.
-
-    Collective; the loss is the same on every rank.
-    """
+    Collective; the loss is the same on every rank."""
     local, is_local = _local_words(weight, targets)
     has_label, rows = targets >= 0, logits.detach().to(work_dtype(logits))
     largest = group.all_reduce(rows.amax(1), "the largest logits", dist.ReduceOp.MAX)
