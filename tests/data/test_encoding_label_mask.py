@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.encoding.label_mask import masked_labels, tokens_beginning_in, tokens_touching
+from evenload.data.encoding.text_encoder import masked_labels, tokens_in
 
 spans_and_offsets = st.tuples(
     # Span borders ascend; equal ones make empty or adjacent spans.
@@ -22,8 +22,8 @@ def test_masks_are_those_of_looking_at_every_character(case):
     spans, tokens = case
     offsets = np.array(tokens, dtype=np.int32).reshape(-1, 2)
     trained = {character for start, stop in spans for character in range(start, stop)}
-    assert tokens_beginning_in(spans, offsets).tolist() == [start in trained for start, _ in tokens]
-    assert tokens_touching(spans, offsets).tolist() == [
+    assert tokens_in(spans, offsets, touching=False).tolist() == [start in trained for start, _ in tokens]
+    assert tokens_in(spans, offsets, touching=True).tolist() == [
         # A token without characters is where the next character is.
         any(character in trained for character in range(start, max(stop, start + 1)))
         for start, stop in tokens

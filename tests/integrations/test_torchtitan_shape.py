@@ -3,7 +3,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.integrations import torchtitan_shape
+from evenload.integrations import batch_formats
 from evenload.integrations.batch_formats import resolve_format
 
 SETTINGS = """
@@ -26,7 +26,7 @@ def install(monkeypatch, root, source):
         (root / "config" / "configs.py").write_text(source)
         spec = ModuleSpec("torchtitan", None, is_package=True)
         spec.submodule_search_locations = [str(root)]
-    monkeypatch.setattr(torchtitan_shape.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(batch_formats.importlib.util, "find_spec", lambda name: spec)
 
 
 @pytest.mark.parametrize(

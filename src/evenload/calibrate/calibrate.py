@@ -13,8 +13,9 @@ time budget lasts; the longer ones are left out where the budget is gone before 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,8 +70,7 @@ _ROUNDS: tuple[tuple[tuple[int, ...], ...], ...] = (
 _MIN_ROUNDS = 5
 
 
-@dataclass(frozen=True, eq=False)
-class _Sample:
+class _Sample(NamedTuple):
     """One timed pack on one layer: features [tokens, slices, 1, pairs, prefix] and seconds."""
 
     direction: str
@@ -231,18 +231,16 @@ def _time_layers(
             rounds.append(documents)
             for _ in _time_round(stage, model, documents):
                 pass
-    timings: dict[tuple[str, int, int], list[float]] = {}
-    features_of: dict[tuple[str, int, int], tuple[float, ...]] = {}
+    timings: dict[tuple[str, tuple[float, ...]], list[float]] = {}  # packs differ in their features
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     repeats = 0
     while repeats < _MIN_REPEATS or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
-        for number, documents in enumerate(rounds):
-            for key, features, seconds in _time_round(stage, model, documents):
-                timings.setdefault((key[0], key[1], number), []).append(seconds)
-                features_of[key[0], key[1], number] = features
+        for documents in rounds:
+            for direction, features, seconds in _time_round(stage, model, documents):
+                timings.setdefault((direction, features), []).append(seconds)
         repeats += 1
     layers = len(stage.model.layers)
-    samples = [_Sample(key[0], features_of[key], min(seconds) / layers) for key, seconds in timings.items()]
+    samples = [_Sample(*pack, min(seconds) / layers) for pack, seconds in timings.items()]
     return samples, spread_of_repeats(list(timings.values()))
 
 
@@ -254,25 +252,25 @@ def _is_over(deadline_s: float, mesh: Mesh) -> bool:
     return bool(is_over)
 
 
-def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[int, ...], ...]):
-    """Forward cut by cut, backward in reverse; yields ((direction, pack), features, seconds)."""
+def _time_round(stage: PipelineStage, model: ModelSpec, documents: tuple[tuple[int, ...], ...]) -> Iterator[_Sample]:
+    """Forward cut by cut, backward in reverse; seconds of all layers."""
     cuts = list(zip(documents[0][:-1], documents[0][1:], strict=True))
     packs = [tuple(Range(doc, a, b) for doc in range(len(documents))) for a, b in cuts]
     num_tokens = dict.fromkeys(range(len(documents)), documents[0][-1])
     stage.begin_step(num_tokens)
     store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
-    for index, ranges in enumerate(packs):
+    for ranges in packs:
         pack = _pack(ranges, stage)
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         start_s = seconds_now(stage.device)
         stage.forward_layers(pack, hidden, store)
-        yield ("forward", index), _features(ranges, stage, model), seconds_now(stage.device) - start_s
-    for index, ranges in reversed(list(enumerate(packs))):
+        yield _Sample("forward", _features(ranges, stage, model), seconds_now(stage.device) - start_s)
+    for ranges in reversed(packs):
         pack = _pack(ranges, stage)
         grad = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         start_s = seconds_now(stage.device)
         stage.backward_layers(pack, grad, store)
-        yield ("backward", index), _features(ranges, stage, model), seconds_now(stage.device) - start_s
+        yield _Sample("backward", _features(ranges, stage, model), seconds_now(stage.device) - start_s)
 
 
 def _pack(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:

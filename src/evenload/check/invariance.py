@@ -81,7 +81,8 @@ def check_invariance(
     for title, plan in plans:
         outcome = runner.run(plan, tokens)
         errors = _errors(outcome.loss, outcome.gradients, *exact, mesh)
-        worst_loss, worst_gradient = _max(worst_loss, errors.loss), _max(worst_gradient, errors.gradient)
+        # NaN is the largest.
+        worst_loss, worst_gradient = np.maximum((worst_loss, worst_gradient), (errors.loss, errors.gradient))
         parameter, error = max(errors.parameter.items(), key=lambda item: (math.isnan(item[1]), item[1]))
         bound = max(_PLAINLY_WRONG, _PARAMETER_TIMES_PLAIN * plain.parameter.get(parameter, 0.0))
         if not (errors.loss <= limits[0] and errors.gradient <= limits[1] and error <= bound):
@@ -121,7 +122,3 @@ def _errors(
     smallest = 1e-6 * whole / len(merged)
     parameters = {name: math.sqrt(d / max(n, smallest)) for name, (d, n) in merged.items()}
     return Errors(abs(loss - exact_loss) / max(abs(exact_loss), 1e-12), total, parameters)
-
-
-def _max(a: float, b: float) -> float:
-    return b if math.isnan(b) or b > a else a

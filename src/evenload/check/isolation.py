@@ -85,6 +85,5 @@ def _largest_difference(before: Seen, after: Seen, documents: set[int]) -> float
         scale = max((float(before[key].abs().max()) for key in keys), default=0.0)
         for key in keys:
             difference = float((before[key].double() - after[key].double()).abs().max())
-            # NaN is a difference too.
-            worst = max(worst, difference / scale if scale else difference, key=lambda value: (value != value, value))
-    return worst
+            worst = np.maximum(worst, difference / scale if scale else difference)  # NaN is a difference too
+    return float(worst)

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import reduce_gradients
 from evenload.runtime.prepare import prepare_step
@@ -52,9 +50,7 @@ class StepOutcome:
 class ObservedStage(PipelineStage):
     """A stage that copies what passes its ends."""
 
-    def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None) -> None:
-        super().__init__(model, backend, tensor)
-        self.seen: Seen = {}
+    seen: Seen
 
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
         hidden = super().forward_layers(pack, hidden, store)

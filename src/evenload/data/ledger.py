@@ -32,7 +32,6 @@ class Tally(Frozen, array_like=True):
 
 
 def tally_of(documents: Collection[Document | LeftOut]) -> Tally:
-    """How many these are, and their tokens."""
     return Tally(documents=len(documents), tokens=sum(document.num_tokens for document in documents))
 
 
@@ -91,7 +90,6 @@ class Ledger:
         self.state = state or LedgerState()
 
     def note_read(self, read: Tally) -> None:
-        """Documents came out of the source."""
         self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
 
     def note_dropped(self, reason: str, dropped: Tally) -> None:

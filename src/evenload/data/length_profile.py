@@ -6,6 +6,7 @@ lengths in Python's integers. Price: O(n log n) to sort, then a few operations f
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,25 +34,26 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
     if not len(lengths) or lengths.min() < 1:
         raise ConfigError("a length profile needs at least one document, and every document at least 1 token")
     values, counts = np.unique(lengths, return_counts=True)
-    length, count = values.tolist(), counts.tolist()
-    # Running totals over the different lengths, ascending; exact at any size.
-    documents = list(itertools.accumulate(count))
-    tokens = list(itertools.accumulate(n * c for n, c in zip(length, count, strict=True)))
-    pairs = list(itertools.accumulate(_pairs(n) * c for n, c in zip(length, count, strict=True)))
+    # Python's integers: exact at any size.
+    length, count = values.astype(object), counts.astype(object)
+    totals = np.stack([count, length * count, _pairs(length) * count], axis=1)
+    # Documents, tokens and pairs of the lengths before each, and at the end of all.
+    running = np.concatenate([np.zeros((1, 3), object), np.cumsum(totals, axis=0)])
+    documents, tokens, pairs = running[-1]
     return LengthProfile(
-        documents=documents[-1],
-        tokens=tokens[-1],
-        attention_pairs=pairs[-1],
+        documents=documents,
+        tokens=tokens,
+        attention_pairs=pairs,
         shortest=length[0],
-        median=_quantile(length, documents, 1, 2),
-        mean=tokens[-1] / documents[-1],
-        p90=_quantile(length, documents, 9, 10),
-        p99=_quantile(length, documents, 99, 100),
+        median=_quantile(length, running, 1, 2),
+        mean=tokens / documents,
+        p90=_quantile(length, running, 9, 10),
+        p99=_quantile(length, running, 99, 100),
         longest=length[-1],
-        half_of_tokens=_heaviest_half(length, count, tokens),
-        half_of_attention=_heaviest_half(length, count, pairs),
-        classes=_classes(values, documents, tokens, pairs),
-        cumulative=_cumulative(values, documents, tokens, pairs),
+        half_of_tokens=_heaviest_half(length, count, length),
+        half_of_attention=_heaviest_half(length, count, _pairs(length)),
+        classes=_classes(values, running),
+        cumulative=_cumulative(values, running),
         windows=tuple(_window_cut(window, length, count) for window in sorted(set(windows))),
     )
 
@@ -63,73 +65,57 @@ def require_windows(windows: Sequence[int]) -> None:
         raise ConfigError(f"window is {bad[0]}, must be at least 1 token")
 
 
-def _pairs(num_tokens: int) -> int:
+def _pairs(num_tokens: Any) -> Any:
     return num_tokens * (num_tokens + 1) // 2
 
 
-def _quantile(length: list[int], documents: list[int], numerator: int, denominator: int) -> int:
+def _quantile(length: NDArray[Any], running: NDArray[Any], numerator: int, denominator: int) -> int:
     """The least length with `documents <= length` of at least numerator/denominator of all."""
-    return next(n for n, d in zip(length, documents, strict=True) if d * denominator >= documents[-1] * numerator)
+    return length[np.argmax(running[1:, 0] * denominator >= running[-1, 0] * numerator)]
 
 
-def _heaviest_half(length: list[int], count: list[int], running: list[int]) -> HeaviestHalf:
-    total = running[-1]
-    taken, num_documents = 0, 0
+def _heaviest_half(length: NDArray[Any], count: NDArray[Any], each: NDArray[Any]) -> HeaviestHalf:
+    left, num_documents = (each * count).sum(), 0
+    left -= left // 2
     for i in range(len(length) - 1, -1, -1):
-        each = (running[i] - (running[i - 1] if i else 0)) // count[i]
-        needed = -(-(total - 2 * taken) // (2 * each))  # documents of this length that reach half, rounded up
+        needed = -(-left // each[i])  # documents of this length that reach half, rounded up
         if needed <= count[i]:
             return HeaviestHalf(documents=num_documents + needed, shortest=length[i])
-        taken += each * count[i]
+        left -= each[i] * count[i]
         num_documents += count[i]
     raise AssertionError("all documents together hold at least half of everything")
 
 
-def _upto(values: NDArray[np.int64], running: list[int], bound: int) -> int:
-    """Running total over lengths of at most `bound`."""
-    position = int(np.searchsorted(values, bound, side="right"))
-    return running[position - 1] if position else 0
-
-
-def _classes(
-    values: NDArray[np.int64], documents: list[int], tokens: list[int], pairs: list[int]
-) -> tuple[LengthClass, ...]:
-    first, last = int(values[0]).bit_length() - 1, int(values[-1]).bit_length() - 1
-    result = []
-    for k in range(first, last + 1):
-        start, stop = 2**k, 2 ** (k + 1)
-        inside = [_upto(values, run, stop - 1) - _upto(values, run, start - 1) for run in (documents, tokens, pairs)]
-        result.append(
-            LengthClass(start=start, stop=stop, documents=inside[0], tokens=inside[1], attention_pairs=inside[2])
-        )
-    return tuple(result)
-
-
-def _cumulative(
-    values: NDArray[np.int64], documents: list[int], tokens: list[int], pairs: list[int]
-) -> tuple[LengthShare, ...]:
-    shortest, longest = int(values[0]), int(values[-1])
-    steps = np.arange(0, np.log2(longest / shortest), 1 / _CUMULATIVE_POINTS_PER_OCTAVE)
-    bounds = sorted({*(int(shortest * 2**step) for step in steps.tolist()), shortest, longest})
+def _classes(values: NDArray[np.int64], running: NDArray[Any]) -> tuple[LengthClass, ...]:
+    edges = [2**k for k in range(int(values[0]).bit_length() - 1, int(values[-1]).bit_length() + 1)]
+    below = running[np.searchsorted(values, [edge - 1 for edge in edges], side="right")]
     return tuple(
-        LengthShare(
-            length=bound,
-            documents=_upto(values, documents, bound) / documents[-1],
-            tokens=_upto(values, tokens, bound) / tokens[-1],
-            attention_pairs=_upto(values, pairs, bound) / pairs[-1],
+        LengthClass(start=start, stop=stop, documents=documents, tokens=tokens, attention_pairs=pairs)
+        for (start, stop), (documents, tokens, pairs) in zip(
+            itertools.pairwise(edges), np.diff(below, axis=0), strict=True
         )
-        for bound in bounds
     )
 
 
-def _window_cut(window: int, length: list[int], count: list[int]) -> WindowCut:
-    longer = [(n, c) for n, c in zip(length, count, strict=True) if n > window]
+def _cumulative(values: NDArray[np.int64], running: NDArray[Any]) -> tuple[LengthShare, ...]:
+    shortest, longest = int(values[0]), int(values[-1])
+    steps = np.arange(0, np.log2(longest / shortest), 1 / _CUMULATIVE_POINTS_PER_OCTAVE)
+    bounds = sorted({*(int(shortest * 2**step) for step in steps.tolist()), shortest, longest})
+    shares = running[np.searchsorted(values, bounds, side="right")] / running[-1]
+    return tuple(
+        LengthShare(length=bound, documents=documents, tokens=tokens, attention_pairs=pairs)
+        for bound, (documents, tokens, pairs) in zip(bounds, shares, strict=True)
+    )
+
+
+def _window_cut(window: int, length: NDArray[Any], count: NDArray[Any]) -> WindowCut:
+    is_longer = length > window
+    length, count = length[is_longer], count[is_longer]
+    across = _pairs(length) - length // window * _pairs(window) - _pairs(length % window)
     return WindowCut(
         window=window,
-        longer_documents=sum(c for _, c in longer),
-        longer_tokens=sum(n * c for n, c in longer),
-        tokens_beyond=sum((n - window) * c for n, c in longer),
-        attention_pairs_across=sum(
-            (_pairs(n) - n // window * _pairs(window) - _pairs(n % window)) * c for n, c in longer
-        ),
+        longer_documents=count.sum(),
+        longer_tokens=(length * count).sum(),
+        tokens_beyond=((length - window) * count).sum(),
+        attention_pairs_across=(across * count).sum(),
     )

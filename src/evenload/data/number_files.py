@@ -154,17 +154,15 @@ def _table_lengths(content: bytes, source: str, delimiter: str) -> NDArray[np.in
 
 def _list_lengths(value: Any, source: str) -> NDArray[np.int64]:
     """A list of numbers or of objects with one, or an object with such a list."""
-    if isinstance(value, dict):
-        lists = {key: one for key, one in value.items() if isinstance(one, list) and all(map(_is_whole, one))}
-        return _whole_numbers(_meant_column(lists, value, source), source)
     if isinstance(value, list) and all(map(_is_whole, value)):
         return _whole_numbers(value, source)
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         keys = dict.fromkeys(key for one in value for key in one)
-        columns = {key: [one.get(key) for one in value] for key in keys}
-        whole = {key: cells for key, cells in columns.items() if all(map(_is_whole, cells))}
-        return _whole_numbers(_meant_column(whole, columns, source), source)
-    raise DataError(f"{source} holds no list of whole numbers; {_HOW}")
+        value = {key: [one.get(key) for one in value] for key in keys}
+    if not isinstance(value, dict):
+        raise DataError(f"{source} holds no list of whole numbers; {_HOW}")
+    whole = {key: cells for key, cells in value.items() if isinstance(cells, list) and all(map(_is_whole, cells))}
+    return _whole_numbers(_meant_column(whole, value, source), source)
 
 
 _HOW = (

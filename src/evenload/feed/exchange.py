@@ -37,19 +37,15 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     incoming: list[list[int]] = [[] for _ in range(peers.size)]
     for doc_id, owner in zip(wanted[rank], owners, strict=True):
         incoming[owner].append(doc_id)
-    copies = 2 if batch.has_labels else 1
+    copies = 2 if batch.has_labels else 1  # all tokens, then all labels
     sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
-    received = peers.exchange([_flatten(table, batch.has_labels) for table in tables], sizes)
+    outgoing = [table.tokens for table in tables]
+    if batch.has_labels:
+        outgoing = [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
+    received = peers.exchange(outgoing, sizes)
     arrived: list[TokenTable] = []
     for documents, content in zip(incoming, received, strict=True):
         tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
         edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
         arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
     return join_tables(arrived)
-
-
-def _flatten(table: TokenTable, has_labels: bool) -> np.ndarray:
-    """int32: all tokens, then all labels if they travel."""
-    if not has_labels:
-        return table.tokens
-    return np.concatenate([table.tokens, all_labels(table)])

@@ -15,6 +15,9 @@ kernel asks the device), positions from 0 in every document. No attention mask i
 the CPU. Price: a copy of the labels; everything else shares the pack's memory.
 """
 
+import ast
+import importlib.util
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -23,12 +26,15 @@ import torch
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import PackBatch
-from evenload.integrations.torchtitan_shape import torchtitan_is_folded
 
 BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]
 BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
 """Those whose keys can say that the keys of attention are more than the queries."""
+
+# Size of a batch in torchtitan's settings: sequences, or tokens.
+_BATCHED, _FOLDED = "local_batch_size", "num_tokens_per_microbatch_per_dp_rank"
+_EXPLICIT = 'say format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
 
 METADATA = {
     "hf": "position_ids that restart, cu_seq_lens_q/k and max_length_q/k; no attention_mask, use_cache off",
@@ -64,7 +70,42 @@ def resolve_format(format: BatchFormat) -> BatchFormat:
         raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
     if format != "torchtitan":
         return format
-    return "torchtitan_folded" if torchtitan_is_folded() else "torchtitan_batched"
+    return "torchtitan_folded" if _torchtitan_is_folded() else "torchtitan_batched"
+
+
+def _torchtitan_is_folded() -> bool:
+    """Whether the installed torchtitan takes [T], and not [1, T] as up to its release 0.3.0.
+
+    The change came between releases, so a version number does not tell. What tells is the size of a batch in
+    torchtitan's training settings, which was renamed by the same change. They are read as text: importing torchtitan
+    takes seconds and all of its requirements.
+    """
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"format 'torchtitan' asks the installed torchtitan for its shape, and it is not installed; {_EXPLICIT}"
+        )
+    file = Path(next(iter(spec.submodule_search_locations)), "config", "configs.py")
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as err:
+        raise ConfigError(
+            f"the settings of the installed torchtitan cannot be read ('{file}': {err}); {_EXPLICIT}"
+        ) from err
+    names = {
+        field.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingConfig"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    if (_FOLDED in names) == (_BATCHED in names):
+        has = "both" if _FOLDED in names else "neither"
+        raise ConfigError(
+            f"the TrainingConfig of the installed torchtitan ('{file}') has {has} of {_FOLDED} and {_BATCHED}, so the "
+            f"shape of its batches is not known; {_EXPLICIT}"
+        )
+    return _FOLDED in names
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:

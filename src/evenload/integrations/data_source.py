@@ -36,6 +36,13 @@ _KNOWN_ELSEWHERE = {
     "assistant_only_loss": 'set record = "messages" and loss_on = "completion"',
     "dataset_text_field": "it is called text_column here",
 }
+# Kinds of records, by the columns that tell them.
+_TOLD_BY = {
+    "tokens": {"input_ids"},
+    "messages": {"messages"},
+    "prompt_completion": {"prompt", "completion"},
+    "text": {"text"},
+}
 _EVALUATION_REFUSES = {
     "shuffle_window": (1,),
     "epochs": (None,),
@@ -61,29 +68,28 @@ def data_config(
     """
     settings = dict(settings)
     _check_names(settings)
-    base: dict[str, Any] = {}
+    base: dict[str, Any] = {"max_document_tokens": max_tokens}
     datasets: dict[str, Any] = {}
     if isinstance(data, DataConfig):
         base = {field: getattr(data, field) for field in data.__struct_fields__}
         for one, other in (("batch_documents", "batch_tokens"), ("batch_tokens", "batch_documents")):
             if settings.get(one) is not None:
                 base[other] = None
-    elif any(base.__module__.startswith("datasets.") for base in type(data).__mro__):
+    elif any(kind.__module__.startswith("datasets.") for kind in type(data).__mro__):
         is_iterable_dataset(data)  # refuses what is neither kind, such as a dictionary of splits
-        base, datasets = {"sources": (DATASET_NAME,)} | _record_kind(data, settings), {DATASET_NAME: data}
+        base |= {"sources": (DATASET_NAME,)} | _record_kind(data, settings)
+        datasets = {DATASET_NAME: data}
     elif isinstance(data, str | Path):
-        base = {"sources": (str(data),)}
+        base["sources"] = (str(data),)
     elif isinstance(data, Sequence) and all(isinstance(source, str | Path) for source in data):
-        base = {"sources": tuple(str(source) for source in data)}
+        base["sources"] = tuple(str(source) for source in data)
     else:
         raise ConfigError(
             f"data is a {type(data).__name__}; give a path or URL, a list of them, a DataConfig, or a Hugging Face "
             "Dataset or IterableDataset"
         )
-    if not isinstance(data, DataConfig):
-        base["max_document_tokens"] = max_tokens
     if evaluation:
-        base |= _evaluation(data, base, settings, default_batch_tokens)
+        base |= _evaluation(data, base | settings, settings, default_batch_tokens)
     every: dict[str, Any] = base | settings
     return DataConfig(**every), datasets
 
@@ -105,19 +111,11 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if "record" in settings or data.column_names is None:
         return {}
     columns = set(data.column_names)
-    found: list[dict[str, Any]] = []
-    if "input_ids" in columns:
-        labels = {"labels_column": "labels"} if "labels" in columns else {}
-        found.append({"record": "tokens"} | labels)
-    if "messages" in columns:
-        found.append({"record": "messages"})
-    if {"prompt", "completion"} <= columns:
-        found.append({"record": "prompt_completion"})
-    if "text" in columns:
-        found.append({"record": "text"})
+    found = [kind for kind, needed in _TOLD_BY.items() if needed <= columns]
     if len(found) == 1:
-        return found[0]
-    kinds = ", ".join(kind["record"] for kind in found) or "none of the kinds"
+        has_labels = found == ["tokens"] and "labels" in columns
+        return {"record": found[0]} | ({"labels_column": "labels"} if has_labels else {})
+    kinds = ", ".join(found) or "none of the kinds"
     raise ConfigError(
         f"the data set's columns {sorted(columns)} could be records of {kinds}; set record to one of text, messages, "
         "prompt_completion, tokens, and the names of its columns where they are others"
@@ -125,14 +123,12 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation(
-    data: Any, base: Mapping[str, Any], settings: Mapping[str, Any], default_batch_tokens: int
+    data: Any, given: Mapping[str, Any], settings: Mapping[str, Any], default_batch_tokens: int
 ) -> dict[str, Any]:
-    given: dict[str, Any] = (dict(base) if isinstance(data, DataConfig) else {}) | dict(settings)
     for name, allowed in _EVALUATION_REFUSES.items():
         # The order and the epochs of a configuration are those of training; what it would leave out is meant.
         meant = isinstance(data, DataConfig) and name in ("overlong", "on_corrupt", "mixture_end")
-        asked = name in settings or meant
-        if asked and given[name] not in allowed:
+        if (name in settings or meant) and given[name] not in allowed:
             raise ConfigError(
                 f"evaluation=True with {name} = {given[name]!r}; evaluation leaves nothing out and keeps the order, so "
                 f"it must be {' or '.join(map(repr, allowed))}"

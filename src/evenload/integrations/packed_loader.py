@@ -18,8 +18,8 @@ copies of every token; in memory are `prefetch_steps` steps beyond what the glob
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,13 +44,11 @@ STATE_VERSION = 1
 _log = logging.getLogger("evenload.loader")
 
 
-@dataclass(frozen=True)
-class _MidStep:
-    """A state inside a step: micro-batches given, and what must be equal to go on there."""
+class _MidStep(NamedTuple):
+    """Micro-batches given of a step, and which it must be to go on there; none, between two steps."""
 
-    given: int
-    world_size: int
-    plan_digest: str
+    given: int = 0
+    plan_digest: str = ""
 
 
 class PackedLoader:
@@ -201,17 +199,16 @@ class PackedLoader:
         Between two steps it may be loaded with any number of ranks; inside a step with the same number only.
         """
         mid = self._mid_step
-        if mid is None and self._open is not None and self._given < len(self._open):
-            mid = _MidStep(self._given, self.world_size, self._open.plan.digest)
-        loader, planner = self._before if mid is not None else self._after
+        if not mid.given and self._open is not None and self._given < len(self._open):
+            mid = _MidStep(self._given, self._open.plan.digest)
+        loader, planner = self._before if mid.given else self._after
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "loader": encode_state(loader).decode(),
             "planner": msgspec.json.encode(planner).decode(),
-            "given": mid.given if mid else 0,
-            "world_size": mid.world_size if mid else self.world_size,
-            "plan_digest": mid.plan_digest if mid else "",
+            "world_size": self.world_size,
+            **mid._asdict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,7 +232,7 @@ class PackedLoader:
             )
         planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
-        self._mid_step = _MidStep(given, self.world_size, state_dict["plan_digest"]) if given else None
+        self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
     def close(self) -> None:
         """End threads and worker processes; iterating again goes on where the loader stands. Collective where ranks
@@ -261,7 +258,7 @@ class PackedLoader:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None
-        self._mid_step: _MidStep | None = None
+        self._mid_step = _MidStep()
         self._given = 0
         self.epoch, self.has_ended = epoch, False
 
@@ -317,10 +314,8 @@ class PackedLoader:
 
     def _skipped(self, step: PackedStep) -> int:
         """Micro-batches of the step that were given out before its state was saved."""
-        mid, self._mid_step = self._mid_step, None
-        if mid is None:
-            return 0
-        if mid.plan_digest != step.plan.digest or mid.given > len(step):
+        mid, self._mid_step = self._mid_step, _MidStep()
+        if mid.given and (mid.plan_digest != step.plan.digest or mid.given > len(step)):
             raise DataError(
                 f"step {step.plan.step} was planned anew as {step.plan.digest}, when its state was saved as "
                 f"{mid.plan_digest}; strategy, max_tokens, micro_batches, model and the sources must be those of the "

@@ -40,10 +40,8 @@ def make_planner(
     """
     spec = _model_spec(model)
     layout = even_layout(spec.num_layers, dp=world_size)
-    devices = world_size
-    if devices > DEVICES_PER_NODE:
-        devices = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
-    cluster = cluster_from(f"h100x{devices}")
+    whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
+    cluster = cluster_from(f"h100x{whole_nodes if world_size > DEVICES_PER_NODE else world_size}")
     if isinstance(costs, str | Path):
         origin, costs = f"cost file {costs}", read_coefficients(costs)
         spec = in_measured_precision(spec, costs)

@@ -178,8 +178,6 @@ class _TrainBatches:
 
 
 class _SaveLoader(TrainerCallback):
-    """Writes the loader's state beside every checkpoint."""
-
     def __init__(self, loader: PackedLoader) -> None:
         self._loader = loader
 

@@ -1,4 +1,7 @@
-"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some."""
+"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some.
+
+They are sampled as columns that point into open blocks (`SampledDocuments`), in the order in which they come.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,10 +9,74 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.batch.sampled import SampledDocuments
 from evenload.data.batch.state import DeferredDocument, DocumentPlace
-from evenload.data.encoding.token_table import Span, TokenTable, join_spans, join_tables
+from evenload.data.encoding.token_table import Span, TokenTable, flat_spans, join_tables
+from evenload.data.ledger import Tally
+from evenload.data.reading.block import BlockHeader, DocumentBlock, StreamKey
 from evenload.types.document import Document
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OpenBlock:
+    """A block that documents are sampled from.
+
+    Args:
+        owner: rank that reads the stream.
+        lengths, num_labels: int32[num_documents].
+        block: with tokens, on the owner; None elsewhere.
+    """
+
+    key: StreamKey
+    epoch: int
+    owner: int
+    header: BlockHeader
+    lengths: NDArray[np.int32]
+    num_labels: NDArray[np.int32]
+    block: DocumentBlock | None
+
+    def place(self, row: int) -> DocumentPlace:
+        """Where its `row`-th document can be read again."""
+        return DocumentPlace(
+            part=self.key.part,
+            stream=self.key.stream,
+            epoch=self.epoch,
+            cursor=self.header.cursor,
+            index=row,
+            checksum=self.header.checksum,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SampledDocuments:
+    """Documents sampled one after the other.
+
+    Args:
+        blocks: that they come from; of each, consecutive rows.
+        block_of, rows: int64[n], the block and the document in it; lengths, num_labels: int32[n].
+    """
+
+    blocks: tuple[OpenBlock, ...]
+    block_of: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    num_labels: NDArray[np.int32]
+
+    def tally(self) -> Tally:
+        return Tally(documents=len(self.lengths), tokens=int(self.lengths.sum()))
+
+
+def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
+    """Several runs as one; a block that comes several times stays one."""
+    blocks = {id(block): block for run in runs for block in run.blocks}
+    index = {key: at for at, key in enumerate(blocks)}
+    block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
+    return SampledDocuments(
+        tuple(blocks.values()),
+        np.concatenate([np.zeros(0, np.int64), *block_of]),
+        np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
+        np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),
+        np.concatenate([np.zeros(0, np.int32), *(run.num_labels for run in runs)]),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,5 +154,5 @@ def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Defe
     waiting = [(doc_id, entry.span) for doc_id, entry in carried.items() if entry.span is not None]
     if waiting:
         ids = np.array([doc_id for doc_id, _ in waiting], np.int64)
-        tables.append(join_spans(ids, [span for _, span in waiting]))
+        tables.append(TokenTable(ids, *flat_spans([span for _, span in waiting])))
     return join_tables(tables)

@@ -19,9 +19,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evenload.data.batch.global_batch import Deferral, GlobalBatch, own_tokens
+from evenload.data.batch.global_batch import Deferral, GlobalBatch, SampledDocuments, join_sampled, own_tokens
 from evenload.data.batch.peers import Alone, Peers
-from evenload.data.batch.sampled import SampledDocuments, join_sampled
 from evenload.data.batch.state import (
     DeferredDocument,
     DocumentPlace,
@@ -40,6 +39,7 @@ from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.block_service import BlockService
 from evenload.data.reading.part_files import open_part
 from evenload.data.reading.workers import ReadingJob
+from evenload.data.source.files import files_digest
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
@@ -72,18 +72,17 @@ class GlobalBatchLoader:
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.peers: Peers = peers or Alone()
         configs = mixture_configs(config)
-        self._names = tuple(part.name for part in config.mixture) or ("sources",)
         self.parts = tuple(open_part(part, _dataset_of(part, datasets or {})) for part in configs)
         encoders = tuple(open_encoder(part, self.tokenizer, vocab_size) for part in configs)
         self._job: ReadingJob = tuple(zip(configs, self.parts, encoders, strict=True))
         self._fingerprint = config_fingerprint(
-            config, [part.digest for part in self.parts], [encoder.name for encoder in encoders]
+            config, [files_digest(part.files) for part in self.parts], [encoder.name for encoder in encoders]
         )
         self.ledger = Ledger()
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is simply dropped.
         weakref.finalize(self, self.background.close)
-        self._streams = self._make_streams()
+        self._streams = StreamSampler(config, self.background, self.peers, self.ledger)
         self._members: list[SampledDocuments] = []
         self._deferred: dict[int, Deferral] = {}
         self._lost: tuple[DeferredDocument, ...] = ()
@@ -190,7 +189,7 @@ class GlobalBatchLoader:
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._streams = self._make_streams()
+        self._streams = StreamSampler(self.config, self.background, self.peers, self.ledger)
         self._streams.load_state(state.parts)
         self._step, self._epoch, self._next_doc_id = state.step, state.epoch, state.next_doc_id
         self._members, self._before, self._deferred, self._lost = [], None, {}, state.deferred
@@ -199,18 +198,6 @@ class GlobalBatchLoader:
         """End the background readers. State and account remain; asked for another batch, it starts them again."""
         self.background.close()
         self._streams.forget_requests()
-
-    def _make_streams(self) -> StreamSampler:
-        config = self.config
-        return StreamSampler(
-            self._names,
-            [part.weight for part in config.mixture] or [1.0],
-            config.num_streams,
-            config.mixture_end == "repeat",
-            self.background,
-            self.peers,
-            self.ledger,
-        )
 
     def _current_state(self) -> LoaderState:
         return LoaderState(
@@ -243,7 +230,7 @@ class GlobalBatchLoader:
     def _end_epoch(self) -> None:
         if not self._streams.num_sampled:
             files = sum(len(part.files) for part in self.parts)
-            named = list(self.config.sources) or list(self._names)
+            named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
                 f"epoch {self._epoch} of {files} files in {named} has no document "
                 f"to train ({'; '.join(self.summary())}); check data.sources, data.overlong and data.on_corrupt"

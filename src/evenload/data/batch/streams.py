@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.batch.global_batch import OpenBlock, SampledDocuments
 from evenload.data.batch.peers import Peers
-from evenload.data.batch.sampled import OpenBlock, SampledDocuments, first_sampled
 from evenload.data.batch.state import PartState, StreamState
+from evenload.data.config import DataConfig
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.block_service import BlockService
@@ -55,9 +56,9 @@ class _Part:
 
 
 class _Answer(Frozen):
-    """The headers a rank gives, by part and stream, or why it has none."""
+    """The headers a rank gives, or why it has none."""
 
-    headers: tuple[tuple[int, int, BlockHeader], ...] = ()
+    headers: tuple[tuple[StreamKey, BlockHeader], ...] = ()
     problem: str | None = None
 
 
@@ -65,36 +66,27 @@ class StreamSampler:
     """Draws documents.
 
     Args:
-        names, weights: of every part of the mixture.
-        repeats: an ended part begins anew at once.
+        config: names the parts of the mixture, their weights and streams, and whether an ended part begins anew.
         service: reads the blocks of the streams that this rank owns.
         ledger: told of every block that is opened.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        weights: Sequence[float],
-        num_streams: int,
-        repeats: bool,
-        service: BlockService,
-        peers: Peers,
-        ledger: Ledger,
-    ) -> None:
-        self._names, self._repeats = tuple(names), repeats
+    def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
+        self._names = [part.name for part in config.mixture] or ["sources"]
+        self._repeats = config.mixture_end == "repeat"
         self._service, self._peers, self._ledger = service, peers, ledger
+        weights = [part.weight for part in config.mixture] or [1.0]
         total = sum(weights)
         self._parts = [
             _Part(
                 weight / total,
-                [_Stream(StreamKey(part, stream), (part + stream) % peers.size) for stream in range(num_streams)],
+                [_Stream(StreamKey(part, at), (part + at) % peers.size) for at in range(config.num_streams)],
             )
             for part, weight in enumerate(weights)
         ]
 
     @property
     def num_sampled(self) -> int:
-        """Documents sampled in this epoch."""
         return sum(part.documents for part in self._parts)
 
     def sample(
@@ -117,26 +109,23 @@ class StreamSampler:
             if not streams:
                 continue
             # Parts take turns by document; a part that is alone gives whole rounds of its streams.
-            rounds = (
-                min(len(stream.opened.lengths) - stream.at.taken for stream in streams if stream.opened)
-                if is_only
-                else 1
-            )
-            most = rounds * len(streams) if is_only else 1
+            rounds, most = 1, 1
+            if is_only:
+                rounds = min(len(stream.opened.lengths) - stream.at.taken for stream in streams if stream.opened)
+                most = rounds * len(streams)
             if num_documents is not None:
                 most = min(most, num_documents)
             sampled = _rounds(streams, rounds, most)
-            count = len(sampled.lengths)
             if num_tokens is not None:
-                count = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
-                count = max(count, 1) if at_least_one else count
-                sampled = first_sampled(sampled, count)
-            self._commit(part, streams, count, sampled.num_tokens)
+                fitting = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
+                fitting = max(fitting, 1) if at_least_one else fitting
+                if fitting < most:
+                    sampled = _rounds(streams, rounds, fitting)
+            self._commit(part, streams, sampled.tally())
             return sampled
         return None
 
     def owner(self, part: int, stream: int) -> int:
-        """Rank that reads a stream."""
         return self._parts[part].streams[stream].owner
 
     def forget_requests(self) -> None:
@@ -146,7 +135,6 @@ class StreamSampler:
                 stream.asked = None
 
     def restart(self, epoch: int) -> None:
-        """Begin an epoch: every stream at its beginning."""
         for part in self._parts:
             part.tokens = 0
             self._restart_part(part, epoch)
@@ -208,10 +196,11 @@ class StreamSampler:
                 stream.move(StreamState(cursor=stream.opened.header.next_cursor))
         return ready
 
-    def _commit(self, part: _Part, streams: Sequence[_Stream], count: int, num_tokens: int) -> None:
+    def _commit(self, part: _Part, streams: Sequence[_Stream], taken: Tally) -> None:
         """So many documents of the streams, in turns, are taken."""
+        count = taken.documents
         part.documents += count
-        part.tokens += num_tokens
+        part.tokens += taken.tokens
         if count:
             part.turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
         for at, stream in enumerate(streams):
@@ -260,15 +249,13 @@ class StreamSampler:
                 except EvenloadError as error:
                     problem = str(error)
                 stream.asked = None
-        headers = tuple((key.part, key.stream, block.header) for key, block in own.items())
-        answer = _Answer(headers=headers, problem=problem)
-        answers = [
-            msgspec.msgpack.decode(data, type=_Answer) for data in self._peers.gather(msgspec.msgpack.encode(answer))
-        ]
+        answer = _Answer(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
+        gathered = self._peers.gather(msgspec.msgpack.encode(answer))
+        answers = [msgspec.msgpack.decode(data, type=_Answer) for data in gathered]
         problems = [answer.problem for answer in answers if answer.problem is not None]
         if problems:
             raise DataError(problems[0])
-        by_stream = {StreamKey(part, stream): header for answer in answers for part, stream, header in answer.headers}
+        by_stream = {key: header for answer in answers for key, header in answer.headers}
         for stream in waiting:
             self._open(stream, by_stream[stream.key], own.get(stream.key))
 

@@ -16,6 +16,7 @@ for ever.
 
 import datetime
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evenload.data.encoding.conversation import Message
 from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.label_mask import CharSpan
+from evenload.data.encoding.text_encoder import CharSpan
 from evenload.errors import ConfigError
 
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
@@ -39,18 +40,11 @@ TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 # Noncharacters: Unicode keeps them for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"([{_OPEN}{_CLOSE}])")
-_MARKER = "_evenload_generation_marker"
-
-
-class _Marker:
-    """Counts the blocks of one rendering that asked for spans."""
-
-    def __init__(self) -> None:
-        self.num_blocks = 0
+_BLOCKS = "_evenload_generation_blocks"
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}`: passes its content through, between marks where the rendering has a `_Marker`."""
+    """`{% generation %}`: passes its content through, between marks where the rendering counts them."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja declares it as an instance variable)
 
@@ -62,10 +56,10 @@ class _GenerationBlocks(Extension):
         return nodes.CallBlock(call, [], [], content, lineno=line)
 
     def _mark(self, context: Context, caller: Callable[[], str]) -> str:
-        marker = context.get(_MARKER)
-        if marker is None:
+        blocks = context.get(_BLOCKS)
+        if blocks is None:
             return caller()
-        marker.num_blocks += 1
+        next(blocks)
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
@@ -112,10 +106,10 @@ class ChatTemplate:
         Raises:
             RecordProblem: as `render`; or the messages hold the characters that mark blocks.
         """
-        marker = _Marker()
-        pieces = _MARKS.split(self._render(messages, False, marker))
+        blocks = itertools.count()
+        pieces = _MARKS.split(self._render(messages, False, blocks))
         # Two marks a block, and each mark stands between two pieces of text.
-        if len(pieces) != 4 * marker.num_blocks + 1:
+        if len(pieces) != 4 * next(blocks) + 1:
             raise RecordProblem(f"the messages hold U+{ord(_OPEN):X} or U+{ord(_CLOSE):X}, which no text may hold")
         spans, texts, position, depth = [], [], 0, 0
         for piece in pieces:
@@ -130,7 +124,7 @@ class ChatTemplate:
                 position += len(piece)
         return "".join(texts), tuple(spans)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marker: _Marker | None) -> str:
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
         try:
             return self._template.render(
                 **self.variables,
@@ -138,7 +132,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{_MARKER: marker},
+                **{_BLOCKS: blocks},
             )
         except Exception as err:  # a template may fail in any way that Python code can
             kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "

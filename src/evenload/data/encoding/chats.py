@@ -22,8 +22,7 @@ from typing import Any
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.conversation import Message, read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.label_mask import CharSpan
-from evenload.data.encoding.text_encoder import RenderedText
+from evenload.data.encoding.text_encoder import CharSpan, RenderedText
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 

@@ -61,11 +61,11 @@ def open_encoder(
 
 def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate | str:
     """The template for prompts that are lists of messages; strings need none, so why there is none waits for one."""
-    if config.chat_template is not None:
-        return open_chat_template(config, tokenizer)
     try:
         return open_chat_template(config, tokenizer)
     except ConfigError as err:
+        if config.chat_template is not None:
+            raise
         return str(err)
 
 

@@ -1,7 +1,7 @@
 """Record kind "prompt_completion": two strings, or two lists of messages; loss on the completion.
 
 Strings are joined as they are and tokenised together, so the tokens are those of the joined text. The border between
-them is exact in characters; a token that begins in the prompt counts as prompt (`label_mask`). The end-of-document
+them is exact in characters; a token that begins in the prompt counts as prompt (`text_encoder`). The end-of-document
 token follows, unless the completion ends with it already, as TRL has it. Lists of messages go through the chat
 template, which writes its own end; the completion is everything after the prompt's generation prompt.
 """

@@ -23,7 +23,10 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     Raises:
         ConfigError: there is none, it is none, or it asks for a special token that is not known.
     """
-    directory = _tokenizer_directory(config)
+    directory = None
+    if config.tokenizer not in (None, BYTES):
+        path = Path(config.tokenizer)
+        directory = path if path.is_dir() else path.parent
     settings = read_settings(directory / "tokenizer_config.json") if directory else {}
     origin, source = _find_source(config, directory, settings)
     known = {**(read_settings(directory / "special_tokens_map.json") if directory else {}), **settings}
@@ -47,13 +50,6 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
             "says what that is; set it in tokenizer_config.json (null = nothing)"
         )
     return template
-
-
-def _tokenizer_directory(config: DataConfig) -> Path | None:
-    if config.tokenizer in (None, BYTES):
-        return None
-    path = Path(config.tokenizer)
-    return path if path.is_dir() else path.parent
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:

@@ -65,20 +65,16 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         if len(rows) and rows.min() < 0:
             raise KeyError(int(np.asarray(doc_ids)[rows < 0][0]))
         spans = list(zip(self.edges[rows].tolist(), self.edges[rows + 1].tolist(), strict=True))
-        return join_spans(np.asarray(doc_ids, dtype=np.int64), [(self.tokens, self.labels, *span) for span in spans])
+        own = [(self.tokens, self.labels, *span) for span in spans]
+        return TokenTable(np.asarray(doc_ids, dtype=np.int64), *flat_spans(own))
 
 
 Span = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]
 """Tokens `[start, stop)` of a flat array, and its labels."""
 
 
-def join_spans(doc_ids: NDArray[np.int64], spans: Sequence[Span]) -> TokenTable:
-    """A table of documents that each stand in one span, copied once."""
-    return TokenTable(doc_ids, *flat_spans(spans))
-
-
 def flat_spans(spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    """Edges, tokens and labels, as of `TokenTable`, of documents that each stand in one span."""
+    """Edges, tokens and labels, as of `TokenTable`, of documents that each stand in one span, copied once."""
     lengths = np.fromiter((stop - start for _, _, start, stop in spans), np.int64, len(spans))
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     labels = None
@@ -109,7 +105,8 @@ def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
     if isinstance(documents, TokenTable):
         return documents
     doc_ids = np.fromiter(documents, np.int64, len(documents))
-    return join_spans(doc_ids, [(content, None, 0, len(content)) for content in documents.values()])
+    spans = [(content, None, 0, len(content)) for content in documents.values()]
+    return TokenTable(doc_ids, *flat_spans(spans))
 
 
 def span_labels(

@@ -6,7 +6,7 @@ of a wrong type is found in the schema. Price: O(values); one Python object a re
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evenload.data.formats.columns import KIND_WORDS, Column, beyond_int32, narrow_ids
-from evenload.data.formats.record import Record
+from evenload.data.formats.record import Record, make_records
 from evenload.errors import DataError
-
-_new_record = Record._make
 
 BATCH_BYTES = 1 << 22
 """Batches are about so large, whatever the size of a record: small, so that long documents do not pile up."""
@@ -71,26 +69,15 @@ def arrow_records(arrays: Sequence[pa.Array], wanted: Sequence[Column], first_ro
         arrays: one per wanted column, of equal length; types as `check_schema` allows.
         first_row: offset of the first; every row is one further.
     """
-    num_rows = len(arrays[0])
-    if not num_rows:
-        return
+    if not len(arrays[0]):
+        return iter(())
     problems: dict[int, str] = {}
     values = []
     for array, column in zip(arrays, wanted, strict=True):
         found, wrong = _values(array, column)
         values.append(found)
         problems = wrong | problems
-    if not problems:
-        offsets = range(first_row, first_row + num_rows)
-        next_offsets = range(first_row + 1, first_row + num_rows + 1)
-        yield from map(
-            _new_record, zip(offsets, next_offsets, zip(*values, strict=True), repeat("", num_rows), strict=True)
-        )
-        return
-    for index, row in enumerate(zip(*values, strict=True)):
-        offset = first_row + index
-        problem = problems.get(index, "")
-        yield Record(offset, offset + 1, None if problem else row, problem)
+    return make_records(range(first_row, first_row + len(arrays[0]) + 1), list(zip(*values, strict=True)), problems)
 
 
 def _held_by(kind: pa.DataType) -> str:
@@ -170,7 +157,6 @@ def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], 
 
 
 def _rows_with(marked: NDArray[np.bool_], edges: NDArray[Any]) -> list[int]:
-    """Rows that hold a marked value."""
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(marked)])
     return np.flatnonzero(before[edges[1:]] > before[edges[:-1]]).tolist()
 

@@ -97,7 +97,6 @@ def narrow_ids(values: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.bool
 
 
 def beyond_int32(values: NDArray[Any]) -> str:
-    """The problem of ids that `narrow_ids` could not hold."""
     _, fits = narrow_ids(values)
     worst = values[~fits][0] if fits is not None else values[0]
     return f"token id {worst} is no whole number of at most 2**31 - 1"

@@ -82,12 +82,11 @@ class DatasetReader(RecordReader):
         wanted = self.columns
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
             found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
-            columns = [found[column.name] for column in wanted if column.name in found]
+            columns = {column.name: found[column.name] for column in wanted if column.name in found}
             if len(columns) < len(wanted):
                 _make_record(wanted, name, found, start)  # raises what is missing
-            for index, values in enumerate(zip(*columns, strict=True)):
-                example = {column.name: value for column, value in zip(wanted, values, strict=True)}
-                yield _make_record(wanted, name, example, start + index)
+            for index, values in enumerate(zip(*columns.values(), strict=True), start):
+                yield _make_record(wanted, name, dict(zip(columns, values, strict=True)), index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,22 +138,17 @@ def _make_record(columns: Sequence[Column], name: str, example: Mapping[str, Any
 
 
 def _place(offset: int) -> tuple[int, int]:
-    """Shard and example of an offset."""
     return offset >> _EXAMPLE_BITS, offset & ((1 << _EXAMPLE_BITS) - 1)
 
 
 def _guarded(records: Iterator[Record], name: str) -> Iterator[Record]:
     """The records; what the data set's own code raises, as an error that names it."""
-    while True:
-        try:
-            record = next(records)
-        except StopIteration:
-            return
-        except EvenloadError:
-            raise
-        except Exception as err:  # generators and transforms of users raise anything
-            raise DataError(f"{name} cannot be read: {type(err).__name__}: {err}") from err
-        yield record
+    try:
+        yield from records
+    except EvenloadError:
+        raise
+    except Exception as err:  # generators and transforms of users raise anything
+        raise DataError(f"{name} cannot be read: {type(err).__name__}: {err}") from err
 
 
 def dataset_bytes(dataset: "Dataset") -> int:

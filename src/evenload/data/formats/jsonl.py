@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind
-from evenload.data.formats.failures import damaged_compression
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile
+from evenload.data.source.files import SourceFile, damaged_compression
 
 MAX_LINE_BYTES = 1 << 28
 """A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
@@ -128,7 +127,6 @@ def _line_decoder(wanted: Sequence[Column]) -> Callable[[int, int, bytes], Recor
 
 
 def _keys_of(line: bytes) -> str:
-    """The keys that a line has, for a message."""
     try:
         keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):

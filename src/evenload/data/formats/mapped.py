@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from evenload.data.formats.failures import unreadable
-from evenload.data.source.files import SourceFile
+from evenload.data.source.files import SourceFile, unreadable
 
 # The kernel maps so many bytes around a page that is touched.
 _MAPPED_AT_ONCE_BYTES = 1 << 16
@@ -47,8 +46,8 @@ class ByteRanges:
         """About so many bytes of what was read were used and are not needed for now."""
 
 
-class ShortFileError(Exception):
-    """The file ends inside what was asked for."""
+class DamagedError(Exception):
+    """The file ends inside what was asked for, or does not hold what it should."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +64,11 @@ class NumberArray:
         return self.at_bytes + self.size * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Numbers `[start, stop)`, not copied where the file is mapped; a `ShortFileError` where it ends before."""
+        """Numbers `[start, stop)`, not copied where the file is mapped; a `DamagedError` where it ends before."""
         at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         content = self.ranges.read(at, wanted)
         if len(content) != wanted:
-            raise ShortFileError(f"it ends at byte {at + len(content)}")
+            raise DamagedError(f"it ends at byte {at + len(content)}")
         return np.frombuffer(content, dtype=self.dtype)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.formats.mapped import ByteRanges, NumberArray, ShortFileError, open_ranges
+from evenload.data.formats.mapped import ByteRanges, DamagedError, NumberArray, open_ranges
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
 from evenload.data.formats.token_records import records_by_edges
 from evenload.data.source.files import SourceFile
@@ -32,10 +32,6 @@ _VERSION = 1
 # By code; ids as floating point numbers exist in the format and are read where they are whole.
 _ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
-
-
-class _MisfitError(Exception):
-    """The index does not fit itself or the `.bin`."""
 
 
 class MegatronReader(RecordReader):
@@ -60,7 +56,7 @@ class MegatronReader(RecordReader):
                 for record in records_by_edges(ids, range(document, span.stop), index.edges):
                     document = record.next_offset
                     yield record
-            except (_MisfitError, ShortFileError) as err:
+            except DamagedError as err:
                 if opened or part.index == 0:
                     yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
 
@@ -82,14 +78,14 @@ class _Index:
         """Edges in ids, int64[stop - start + 1], of documents `[start, stop)`."""
         in_sequences = self.documents.read(start, stop + 1)
         if in_sequences[0] < 0 or in_sequences[-1] > self.lengths.size or (np.diff(in_sequences) < 0).any():
-            raise _MisfitError(f"the sequences of documents {start} to {stop} do not follow each other")
+            raise DamagedError(f"the sequences of documents {start} to {stop} do not follow each other")
         first, last = int(in_sequences[0]), int(in_sequences[-1])
         lengths, pointers = self.lengths.read(first, last), self.pointers.read(first, last)
         item_bytes = self.dtype.itemsize
         begin = int(pointers[0]) // item_bytes if len(pointers) else 0
         ids = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) + begin
         if (lengths < 0).any() or (pointers != ids[:-1] * item_bytes).any() or begin < 0 or ids[-1] > self.num_ids:
-            raise _MisfitError(f"lengths and places of sequences {first} to {last} contradict each other")
+            raise DamagedError(f"lengths and places of sequences {first} to {last} contradict each other")
         edges = ids[in_sequences - first]
         self.documents.ranges.release(edges.nbytes)
         return edges
@@ -98,29 +94,29 @@ class _Index:
 def _open_index(ranges: ByteRanges, bin_bytes: int | None) -> _Index:
     head = ranges.read(0, _HEAD.size)
     if len(head) < _HEAD.size or bytes(head[: len(_MAGIC)]) != _MAGIC:
-        raise _MisfitError("it does not begin as Megatron's do")
+        raise DamagedError("it does not begin as Megatron's do")
     _, version, code, num_sequences, num_edges = _HEAD.unpack(head)
     if version != _VERSION or code not in _ID_TYPES:
-        raise _MisfitError(f"version {version} with type {code} is not known")
+        raise DamagedError(f"version {version} with type {code} is not known")
     dtype = np.dtype(_ID_TYPES[code])
     lengths = NumberArray(ranges, _LENGTH, _HEAD.size, num_sequences)
     pointers = NumberArray(ranges, _POINTER, lengths.end_bytes, num_sequences)
     documents = NumberArray(ranges, _POINTER, pointers.end_bytes, num_edges)
     if ranges.size_bytes is not None and ranges.size_bytes < documents.end_bytes:
-        raise _MisfitError(f"it has {ranges.size_bytes} bytes, {num_sequences} sequences need {documents.end_bytes}")
+        raise DamagedError(f"it has {ranges.size_bytes} bytes, {num_sequences} sequences need {documents.end_bytes}")
     num_ids = 0
     if num_sequences:
         (length,), (pointer,) = (column.read(num_sequences - 1, num_sequences) for column in (lengths, pointers))
         end_bytes = int(pointer) + int(length) * dtype.itemsize
         if bin_bytes is not None and end_bytes != bin_bytes:
-            raise _MisfitError(f"its last sequence ends at byte {end_bytes}, the file at {bin_bytes}")
+            raise DamagedError(f"its last sequence ends at byte {end_bytes}, the file at {bin_bytes}")
         num_ids = end_bytes // dtype.itemsize
     elif bin_bytes:
-        raise _MisfitError(f"it has no sequences, the file {bin_bytes} bytes")
+        raise DamagedError(f"it has no sequences, the file {bin_bytes} bytes")
     if num_edges:
         (first,), (last,) = documents.read(0, 1), documents.read(num_edges - 1, num_edges)
         if first != 0 or last != num_sequences:
-            raise _MisfitError(f"its documents hold sequences {first} to {last} of {num_sequences}")
+            raise DamagedError(f"its documents hold sequences {first} to {last} of {num_sequences}")
     elif num_sequences:
-        raise _MisfitError(f"it has {num_sequences} sequences but no documents")
+        raise DamagedError(f"it has {num_sequences} sequences but no documents")
     return _Index(dtype, num_ids, lengths, pointers, documents)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from evenload.data.formats.mapped import ByteRanges, NumberArray, ShortFileError, open_ranges
+from evenload.data.formats.mapped import ByteRanges, DamagedError, NumberArray, open_ranges
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
 from evenload.data.formats.token_records import records_by_edges, token_records
 from evenload.data.source.files import SourceFile
@@ -32,10 +32,6 @@ MAX_DOCUMENT_TOKENS = 1 << 27
 
 _SCAN_TOKENS = 1 << 19
 _HEAD_BYTES = 1 << 16
-
-
-class _DamagedError(Exception):
-    """The file, or its file of edges, is not what it should be."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class NpyReader(RecordReader):
                 for record in records:
                     at = record.next_offset
                     yield record
-            except (_DamagedError, ShortFileError) as err:
+            except DamagedError as err:
                 if opened or part.index == 0:
                     yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
 
@@ -85,7 +81,7 @@ class NpyReader(RecordReader):
                     ids = array.read(start, min(offset, start + _SCAN_TOKENS))
                     number += int(np.count_nonzero(ids == self.document_end_id))
                     ranges.release(ids.nbytes)
-        except (_DamagedError, ShortFileError):
+        except DamagedError:
             return f"{file.name}, token {offset}"
         return f"{file.name}:document {number}"
 
@@ -95,18 +91,18 @@ def _find_array(ranges: ByteRanges, name: str) -> NumberArray:
     try:
         version = npy_format.read_magic(head)
         if version not in ((1, 0), (2, 0)):
-            raise _DamagedError(f"{name}: version {version} of the format does not hold plain numbers")
+            raise DamagedError(f"{name}: version {version} of the format does not hold plain numbers")
         read_head = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         shape, _, dtype = read_head(head)
-    except _DamagedError:
+    except DamagedError:
         raise
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
-        raise _DamagedError(f"{name} does not begin as .npy files do ({err})") from err
+        raise DamagedError(f"{name} does not begin as .npy files do ({err})") from err
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(f"{name} holds {dtype} of shape {shape}, not a one-dimensional array of whole numbers")
     array = NumberArray(ranges, dtype, head.tell(), shape[0])
     if ranges.size_bytes is not None and ranges.size_bytes < array.end_bytes:
-        raise _DamagedError(f"{name} has {ranges.size_bytes} bytes, {array.size} numbers need {array.end_bytes}")
+        raise DamagedError(f"{name} has {ranges.size_bytes} bytes, {array.size} numbers need {array.end_bytes}")
     return array
 
 
@@ -114,7 +110,7 @@ def _find_edges(ranges: ByteRanges, name: str, num_tokens: int) -> NumberArray:
     edges = _find_array(ranges, name)
     ends = [int(edges.read(at, at + 1)[0]) for at in (0, edges.size - 1)] if edges.size else [0, 0]
     if ends != [0, num_tokens]:
-        raise _DamagedError(f"{name} goes from {ends[0]} to {ends[1]}, the file has {num_tokens} tokens")
+        raise DamagedError(f"{name} goes from {ends[0]} to {ends[1]}, the file has {num_tokens} tokens")
     return edges
 
 
@@ -122,7 +118,7 @@ def _read_by_edges(array: NumberArray, edges: NumberArray, part: FilePart, docum
     def edges_of(start: int, stop: int) -> NDArray[np.int64]:
         found = edges.read(start, stop + 1).astype(np.int64)
         if (np.diff(found) < 0).any() or found[0] < 0 or found[-1] > array.size:
-            raise _DamagedError(f"the edges do not ascend from document {start} on")
+            raise DamagedError(f"the edges do not ascend from document {start} on")
         edges.ranges.release(found.nbytes)
         return found
 

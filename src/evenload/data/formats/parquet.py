@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
 from evenload.data.formats.columns import Column
-from evenload.data.formats.failures import is_storage_failure, unreadable
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile
+from evenload.data.source.files import SourceFile, is_storage_failure, unreadable
 
 _BUFFER_BYTES = 1 << 20
 

@@ -6,8 +6,9 @@ says where to go on. Nothing else is needed to resume, and nothing of the record
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from evenload.data.source.files import SourceFile
@@ -42,6 +43,22 @@ class Record(NamedTuple):
     next_offset: int
     values: tuple[Any, ...] | None
     problem: str = ""
+
+
+def make_records(
+    offsets: Sequence[int], values: Sequence[tuple[Any, ...]], problems: Mapping[int, str]
+) -> Iterator[Record]:
+    """Records that lie one after the other, fast where there are many.
+
+    Args:
+        offsets: of every record, and behind the last.
+        problems: of those that cannot be read, by index.
+    """
+    if not problems:
+        return map(Record._make, zip(offsets, offsets[1:], values, repeat(""), strict=False))
+    readable = [None if index in problems else row for index, row in enumerate(values)]
+    said = [problems.get(index, "") for index in range(len(values))]
+    return map(Record._make, zip(offsets, offsets[1:], readable, said, strict=False))
 
 
 class RecordReader(ABC):

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evenload.data.formats.failures import damaged_compression
 from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile
+from evenload.data.source.files import SourceFile, damaged_compression
 
 
 @dataclass(frozen=True)

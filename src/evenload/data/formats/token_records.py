@@ -6,7 +6,7 @@ slices of a run; int32 files are not copied at all. Price: one run in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 
 from evenload.data.formats.columns import beyond_int32, narrow_ids
 from evenload.data.formats.mapped import NumberArray
-from evenload.data.formats.record import Record
+from evenload.data.formats.record import Record, make_records
 
 CHUNK_BYTES = 1 << 22
 """Documents are read and converted in runs of about so many bytes, or one by one where they are longer."""
 
 CHUNK_DOCUMENTS = 4096
-
-_new_record = Record._make
 
 
 def token_records(ids: NDArray[Any], edges: Sequence[int], offsets: Sequence[int]) -> Iterator[Record]:
@@ -33,13 +31,12 @@ def token_records(ids: NDArray[Any], edges: Sequence[int], offsets: Sequence[int
         offsets: of every document, and behind the last.
     """
     tokens, fits = narrow_ids(ids)
-    if fits is None:
-        values = [(tokens[start:stop],) for start, stop in pairwise(edges)]
-        yield from map(_new_record, zip(offsets, offsets[1:], values, repeat("", len(values)), strict=False))
-        return
-    for index, (start, stop) in enumerate(pairwise(edges)):
-        problem = "" if fits[start:stop].all() else beyond_int32(ids[start:stop])
-        yield Record(offsets[index], offsets[index + 1], None if problem else (tokens[start:stop],), problem)
+    spans = list(pairwise(edges))
+    problems = {}
+    if fits is not None:
+        wrong = (index for index, (start, stop) in enumerate(spans) if not fits[start:stop].all())
+        problems = {index: beyond_int32(ids[slice(*spans[index])]) for index in wrong}
+    return make_records(offsets, [(tokens[start:stop],) for start, stop in spans], problems)
 
 
 def records_by_edges(

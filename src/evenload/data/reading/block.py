@@ -85,5 +85,4 @@ class DocumentBlock:
     labels: NDArray[np.int32] | None
 
     def span(self, index: int) -> Span:
-        """Where the `index`-th document stands."""
         return self.tokens, self.labels, int(self.edges[index]), int(self.edges[index + 1])

@@ -23,9 +23,8 @@ from evenload.data.encoding.token_table import flat_spans
 from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
-from evenload.data.reading.part_files import PartFiles
+from evenload.data.reading.part_files import PartFiles, Segment, assign_segments
 from evenload.data.reading.random_order import BLOCKS, permutation
-from evenload.data.reading.segments import Segment, assign_segments
 from evenload.errors import DataError
 
 BLOCK_TOKENS = 1 << 18
@@ -117,7 +116,6 @@ class BlockReader:
         return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
 
     def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        """Name of the file in which the block at a cursor begins."""
         segment = self._stream_segments(stream, epoch)[cursor.segment]
         return self._files.files[segment.file].name
 

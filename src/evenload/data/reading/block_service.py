@@ -57,7 +57,6 @@ class BlockService:
         return outcome
 
     def worker_pids(self) -> list[int]:
-        """Of the running workers."""
         return [worker.pid for worker in self._workers if isinstance(worker, ProcessWorker)]
 
     def close(self) -> None:

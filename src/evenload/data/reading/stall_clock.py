@@ -71,21 +71,20 @@ class StallClock:
         """
         with self._changed:
             known, now_s = replace(self._workers[worker]), self._now_s()
+        since_s, limit_s = max(known.last_sign_s, asked_s), self._stall_timeout_s
+        problem = (
+            f"the data source gave nothing for {limit_s:g} s; it was reading {known.reading or 'no file yet'} "
+            f"({wanted}); check the storage, or raise data.stall_timeout_s"
+        )
         if not known.started:
-            limit_s = max(START_TIMEOUT_S, self._stall_timeout_s)
-            left_s = known.last_sign_s + limit_s - now_s
-            if left_s <= 0:
-                raise DataError(
-                    f"data worker {worker} has not started within {limit_s:g} s: its process is still importing Python "
-                    "modules or receiving its settings, and no file was opened; look whether the machine is "
-                    "overloaded or the disk that holds Python is slow, set data.workers = 0 to read in the training "
-                    "process, or raise data.stall_timeout_s"
-                )
-            return left_s
-        left_s = max(known.last_sign_s, asked_s) + self._stall_timeout_s - now_s
-        if left_s <= 0:
-            raise DataError(
-                f"the data source gave nothing for {self._stall_timeout_s:g} s; it was reading "
-                f"{known.reading or 'no file yet'} ({wanted}); check the storage, or raise data.stall_timeout_s"
+            since_s, limit_s = known.last_sign_s, max(START_TIMEOUT_S, self._stall_timeout_s)
+            problem = (
+                f"data worker {worker} has not started within {limit_s:g} s: its process is still importing Python "
+                "modules or receiving its settings, and no file was opened; look whether the machine is overloaded or "
+                "the disk that holds Python is slow, set data.workers = 0 to read in the training process, or raise "
+                "data.stall_timeout_s"
             )
+        left_s = since_s + limit_s - now_s
+        if left_s <= 0:
+            raise DataError(problem)
         return left_s

@@ -42,7 +42,6 @@ def make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockR
 
 
 def read_block(readers: Sequence[BlockReader], request: BlockRequest) -> DocumentBlock | EvenloadError:
-    """The block, or why there is none."""
     try:
         return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
     except EvenloadError as error:
@@ -65,7 +64,6 @@ class ThreadWorker:
         self._thread.start()
 
     def request(self, request: BlockRequest) -> None:
-        """Ask for a block; returns at once. They are read in order."""
         self._requests.put(request)
 
     def close(self) -> None:

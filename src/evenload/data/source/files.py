@@ -3,6 +3,7 @@
 The list does not depend on the order in which a file system answers: files are sorted by their path
 below the source, sources keep the order in which they were given. A file is known by that relative
 path and its size, not by where the source stands, so a data set may move between save and resume.
+What reading it may raise means damaged content (a problem of a record) or failing storage (an error).
 Price: one listing per source.
 """
 
@@ -23,7 +24,7 @@ from fsspec.utils import infer_compression
 
 from evenload.data.config import DataConfig, Format
 from evenload.data.source.remote import RemoteStream, call_with_retries
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, EvenloadError
 
 FileFormat = Literal["text", "jsonl", "parquet", "arrow", "memmap", "dataset"]
 """`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set handed over in Python."""
@@ -40,6 +41,7 @@ _SUFFIX_FORMATS: dict[str, FileFormat] = {
 }
 # An index is read with the token file it belongs to and is no source of its own.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
+_Entry = tuple[str, str, int | None]  # path below the source, path, size
 _BUFFER_BYTES = 1 << 18
 _DECOMPRESSORS: dict[Any, Any] = compr
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
@@ -99,7 +101,7 @@ class SourceFile:
 
         Raises:
             DataError: the file cannot be opened; when read: a remote file failed for good. Damaged compression raises
-                what its library has for it (`formats.failures`).
+                what its library has for it (`damaged_compression`).
         """
         with self._open_raw() as raw:
             if self.compression is None:
@@ -117,6 +119,30 @@ class SourceFile:
             return open(self.path, "rb")
         except OSError as err:
             raise DataError(f"{self.name} cannot be opened: {err}; check the path and its permissions") from err
+
+
+def damaged_compression(file: SourceFile, err: Exception) -> str:
+    """The problem of a file whose reading raised this.
+
+    Decompressors raise classes of their own, some of them kinds of OSError.
+
+    Raises:
+        DataError: it was not the compression but the storage that failed.
+    """
+    if isinstance(err, OSError) and (file.compression is None or is_storage_failure(err)):
+        raise unreadable(file, err) from err
+    if file.compression is None or isinstance(err, EvenloadError):
+        raise err
+    return f"its {file.compression} compression is damaged: {err}"
+
+
+def unreadable(file: SourceFile, err: OSError) -> DataError:
+    return DataError(f"{file.name} cannot be read: {err}; check the storage it lies on")
+
+
+def is_storage_failure(err: OSError) -> bool:
+    """Whether the operating system failed; libraries raise OSError without a number where bytes are damaged."""
+    return err.errno is not None
 
 
 def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
@@ -168,7 +194,7 @@ def file_format(path: str, format: Format) -> FileFormat:
 
 
 def files_digest(files: Sequence[SourceFile]) -> str:
-    """Number of files, bytes, and a hash of their relative paths and sizes."""
+    """Number of files, bytes, and a hash of their relative paths and sizes, to notice that they changed."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.key}\0{file.size_bytes}\0".encode())
@@ -176,8 +202,8 @@ def files_digest(files: Sequence[SourceFile]) -> str:
     return f"{len(files)} files of {total_bytes} bytes, {digest.hexdigest()[:16]}"
 
 
-def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[tuple[str, str, int | None]]]:
-    """The directory as the user wrote it, and (path below it, path, size) of its files; "" below a source of one."""
+def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
+    """The directory as the user wrote it, and its files; "" below a source of one."""
     shown = source
     try:
         filesystem, root = fsspec.url_to_fs(source)
@@ -202,7 +228,7 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
         raise
     except ValueError as err:
         raise ConfigError(f"data source '{source}' is not a path or fsspec URL: {err}") from err
-    entries: list[tuple[str, str, int | None]] = []
+    entries: list[_Entry] = []
     for path, info in dict(found).items():
         relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
         hidden = any(part.startswith(".") for part in relative.split("/"))
@@ -211,9 +237,7 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
     return filesystem, shown, entries
 
 
-def _without_indexes(
-    entries: list[tuple[str, str, int | None]], source: str, format: Format
-) -> list[tuple[str, str, int | None]]:
+def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
     """The entries but for indexes of token files, which are read with those."""
     paths = {path for _, path, _ in entries}
     kept = []
