@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.chats import Chats
-from evenload.data.encoding.conversation import read_messages
+from evenload.data.encoding.chats import Chats, read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer

@@ -107,16 +107,11 @@ def calibrate(
         max_document_tokens: no longer documents are tried.
         demand: threads that ranks compute with for each core of the machine, see `CoreWaits`.
     """
-    best: tuple[Disturbance, list[dict]] | None = None
-    for _ in range(_MAX_ATTEMPTS):
+    attempts: list[tuple[Disturbance, list[dict]]] = []
+    while not attempts or (attempts[-1][0].is_noisy and len(attempts) < _MAX_ATTEMPTS):
         everyone = _measured(stages, model, mesh, max_document_tokens, demand)
-        worst = max((rank["disturbance"] for rank in everyone), key=lambda found: found.size)
-        if best is None or worst.size < best[0].size:
-            best = worst, everyone
-        if not worst.is_noisy:
-            break
-    assert best is not None
-    disturbance, everyone = best
+        attempts.append((max((rank["disturbance"] for rank in everyone), key=lambda found: found.size), everyone))
+    disturbance, everyone = min(attempts, key=lambda attempt: attempt[0].size)
     fitted = _fit(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that

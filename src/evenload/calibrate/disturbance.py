@@ -28,7 +28,7 @@ class Disturbance(NamedTuple):
     @property
     def is_noisy(self) -> bool:
         """Too much for what was timed to be believed."""
-        return self.waited_share > _MOST_WAITED_SHARE or self.spread > _MOST_SPREAD
+        return self.size > 1
 
     @property
     def size(self) -> float:

@@ -43,11 +43,9 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     if parallel.dp > _REPLICAS:
         notes.append(f"{_REPLICAS} of {parallel.dp} replicas")
         parallel = msgspec.structs.replace(parallel, dp=_REPLICAS)
-    documents = _DOCUMENTS
-    if data.batch_documents is None or data.batch_documents > documents:
+    documents = min(data.batch_documents or _DOCUMENTS, _DOCUMENTS)
+    if documents != data.batch_documents:
         notes.append(f"{documents} documents a step")
-    else:
-        documents = data.batch_documents
     smaller_data = msgspec.structs.replace(
         data,
         batch_documents=documents,

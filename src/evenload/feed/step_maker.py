@@ -127,19 +127,19 @@ class StepMaker:
         )
 
     def _shared_answer(self, batch: GlobalBatch) -> _Answer:
-        peers = self.loader.peers
-        own = b""
+        peers, answer, bug = self.loader.peers, _Answer(), None
         if peers.rank == 0:
             try:
-                own = msgspec.msgpack.encode(self._planned(batch))
+                answer = self._planned(batch)
             except EvenloadError as error:
-                own = msgspec.msgpack.encode(_Answer(error=type(error).__name__, text=str(error)))
+                answer = _Answer(error=type(error).__name__, text=str(error))
             except Exception as error:
                 # The others wait for an answer; without one they would wait for their time limit.
                 text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
-                peers.broadcast(msgspec.msgpack.encode(_Answer(error="EvenloadError", text=text)))
-                raise
-        answer = msgspec.msgpack.decode(peers.broadcast(own), type=_Answer)
+                answer, bug = _Answer(error="EvenloadError", text=text), error
+        answer = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(answer)), type=_Answer)
+        if bug is not None:
+            raise bug
         if answer.error:
             raise getattr(errors, answer.error)(answer.text)
         return answer

@@ -35,7 +35,6 @@ class OpenBlock:
     block: DocumentBlock | None
 
     def place(self, row: int) -> DocumentPlace:
-        """Where its `row`-th document can be read again."""
         return DocumentPlace(
             part=self.key.part,
             stream=self.key.stream,

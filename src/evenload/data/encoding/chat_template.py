@@ -29,10 +29,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from evenload.data.encoding.conversation import Message
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.text_encoder import CharSpan
 from evenload.errors import ConfigError
+
+Message = dict[str, Any]
 
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 """What `strftime_now` formats."""

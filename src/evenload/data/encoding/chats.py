@@ -12,6 +12,10 @@ This holds only if each rendering begins the next one, which is checked for ever
 earlier turns differently once later ones follow (dropping thoughts, say) fail the check, and the record is refused.
 A template without a generation prompt has the assistant's header in the loss.
 
+Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
+ask whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
+read. Both is what transformers' `apply_chat_template` does, so that training sees what inference will.
+
 Price: 2 renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with
 `{% generation %}` blocks or loss on all tokens.
 """
@@ -19,12 +23,12 @@ Price: 2 renderings for each of the assistant's messages, so it grows with the s
 from collections.abc import Sequence
 from typing import Any
 
-from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.conversation import Message, read_messages
+from evenload.data.encoding.chat_template import ChatTemplate, Message
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.text_encoder import CharSpan, RenderedText
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Chats:
@@ -38,19 +42,59 @@ class Chats:
         self.columns: tuple[str, ...] = (column,)
         loss = "completion" if has_spans else "all"
         self.name = f"messages of '{column}', loss on {loss}, template {template.name}"
-        self.has_spans, self.counts_touching = has_spans, template.marks_generation
+        self._has_spans, self.counts_touching = has_spans, template.marks_generation
         self._template = template
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         template, messages = self._template, read_messages(values[0], self.columns[0])
         if not messages:
-            return RenderedText("", () if self.has_spans else None)
-        if not self.has_spans:
+            return RenderedText("", () if self._has_spans else None)
+        if not self._has_spans:
             return RenderedText(template.render(messages))
         if template.marks_generation:
             return RenderedText(*template.render_with_spans(messages))
         whole = template.render(messages)
         return RenderedText(whole, tuple(_assistant_spans(template, messages, whole)))
+
+
+def read_messages(value: Any, column: str) -> list[Message]:
+    """The messages, as new dictionaries.
+
+    Raises:
+        RecordProblem: not a list; a message without role, or without content and tool calls; content that is neither
+            text nor parts of text.
+    """
+    if not isinstance(value, list | tuple):
+        held = "nothing" if value is None else f"a value of type {type(value).__name__}"
+        raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
+    return [_read_message(message, f"message {index} of '{column}'") for index, message in enumerate(value)]
+
+
+def _read_message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
+    message = {key: item for key, item in value.items() if item is not None}
+    if not isinstance(message.get("role"), str):
+        raise RecordProblem(
+            f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
+        )
+    content = message.get("content")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise RecordProblem(f"{where} (role '{message['role']}') has neither content nor tool_calls")
+    elif isinstance(content, list | tuple):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise RecordProblem(f"{where} has a content part of type '{kind}'; only text can be trained")
+    elif not isinstance(content, str):
+        raise RecordProblem(
+            f"{where} has content of type {type(content).__name__}, must be text or a list of text parts"
+        )
+    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
+    if thoughts is not None:
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return message
 
 
 def render_prompt(template: ChatTemplate, messages: Sequence[Message], whole: str) -> str:

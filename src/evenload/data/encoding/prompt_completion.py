@@ -9,8 +9,7 @@ template, which writes its own end; the completion is everything after the promp
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.chats import render_prompt
-from evenload.data.encoding.conversation import read_messages
+from evenload.data.encoding.chats import read_messages, render_prompt
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.text_encoder import RenderedText, check_text
 
@@ -32,7 +31,7 @@ class PromptCompletion:
         loss = "completion" if has_spans else "all"
         known = template.name if isinstance(template, ChatTemplate) else None
         self.name = f"prompt '{prompt_column}', completion '{completion_column}', loss on {loss}, template {known}"
-        self.has_spans, self._template = has_spans, template
+        self._has_spans, self._template = has_spans, template
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         prompt, completion = values
@@ -58,4 +57,4 @@ class PromptCompletion:
         return RenderedText(whole, self._spans(len(render_prompt(self._template, before, whole)), len(whole)))
 
     def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-        return ((start, stop),) if self.has_spans else None
+        return ((start, stop),) if self._has_spans else None

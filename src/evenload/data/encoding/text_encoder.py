@@ -40,7 +40,7 @@ class RenderedText(NamedTuple):
 
     Args:
         text: what is tokenised; "" = the record holds nothing.
-        spans: characters to be predicted, ascending and disjoint; None = all.
+        spans: characters to be predicted, ascending and disjoint; None = all, and so of every record of its kind.
         end: whether the end-of-document token comes after it; it then is predicted.
     """
 
@@ -55,13 +55,11 @@ class Renderer(Protocol):
     Args:
         columns: as of `DocumentEncoder`.
         name: identifies all that decides text and spans.
-        has_spans: whether every record has spans; else none has.
         counts_touching: whether a token that is only partly in a span is predicted.
     """
 
     columns: tuple[str, ...]
     name: str
-    has_spans: bool
     counts_touching: bool
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
@@ -72,7 +70,7 @@ class Renderer(Protocol):
 class PlainText:
     """`Renderer` of kind "text": every token after the first is predicted, and the end-of-document token."""
 
-    has_spans = counts_touching = False
+    counts_touching = False
 
     def __init__(self, column: str) -> None:
         self.columns: tuple[str, ...] = (column,)
@@ -107,7 +105,7 @@ class TextEncoder(DocumentEncoder):
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]
         texts = [record.text for record in rendered]
-        if self._renderer.has_spans:
+        if any(record.spans is not None for record in rendered):
             located = _tokenize(self._tokenizer.encode_with_offsets, texts)
             return [self._labelled(record, found) for record, found in zip(rendered, located, strict=True)]
         encoded = _tokenize(self._tokenizer.encode_batch, texts)

@@ -116,13 +116,11 @@ class IterableDatasetReader(RecordReader):
         first_shard, skipped = (shards.start, 0) if offset is None else _place(offset)
         for shard in range(first_shard, shards.stop):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
-            at = shard << _EXAMPLE_BITS
             if skipped:
-                examples, at = examples.skip(skipped), at + skipped
-                skipped = 0
-            for example in examples:
+                examples = examples.skip(skipped)
+            for at, example in enumerate(examples, (shard << _EXAMPLE_BITS) + skipped):
                 yield _make_record(self.columns, name, example, at)
-                at += 1
+            skipped = 0
 
 
 def _make_record(columns: Sequence[Column], name: str, example: Mapping[str, Any], offset: int) -> Record:

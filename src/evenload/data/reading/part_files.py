@@ -53,7 +53,6 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
 def _cut_segments(
     files: Sequence[SourceFile], readers: Sequence[RecordReader], num_streams: int
 ) -> tuple[Segment, ...]:
-    """All segments in file order."""
     total_bytes = sum(file.size_bytes or 0 for file in files)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
     segments: list[Segment] = []

@@ -9,7 +9,6 @@ from evenload.data.reading.workers import make_readers, read_block
 
 
 def serve(connection: Connection) -> None:
-    """Answer requests until the other side closes the connection."""
     job = pickle.loads(connection.recv_bytes())
     readers = make_readers(job, lambda name: connection.send(("open", name)))
     connection.send(("started",))

@@ -60,8 +60,7 @@ class ThreadWorker:
         clock.starts(index)
         self._readers = make_readers(job, lambda name: clock.opens(index, name))
         self._requests: queue.SimpleQueue[BlockRequest | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="evenload-read", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="evenload-read", daemon=True).start()
 
     def request(self, request: BlockRequest) -> None:
         self._requests.put(request)

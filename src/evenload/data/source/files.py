@@ -88,12 +88,7 @@ class SourceFile:
                 return None
             return replace(self, name=name, path=path, size_bytes=size_bytes)
 
-        if not self.is_local:
-            return call_with_retries(find, name, lambda: f"{name} cannot be looked up")
-        try:
-            return find()
-        except OSError as err:
-            raise DataError(f"{name} cannot be looked up: {err}; check its permissions") from err
+        return call_with_retries(find, name, lambda: f"{name} cannot be looked up")
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -207,13 +202,11 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
     shown = source
     try:
         filesystem, root = fsspec.url_to_fs(source)
-        web = source.startswith(("http://", "https://"))
-        if web and "*" not in source and not source.endswith("/"):
-            # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
-            return filesystem, source, [("", root, filesystem.info(root).get("size"))]
-        if filesystem.isdir(root):
+        # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
+        is_page = source.startswith(("http://", "https://")) and "*" not in source and not source.endswith("/")
+        if not is_page and filesystem.isdir(root):
             found, base = filesystem.find(root, detail=True), root
-        elif filesystem.exists(root):
+        elif is_page or filesystem.exists(root):
             return filesystem, source, [("", root, filesystem.info(root).get("size"))]
         elif any(mark in source for mark in "*?["):
             found, base = filesystem.glob(root, detail=True), _magic_root(root)
