@@ -135,13 +135,9 @@ def pad_pack(pack: PackBatch, multiple: int) -> PackBatch:
     return replace(
         pack,
         **columns,
-        cu_seqlens_q=_with_end(pack.cu_seqlens_q, missing),
-        cu_seqlens_k=_with_end(pack.cu_seqlens_k, missing),
+        cu_seqlens_q=np.append(pack.cu_seqlens_q, pack.cu_seqlens_q[-1:] + missing),
+        cu_seqlens_k=np.append(pack.cu_seqlens_k, pack.cu_seqlens_k[-1:] + missing),
         max_seqlen_q=max(pack.max_seqlen_q, missing),
         max_seqlen_k=max(pack.max_seqlen_k, missing),
         num_padding_tokens=pack.num_padding_tokens + missing,
     )
-
-
-def _with_end(edges: np.ndarray, num_tokens: int) -> np.ndarray:
-    return np.append(edges, edges[-1] + num_tokens).astype(edges.dtype)
