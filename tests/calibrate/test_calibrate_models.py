@@ -35,10 +35,10 @@ def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
     spec = model_from_hf_config(config.to_dict(), kind, 4)
     timed = list(_time_round(stage, spec, ((0, 20, 32), (0, 20, 32))))
-    assert [(direction, features[0]) for (direction, _), features, _ in timed] == [
+    assert [(sample.direction, sample.features[0]) for sample in timed] == [
         ("forward", 40.0),
         ("forward", 24.0),
         ("backward", 24.0),
         ("backward", 40.0),
     ]
-    assert all(seconds > 0 for _, _, seconds in timed)
+    assert all(sample.seconds > 0 for sample in timed)
