@@ -176,7 +176,7 @@ def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
         weights=None,
         seed=config.train.seed,
     )
-    weights = {name: parameter.detach() for _, named in ours.unit_parameters() for name, parameter in named}
+    weights = {name: parameter.detach() for named in ours.unit_parameters() for name, parameter in named}
     model = AutoModelForCausalLM.from_config(hf, dtype=own)
     _, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
