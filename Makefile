@@ -6,12 +6,12 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 
 # Measured on 2 cores with PyTorch's wheel for CPUs.
 define INSTALLS_TRAIN
-@echo "Installing Evenload and what training needs into .venv: about 0.4 GB to download, 1.6 GB on disk, 2 minutes on 2"
+@echo "Installing Evenload and what training needs into .venv: about 0.4 GB to download, 1.3 GB on disk, 2 minutes on 2"
 @echo "cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs, several GB more."
 @echo "(make demo then trains for 2 to 3 minutes.)"
 endef
 define INSTALLS_DEV
-@echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 2.4 GB on"
+@echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 1.9 GB on"
 @echo "disk, 2 minutes on 2 cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs,"
 @echo "several GB more."
 endef

@@ -1,10 +1,10 @@
 """Every strategy in one pipeline, to the byte of its detailed timeline; slices of every cut and order; ranks without
 labels or documents. (Strategies with everything else: test_matrix.)"""
 
+import msgspec
 import pytest
 
 from dist_equality import assert_plans_equal_plain
-from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.plan.planner import StepPlanner
@@ -17,25 +17,15 @@ from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
+from steep_costs import STEEP_COSTS
 
 STRATEGIES = ["padded", "best_fit", "balanced", "slimpack", "auto", "sequential", "fixed_greedy", "fixed_exact", "wlb"]
 LIMIT = 64
 # Documents of one token; one far above the mean, which slimpack slices; many short ones.
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 
-# Attention dear enough that balanced cuts differ between forward and backward.
-COSTS = CostCoefficients(
-    source="analytic",
-    device="test",
-    peak_flops_per_s=1e9,
-    forward=PassCoefficients(linear_s_per_token=1e-3, attention_s_per_pair=1e-4, slice_s=1e-5, pack_s=1e-4),
-    backward=PassCoefficients(linear_s_per_token=2e-3, attention_s_per_pair=2.5e-4, slice_s=2e-5, pack_s=2e-4),
-    head_s_per_token=5e-4,
-    p2p_bandwidth_bytes_per_s=1e9,
-    p2p_latency_s=1e-5,
-    reduce_bandwidth_bytes_per_s=1e9,
-    reduce_latency_s=1e-5,
-)
+# Documents cannot be shared by ranks, whose link they would need.
+COSTS = msgspec.structs.replace(STEEP_COSTS, intra_node=None, host_link=None, devices_per_node=1)
 
 
 def planned(kind, strategy, pp, dp, lengths, options=None, **changes):

@@ -1,7 +1,5 @@
 """One stage that holds the whole model, run pack by pack without executor or processes."""
 
-import itertools
-
 import torch
 
 from evenload.attention.backends import select_backend
@@ -11,6 +9,7 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PackTokens, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.token_range import Range
+from plan_building import greedy_packs
 from reference_training import balance_factor, plain_loss_and_gradients, relative_error, tiny_config
 
 
@@ -31,26 +30,9 @@ def pack_tokens(ranges, tokens, device="cpu"):
     )
 
 
-def cut_documents(lengths, cuts):
-    """Slices of every document at the given fractions; ascending."""
-    slices = {}
-    for doc, n in enumerate(lengths):
-        edges = sorted({0, n, *(round(c * n) for c in cuts)})
-        slices[doc] = list(itertools.pairwise(edges))
-    return slices
-
-
 def packs_of(lengths, cuts, budget, *, last_first):
-    """Greedy packs of at most `budget` tokens (or one slice), at most one slice of a document each."""
-    packs, current, size = [], [], 0
-    for doc, pieces in cut_documents(lengths, cuts).items():
-        for start, stop in reversed(pieces) if last_first else pieces:
-            if current and (size + stop - start > budget or current[-1][0] == doc):
-                packs.append(current)
-                current, size = [], 0
-            current.append((doc, start, stop))
-            size += stop - start
-    return [*packs, current]
+    """Greedy packs of documents 0, 1, ... of these lengths."""
+    return greedy_packs(dict(enumerate(lengths)), cuts, budget, last_first=last_first)
 
 
 def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None):
