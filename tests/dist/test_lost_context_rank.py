@@ -1,6 +1,5 @@
 """A dead or stopped rank of a context-parallel group: the others say within the timeout what they waited for."""
 
-import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lost_rank_cases import run_rank
+from rank_server import rank_context
 from small_run import write_small_run
 
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
@@ -29,8 +29,7 @@ def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchan
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     settings = ["parallel.cp=2", f"parallel.cp_exchange={exchange}"]
     arguments = (store.port, str(tmp_path), str(config_file), settings, TIMEOUT_S, 1, "transfer", int(how))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lost_rank_cases"])
+    context = rank_context()
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()

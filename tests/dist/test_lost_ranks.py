@@ -1,6 +1,5 @@
 """A dead or stopped rank: every survivor says within the timeout who waited for what, and who is gone."""
 
-import multiprocessing
 import re
 import signal
 import time
@@ -10,18 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from lost_rank_cases import STUCK, run_rank
+from rank_server import rank_context
 from small_run import write_small_run
 
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
-
-
-@pytest.fixture(scope="module")
-def starter():
-    """Starts processes from one that has imported everything already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lost_rank_cases"])
-    return context
 
 
 @pytest.fixture
@@ -50,12 +42,11 @@ def config_file(tmp_path: Path) -> Path:
         ("planning", 0, STUCK, dict.fromkeys((1, 2, 3), "the plan of step")),
     ],
 )
-def test_every_survivor_names_what_it_waited_for_and_who_is_gone(
-    starter, config_file, tmp_path, place, lost, how, waits
-):
+def test_every_survivor_names_what_it_waited_for_and_who_is_gone(config_file, tmp_path, place, lost, how, waits):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, str(tmp_path), str(config_file), LAYOUT, TIMEOUT_S, lost, place, int(how))
-    processes = [starter.Process(target=run_rank, args=(rank, *arguments)) for rank in range(4)]
+    context = rank_context()
+    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(4)]
     for process in processes:
         process.start()
     survivors = [rank for rank in range(4) if rank != lost]

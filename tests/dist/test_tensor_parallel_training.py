@@ -2,7 +2,6 @@
 exported model is the trained one, calibration measures a part as a part, a lost peer is named."""
 
 import math
-import multiprocessing
 import signal
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from lost_rank_cases import run_rank
+from rank_server import rank_context
 from training_cases import plain_losses, write_training_config
 
 
@@ -169,8 +169,7 @@ def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, 
 
 
 def test_a_dead_peer_is_named(config_file, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lost_rank_cases"])
+    context = rank_context()
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     arguments = (
         server.port,

@@ -1,15 +1,15 @@
 """A pool of real processes that run functions as `torch.distributed` ranks over gloo.
 
-Starting a process with torch and transformers takes seconds; the pool starts its processes once, all of them from one
-that has imported everything already, and gives every case a fresh process group of the size it needs.
+The pool starts its processes once (`rank_server`), and gives every case a fresh process group of the size it needs.
 """
 
 import gc
-import multiprocessing
 import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
+
+from rank_server import rank_context
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another: far more than any case takes beside other work, below the limit of a test."""
@@ -19,9 +19,7 @@ class GlooPool:
     """Processes are started as they are needed, up to the largest world a test asks for."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        # Tests that lose ranks start theirs from the same server.
-        self._context.set_forkserver_preload(["lost_rank_cases", "matrix_cases", "training_cases"])
+        self._context = rank_context()
         self._workers = []
         self._directory = tempfile.TemporaryDirectory()
         self._cases = 0
