@@ -9,7 +9,7 @@ import numpy as np
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.zero_bubble import zero_bubble_h1
-from evenload.simulate.memory_ledger import memory_ledger
+from evenload.simulate.timeline import memory_ledger
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout

@@ -12,7 +12,7 @@ of one layer, and pairs of tokens are counted by window.
 A run measures what its costs lack; a plan without devices takes links from its cluster and says so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -78,19 +78,11 @@ def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> M
 def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Lack, ...]:
     """What a layout needs and the costs do not have; () = they cover it."""
     measured = coefficients.measured_on
-    known_span = coefficients.devices_per_node if measured is None else measured.world_size
-    lacks: list[Lack] = []
-    if measured is not None and measured.tp not in (1, layout.tp):
-        lacks.append("layers")
-    if layout.num_stages > 1 and not (
-        coefficients.p2p_bandwidth_bytes_per_s and (measured is None or layout.world_size <= known_span)
-    ):
-        lacks.append("pipeline link")
-    reduced_span = layout.dp * layout.cp * layout.tp
-    if layout.dp * layout.cp > 1 and not (
-        coefficients.reduce_bandwidth_bytes_per_s and (measured is None or reduced_span <= known_span)
-    ):
-        lacks.append("reduction link")
+    lacks: list[Lack] = ["layers"] if measured is not None and measured.tp not in (1, layout.tp) else []
+    for lack, prefix, span in _used_links(layout):
+        is_known = getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is not None
+        if not is_known or (measured is not None and span > measured.world_size):
+            lacks.append(lack)
     if layout.cp * layout.tp > 1 and _group_link(coefficients, layout.cp * layout.tp) is None:
         lacks.append("group link")
     return tuple(lacks)
@@ -142,13 +134,8 @@ def completed_from_cluster(
         )
         return link
 
-    reduced_span = layout.dp * layout.cp * layout.tp
-    used: tuple[tuple[Lack, str, bool, int], ...] = (
-        ("pipeline link", "p2p", layout.num_stages > 1, layout.world_size),
-        ("reduction link", "reduce", layout.dp * layout.cp > 1, reduced_span),
-    )
-    for lack, prefix, is_used, span in used:
-        if is_used and (getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span):
+    for lack, prefix, span in _used_links(layout):
+        if getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span:
             link = take(lack, span)
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             changes[f"{prefix}_latency_s"] = link.latency_s
@@ -164,6 +151,14 @@ def completed_from_cluster(
             f"{cluster.device.host_link.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
         )
     return msgspec.structs.replace(coefficients, **changes), tuple(notes)
+
+
+def _used_links(layout: ParallelLayout) -> Iterator[tuple[Lack, str, int]]:
+    """Between stages and between replicas, where the layout has several: with the devices that the link spans."""
+    if layout.num_stages > 1:
+        yield "pipeline link", "p2p", layout.world_size
+    if layout.dp * layout.cp > 1:
+        yield "reduction link", "reduce", layout.dp * layout.cp * layout.tp
 
 
 def _group_link(coefficients: CostCoefficients, span_devices: int) -> LinkSpec | None:

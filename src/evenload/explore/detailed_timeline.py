@@ -25,9 +25,8 @@ from evenload.cost.owned_bytes import rank_view
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import split_pack_seconds
 from evenload.simulate.critical_path import critical_path, p2p_transfers
-from evenload.simulate.memory_ledger import memory_ledger
 from evenload.simulate.simulate import Simulation, simulate
-from evenload.simulate.timeline import join_timelines, to_timeline
+from evenload.simulate.timeline import join_timelines, memory_ledger, to_timeline
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan

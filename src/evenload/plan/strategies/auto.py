@@ -24,6 +24,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
 from evenload.plan.search.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.search.trial_space import Setting, Trial, trial_under
@@ -159,12 +160,7 @@ def refine_rules(problem: StepProblem) -> RefineRules:
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
     """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
-    found = [choice.candidate for choice in choices]
-    return (
-        max(one.excess_bytes for one in found),
-        max(one.makespan_s for one in found),
-        sum(one.makespan_s for one in found),
-    )
+    return *worst_score(choices), sum(choice.candidate.makespan_s for choice in choices)
 
 
 def _whole_trials(search: ReplicaSearch) -> list[Trial]:
