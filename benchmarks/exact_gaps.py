@@ -12,7 +12,7 @@ Problems of part `groups`, each with 4 groups:
                              work; `fixed_greedy` (LPT with a token limit)
     variable-length packing  WLB eq. 2: S_max four windows, least largest W_a + W_l; `wlb` (Algorithm 1's inner loop)
                              and `balanced` (LPT with a token limit)
-    DP assignment            SlimPack §4.1.1, forward + backward seconds, no limit; LPT of `plan.dp_balance`
+    DP assignment            SlimPack §4.1.1, forward + backward seconds, no limit; LPT of `bin_packing`
     slice packing            least largest forward pack when documents may be cut anywhere, longest first, 8 packs;
                              `partition_by_work` against the exact bound of the same order
 
