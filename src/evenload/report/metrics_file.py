@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from evenload.errors import DataError
@@ -98,13 +98,16 @@ def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
     return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
 
 
+def _wrong_keys(keys: Collection[str]) -> str:
+    missing, unknown = [key for key in METRIC_KEYS if key not in keys], sorted(set(keys) - set(METRIC_KEYS))
+    return f"missing keys {missing}, unknown keys {unknown}" if missing or unknown else ""
+
+
 def _encode(row: MetricRow) -> str:
-    missing = [key for key in METRIC_KEYS if key not in row]
-    unknown = sorted(set(row) - set(METRIC_KEYS))
-    if missing or unknown:
+    if wrong := _wrong_keys(row.keys()):
         raise DataError(
-            f"metrics of step {row.get('step', '?')}: missing keys {missing}, unknown keys {unknown}; "
-            "give exactly METRIC_KEYS, with None for a value that does not exist"
+            f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
+            "does not exist"
         )
     return json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False)
 
@@ -120,12 +123,8 @@ def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
-    if not isinstance(row, dict) or set(row) != set(METRIC_KEYS):
-        keys = set(row) if isinstance(row, dict) else set()
-        raise DataError(
-            f"{where} is not a metrics row: missing keys {[k for k in METRIC_KEYS if k not in keys]}, "
-            f"unknown keys {sorted(keys - set(METRIC_KEYS))}; is it a file of another version?"
-        )
+    if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
+        raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
     return {key: _decode_value(key, row[key]) for key in METRIC_KEYS}
 
 
