@@ -39,10 +39,10 @@ def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, stra
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stops"), [("float32", range(1, STEPS + 1)), ("bfloat16", (2, 3, STEPS))], ids=["float32", "bfloat16"]
+    ("dtype", "stops"), [("float32", (1, 3, 5, STEPS)), ("bfloat16", (2, 4, STEPS))], ids=["float32", "bfloat16"]
 )
 def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, dtype, stops):
-    """A new trainer for every step: the same losses, to the last bit (bf16: master weights survive)."""
+    """A new trainer after every stop: the same losses, to the last bit (bf16: master weights survive)."""
     fixed = ["parallel.pp=2", "parallel.dp=2", f"model.dtype={dtype}"]
     whole = gloo_pool.run(4, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     assert len(whole) == STEPS
