@@ -33,7 +33,7 @@ from document_order import score_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (
     _merged_above,  # one threshold alone; `merge_documents` goes on to smaller ones
@@ -184,8 +184,8 @@ class Cell:
         self.model, self.sizes = model_from(name), sizes
         self.cluster = cluster_from(f"h100x{math.prod(sizes.values())}")
         lengths = runpy.run_path(str(SAMPLER))["commoncrawl_like_lengths"](NUM_LENGTHS, SEED).astype(np.int64)
-        (drawn,) = sample_global_batches(
-            lengths, steps=1, seed=batch, num_documents=DOCUMENTS, context=context, overlong="truncate"
+        (drawn,) = BatchRule(num_documents=DOCUMENTS, context=context, overlong="truncate").sample(
+            lengths, steps=1, seed=batch
         )
         self.documents = drawn.documents
         self.num_tokens = np.array([document.num_tokens for document in self.documents])

@@ -28,7 +28,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import LayoutResult, search_layouts
-from evenload.explore.sampled_batches import SampledBatch, sample_global_batches
+from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.explore.time_split import split_step_time
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -80,8 +80,8 @@ def lengths_of(table: str) -> NDArray[np.int64]:
 def run_cell(table: str, model_name: str, devices: int, context: int, documents: int) -> dict[str, Found | None]:
     """Best layout of every strategy; None where nothing fits."""
     model, cluster = model_from(model_name), cluster_from(f"h100x{devices}")
-    (batch,) = sample_global_batches(
-        lengths_of(table), steps=1, seed=0, num_documents=documents, context=context, overlong="truncate"
+    (batch,) = BatchRule(num_documents=documents, context=context, overlong="truncate").sample(
+        lengths_of(table), steps=1, seed=0
     )
     options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True)
     best: dict[str, Found | None] = {}

@@ -33,7 +33,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.packing.bin_packing import best_fit_decreasing
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -82,8 +82,8 @@ def cases(quick: bool) -> list[tuple[str, NDArray[np.int64], int]]:
     for context in CONTEXTS:
         for table in TABLES:
             lengths = read_lengths(str(HERE.parent / "examples" / "lengths" / f"{table}.npy.gz"))
-            (batch,) = sample_global_batches(
-                lengths, steps=1, seed=0, num_documents=DOCUMENTS, context=context, overlong="truncate"
+            (batch,) = BatchRule(num_documents=DOCUMENTS, context=context, overlong="truncate").sample(
+                lengths, steps=1, seed=0
             )
             tokens = np.array([document.num_tokens for document in batch.documents], dtype=np.int64)
             found.append((f"{table} {context // 1024}K", tokens, context))

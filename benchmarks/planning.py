@@ -13,7 +13,7 @@ from pathlib import Path
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
@@ -39,9 +39,7 @@ def measure(quick: bool) -> list[Row]:
     rows: list[Row] = []
     smallest_s = 0.0
     for count in DOCUMENTS[:2] if quick else DOCUMENTS:
-        (batch,) = sample_global_batches(
-            lengths, steps=1, seed=0, num_documents=count, context=CONTEXT, overlong="truncate"
-        )
+        (batch,) = BatchRule(num_documents=count, context=CONTEXT, overlong="truncate").sample(lengths, steps=1, seed=0)
         variants = {
             "slimpack": lambda b=batch: planner.propose(0, b.documents, "slimpack"),
             "best_fit": lambda b=batch: planner.propose(0, b.documents, "best_fit"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
@@ -43,8 +43,8 @@ def measure(quick: bool) -> list[Row]:
                 for memory, limit in (("unlimited", None), ("80 GB", usable_bytes(cluster)))
             }
             for count in DOCUMENTS[: 1 if quick else None]:
-                (batch,) = sample_global_batches(
-                    lengths, steps=1, seed=0, num_documents=count, context=context, overlong="truncate"
+                (batch,) = BatchRule(num_documents=count, context=context, overlong="truncate").sample(
+                    lengths, steps=1, seed=0
                 )
                 variants = {
                     f"{strategy}, {memory}": lambda p=planner, s=strategy, b=batch: p.propose(0, b.documents, s)

@@ -207,3 +207,18 @@ def test_planning_never_imports_torch() -> None:
     """`evenload plan` must run on a laptop without torch."""
     code = "import sys, evenload.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table, tmp_path, capsys) -> None:
+    """Packs of 128K tokens: the forty longest documents exceed memory whatever is offloaded. Packs of 8K always fit."""
+    file = tmp_path / "out.json"
+    asked = inputs(table, "--strategy", "best_fit", "--worst", "6", "--json", str(file))
+    assert run(*asked) == 3
+    printed, written = capsys.readouterr(), json.loads(file.read_text())
+    assert (written["strategies"][0]["feasible"], written["worst"][0]["fits"]) == (True, False)
+    assert written["worst"][0]["longest"][0] == np.load(table).max()
+    assert "best_fit: the worst of 6 global batches searched (the longest together" in printed.out
+    assert "the lengths hold global batches that exceed memory under best_fit" in printed.err
+    assert run(*asked, "--context", "8k") == 0
+    (found,) = json.loads(file.read_text())["worst"]
+    assert (found["strategy"], found["searched"], found["documents"], found["fits"]) == ("best_fit", 6, 40, True)

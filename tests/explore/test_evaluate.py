@@ -5,7 +5,7 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
 from evenload.explore.evaluate import StrategyResult, evaluate_strategies
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.layout import even_layout
@@ -33,7 +33,7 @@ def make_planner(cap: int | None = None, **model) -> StepPlanner:
 
 def batches(steps: int = 2):
     lengths = np.random.default_rng(0).integers(1, 300, 64)
-    return sample_global_batches(lengths, steps=steps, seed=0, num_documents=20, context=256, overlong="truncate")
+    return BatchRule(num_documents=20, context=256, overlong="truncate").sample(lengths, steps=steps, seed=0)
 
 
 def test_time_split_adds_up_to_the_mean_step_time_and_holds_the_bound() -> None:

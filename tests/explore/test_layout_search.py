@@ -6,7 +6,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import FINALISTS, layout_sizes, layouts_of, search_layouts
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
@@ -20,7 +20,7 @@ OPTIONS = PlanOptions(max_pack_tokens=8192, candidates=3, strategies=(AutoOption
 
 def batches(steps: int = 2):
     lengths = np.random.default_rng(0).lognormal(7, 1.3, 200).astype(np.int64) + 1
-    return sample_global_batches(lengths, steps=steps, seed=0, num_documents=32, context=8192, overlong="truncate")
+    return BatchRule(num_documents=32, context=8192, overlong="truncate").sample(lengths, steps=steps, seed=0)
 
 
 def search(cluster=CLUSTER, **options):

@@ -13,7 +13,7 @@ from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import STATIC_SHARE, usable_bytes
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.explore.stage_layers import balanced_layout
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -192,7 +192,7 @@ def test_reduction_keeps_layers_away_from_the_embedding() -> None:
 def test_simulated_steps_take_less_time_where_the_head_is_heavy(name, cluster_name, sizes, most, strategy) -> None:
     model, cluster = model_from(name), cluster_from(cluster_name)
     lengths = np.random.default_rng(0).lognormal(7.5, 1.3, 4000).astype(np.int64) + 1
-    (batch,) = sample_global_batches(lengths, steps=1, seed=0, num_documents=128, context=16384, overlong="truncate")
+    (batch,) = BatchRule(num_documents=128, context=16384, overlong="truncate").sample(lengths, steps=1, seed=0)
     even = even_layout(model.num_layers, **sizes)
     coefficients = analytic_coefficients(model, cluster, even)
     memory_bytes = usable_bytes(cluster)

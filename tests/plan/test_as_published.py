@@ -6,7 +6,7 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.sampled_batches import sample_global_batches
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.runtime.config.config_keys import plan_options
@@ -22,8 +22,8 @@ def row(strategy: str, layout: dict, steps: int = 1, **options):
     costs = sample_coefficients(intra_node=LINK, devices_per_node=8)
     asked = plan_options({"max_pack_tokens": 256, "candidates": 3, "policy": "replay", **options})
     planner = StepPlanner(sample_model(), costs, even_layout(3, **layout), None, asked)
-    batches = sample_global_batches(
-        LENGTHS, steps=steps, seed=1, num_documents=48, num_tokens=None, context=256, overlong="error"
+    batches = BatchRule(num_documents=48, num_tokens=None, context=256, overlong="error").sample(
+        LENGTHS, steps=steps, seed=1
     )
     evaluation = evaluate_strategies(planner, batches, [strategy])
     for proposal in evaluation.proposals[strategy]:

@@ -5,6 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
@@ -13,17 +15,19 @@ from evenload.cli.output_file import require_writable, write_output
 from evenload.cli.plan_arguments import PlanArguments, plan_command_of
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
-from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit
+from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit, worst_line
 from evenload.cli.plan_report import Comparison, plan_report
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation, evaluate_strategies
-from evenload.explore.sampled_batches import SampledBatch, sample_global_batches
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.worst_batch import WorstBatch, find_worst
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexOptions
+from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.pack_label import label_packs
@@ -47,7 +51,7 @@ def run_plan(asked: PlanArguments) -> None:
     [bold]Example[/bold]: evenload plan examples/lengths/github_dirs.npy.gz --model llama-7b --cluster h100x32
     --layout dp=4,pp=8 --context 16k --overlong truncate --documents 512
 
-    Exit code: 0 ok, 2 wrong input, 3 no strategy fits.
+    Exit code: 0 ok, 2 wrong input, 3 no strategy fits, or not with the batch that --worst found.
     """
     # Everything that can be wrong without looking into a document is found first.
     require_writable(asked.json_file, asked.html, asked.trace, asked.emit_plan)
@@ -68,15 +72,7 @@ def run_plan(asked: PlanArguments) -> None:
         table = source.read()
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     with errors_in_unit(table.unit):
-        batches = sample_global_batches(
-            table.lengths,
-            steps=asked.steps,
-            seed=asked.seed,
-            num_documents=inputs.documents,
-            num_tokens=inputs.tokens,
-            context=inputs.context,
-            overlong=inputs.overlong,
-        )
+        batches = inputs.batches.sample(table.lengths, steps=asked.steps, seed=asked.seed)
         layouts = searched_layouts(inputs, batches, strategies, console) if asked.search_layout else ()
         layout = layouts[0].parallel_layout() if layouts else planned_in(inputs, batches, strategies)
     coefficients = inputs.costs.of(layout)
@@ -93,6 +89,7 @@ def run_plan(asked: PlanArguments) -> None:
         left_out=left_out,
         layouts=layouts,
         unit=table.unit,
+        worst=_worst(asked, inputs, layout, table.lengths, strategies, evaluation),
         memory_cap_bytes=inputs.memory_cap_bytes,
     )
     _show(console, found)
@@ -101,6 +98,11 @@ def run_plan(asked: PlanArguments) -> None:
         closest = min(found.rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
         hint = "" if layouts else f"; {layouts_that_fit(inputs, batches, strategies)}"
         raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
+    if exceeding := [one.strategy for one in found.worst if not one.fits]:
+        raise InfeasiblePlanError(
+            f"the lengths hold global batches that exceed memory under {', '.join(exceeding)} (the lines above name "
+            "one for each); train with a policy that fits, in another layout, or on smaller batches"
+        )
 
 
 plan_command = plan_command_of(run_plan)
@@ -120,6 +122,27 @@ def _evaluated(
         return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
 
 
+def _worst(
+    asked: PlanArguments,
+    inputs: PlanInputs,
+    layout: ParallelLayout,
+    lengths: NDArray[np.int64],
+    strategies: tuple[str, ...] | None,
+    evaluation: Evaluation,
+) -> tuple[WorstBatch, ...]:
+    """Of the strategies asked for by name, else of the best one; those that change the layout have no one limit."""
+    if asked.worst is None or evaluation.best is None:
+        return ()
+    planned = [name for name in strategies or (evaluation.best,) if evaluation.proposals[name]]
+    planner = StepPlanner(inputs.costs.model, inputs.costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options)
+    with progress_bar() as on_progress:
+        return tuple(
+            find_worst(planner, lengths, inputs.batches, name, asked.worst, seed=asked.seed, on_progress=on_progress)
+            for name in planned
+            if not STRATEGIES.named(name).changes_layout
+        )
+
+
 def _say(console: Console, *lines: str) -> None:
     for line in filter(None, lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -134,6 +157,7 @@ def _show(console: Console, found: Comparison) -> None:
     if found.evaluation.best:
         _say(console, bound_line(found.evaluation))
     _say(console, *(f"{row['name']}: {row['note']}" for row in found.rows if row["note"]))
+    _say(console, *(worst_line(one, found.memory_cap_bytes, found.unit) for one in found.worst))
 
 
 def _write(asked: PlanArguments, found: Comparison) -> None:
@@ -146,6 +170,8 @@ def _write(asked: PlanArguments, found: Comparison) -> None:
             "best": evaluation.best,
             "left_out": [msgspec.to_builtins(one) for one in found.left_out],
         }
+        if asked.worst is not None:
+            content["worst"] = [msgspec.to_builtins(one) for one in found.worst]
         if found.layouts:
             content["layouts"] = [msgspec.to_builtins(result) for result in found.layouts]
         write_output(asked.json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")

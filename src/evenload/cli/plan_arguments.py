@@ -103,6 +103,15 @@ class PlanArguments:
         typer.Option(help="Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts."),
     ] = 1
     seed: Annotated[int, typer.Option(help="Of the batches sampled from the lengths.")] = 0
+    worst: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Also search N global batches for the one that needs most memory (the longest documents together, "
+            "some long ones with many short ones, and their neighbours), under the strategies named or the best one.",
+        ),
+    ] = None
     cost: Annotated[Path | None, typer.Option(help="Measured cost file; default: data-sheet numbers.")] = None
     search_layout: Annotated[
         bool,

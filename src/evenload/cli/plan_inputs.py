@@ -18,7 +18,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import Overlong
+from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import options_of_settings
 from evenload.runtime.config.lora_config import with_adapters
@@ -72,7 +72,7 @@ class PlanInputs:
         model_name, cluster_name, cost_name: as the user gave them.
         layout: None = the default one, or a search.
         keeps_stages: the layout is that of a run, layers of stages included; else they are balanced by cost.
-        documents, tokens: size of a global batch, one of them.
+        batches: how a global batch is drawn from the lengths.
         memory_cap_bytes: what a device offers.
     """
 
@@ -82,10 +82,7 @@ class PlanInputs:
     machines: ClusterSpec
     layout: ParallelLayout | None
     keeps_stages: bool
-    documents: int | None
-    tokens: int | None
-    context: int
-    overlong: Overlong
+    batches: BatchRule
     options: PlanOptions
     cost_name: str
     memory_cap_bytes: int
@@ -119,10 +116,12 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         machines=machines,
         layout=layout,
         keeps_stages=keeps_stages,
-        documents=documents,
-        tokens=tokens,
-        context=context,
-        overlong=asked.overlong or (run.data.overlong if run else "error"),
+        batches=BatchRule(
+            num_documents=documents,
+            num_tokens=tokens,
+            context=context,
+            overlong=asked.overlong or (run.data.overlong if run else "error"),
+        ),
         options=_options(asked, run),
         cost_name=str(cost) if cost else "analytic",
         memory_cap_bytes=(run.plan.memory_bytes if run else None) or usable_bytes(machines),

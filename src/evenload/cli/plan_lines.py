@@ -15,9 +15,11 @@ from evenload.data.lengths import LengthTable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import layout_sizes
+from evenload.explore.worst_batch import WorstBatch
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
+from evenload.types.scaled_units import format_bytes
 
 
 def inputs_said(
@@ -37,10 +39,10 @@ def inputs_said(
         "layout": layout_sizes(layout),
         "stage_layers": layout.stage_counts,
         "devices": inputs.machines.num_devices,
-        "documents": inputs.documents,
-        "tokens": inputs.tokens,
-        "context": inputs.context,
-        "overlong": inputs.overlong,
+        "documents": inputs.batches.num_documents,
+        "tokens": inputs.batches.num_tokens,
+        "context": inputs.batches.context,
+        "overlong": inputs.batches.overlong,
         "policy": options.policy,
         "dp_merge": options.dp_merge,
         "window": options.window,
@@ -83,6 +85,22 @@ def bound_line(evaluation: Evaluation) -> str:
     return (
         f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
         f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
+    )
+
+
+def worst_line(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> str:
+    """The most memory that was found to be needed, and by which documents."""
+    longest = ", ".join(f"{length:,}" for length in worst.longest)
+    more = ", ..." if worst.documents > len(worst.longest) else ""
+    policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
+    verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
+    if worst.fitting_policy:
+        verdict += f"; --policy {worst.fitting_policy} fits it"
+    return in_unit(
+        f"{worst.strategy}: the worst of {worst.searched} global batches searched ({worst.drawn}: {worst.documents:,} "
+        f"documents of {longest}{more} tokens, {worst.tokens:,} in all) takes {format_bytes(worst.peak_memory_bytes)} "
+        f"of {format_bytes(memory_cap_bytes)} with {policies} and {verdict}",
+        unit,
     )
 
 

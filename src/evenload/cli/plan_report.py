@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from evenload.cli.plan_lines import worst_line
 from evenload.data.length_profile import profile_lengths
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
@@ -28,6 +30,7 @@ class Comparison:
     rows: list[dict[str, Any]]
     left_out: tuple[LeftOutStrategy, ...]
     layouts: tuple[LayoutResult, ...]
+    worst: tuple[WorstBatch, ...]
     unit: LengthUnit
     memory_cap_bytes: int
 
@@ -35,7 +38,9 @@ class Comparison:
 def plan_report(found: Comparison) -> RunReport:
     evaluation = found.evaluation
     splits = {result.name: result.time_split for result in evaluation.results}
-    notes = {row["name"]: row["note"] for row in found.rows if row["note"]}
+    notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in found.rows if row["note"]}
+    for one in found.worst:
+        notes[one.strategy] = (*notes.get(one.strategy, ()), worst_line(one, found.memory_cap_bytes, found.unit))
     lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
         title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
@@ -49,7 +54,7 @@ def plan_report(found: Comparison) -> RunReport:
                 ),
                 time_split=splits[name],
                 memory_limit_bytes=found.memory_cap_bytes,
-                notes=(notes[name],) if name in notes else (),
+                notes=notes.get(name, ()),
             )
             for name, proposals in evaluation.proposals.items()
             if proposals

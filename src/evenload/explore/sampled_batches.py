@@ -5,6 +5,7 @@ entry before all were used, and step k is the same for any number of steps. A ba
 by documents or by tokens; strategies only rearrange inside it. O(n) per step.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -28,20 +29,11 @@ class SampledBatch:
     dropped_tokens: int
 
 
-def sample_global_batches(
-    lengths: NDArray[np.int64],
-    *,
-    steps: int,
-    seed: int,
-    num_documents: int | None = None,
-    num_tokens: int | None = None,
-    context: int,
-    overlong: Overlong = "error",
-) -> tuple[SampledBatch, ...]:
-    """Draw the batches of `steps` steps.
+@dataclass(frozen=True, kw_only=True)
+class BatchRule:
+    """How a global batch is drawn from entries of a table.
 
     Args:
-        lengths: int64[n], at least 1 each.
         num_documents: table entries of a step; or
         num_tokens: entries are taken until their tokens (after `overlong`) reach this; the last one may exceed it.
         context: longest document that is trained whole.
@@ -49,49 +41,77 @@ def sample_global_batches(
 
     Raises:
         ConfigError: neither or both of `num_documents` and `num_tokens`, or a value below 1.
-        DataError: an entry longer than `context` with `overlong` "error"; a table without usable entries.
     """
-    if (num_documents is None) == (num_tokens is None):
-        raise ConfigError("global batch: give its size either in documents or in tokens")
-    size = num_tokens if num_documents is None else num_documents
-    for name, value in (("steps", steps), ("batch size", size), ("context", context)):
-        if value is None or value < 1:
-            raise ConfigError(f"global batch: {name} is {value}, must be at least 1")
-    if seed < 0:
-        raise ConfigError(f"global batch: seed is {seed}, must be 0 or more")
-    usable = lengths <= context
-    if overlong == "error" and not usable.all():
-        first = int(np.argmin(usable))
-        raise DataError(
-            f"document {first} has {lengths[first]} tokens, context is {context} "
-            f"({int((~usable).sum())} of {len(lengths)} documents are longer); "
-            "raise --context or choose --overlong split, truncate or drop"
-        )
-    if not len(lengths) or (overlong == "drop" and not usable.any()):
-        raise DataError(f"no document of the table fits context {context}; raise --context or use --overlong split")
-    entries = _entries(lengths, seed)
-    next_id = 0
-    batches = []
-    for _ in range(steps):
+
+    num_documents: int | None = None
+    num_tokens: int | None = None
+    context: int
+    overlong: Overlong = "error"
+
+    def __post_init__(self) -> None:
+        if (self.num_documents is None) == (self.num_tokens is None):
+            raise ConfigError("global batch: give its size either in documents or in tokens")
+        size = self.num_tokens if self.num_documents is None else self.num_documents
+        for name, value in (("batch size", size), ("context", self.context)):
+            if value is None or value < 1:
+                raise ConfigError(f"global batch: {name} is {value}, must be at least 1")
+
+    def sample(self, lengths: NDArray[np.int64], *, steps: int, seed: int) -> tuple[SampledBatch, ...]:
+        """The batches of so many steps.
+
+        Args:
+            lengths: int64[n], at least 1 each.
+
+        Raises:
+            ConfigError: `steps` below 1 or `seed` below 0.
+            DataError: an entry longer than `context` with `overlong` "error"; a table without usable entries.
+        """
+        if steps < 1:
+            raise ConfigError(f"global batch: steps is {steps}, must be at least 1")
+        if seed < 0:
+            raise ConfigError(f"global batch: seed is {seed}, must be 0 or more")
+        self._require_usable(lengths)
+        entries = _entries(lengths, seed)
+        batches: list[SampledBatch] = []
+        next_id = 0
+        for _ in range(steps):
+            batches.append(self.draw(entries, next_id))
+            next_id += len(batches[-1].documents) + len(batches[-1].left_out)
+        return tuple(batches)
+
+    def draw(self, entries: Iterator[int], first_id: int = 0) -> SampledBatch:
+        """A batch of the next entries, an iterator without an end; ids of documents count up from `first_id`."""
         documents: list[Document] = []
         left_out: list[LeftOut] = []
         sampled = tokens = dropped = 0
-        while (sampled < num_documents) if num_documents is not None else (tokens < num_tokens):  # type: ignore[operator]
+        ids = itertools.count(first_id)
+        while sampled < self.num_documents if self.num_documents is not None else tokens < self.num_tokens:  # type: ignore[operator]
             length = next(entries)
             sampled += 1
-            if length > context and overlong == "drop":
-                left_out.append(LeftOut(doc_id=next_id, num_tokens=length, reason=f"dropped: longer than {context}"))
+            if length > self.context and self.overlong == "drop":
+                reason = f"dropped: longer than {self.context}"
+                left_out.append(LeftOut(doc_id=next(ids), num_tokens=length, reason=reason))
                 dropped += length
-                next_id += 1
                 continue
-            pieces = _pieces(length, context, overlong)
+            pieces = _pieces(length, self.context, self.overlong)
             dropped += length - sum(pieces)
-            for piece in pieces:
-                documents.append(Document(doc_id=next_id, num_tokens=piece, num_label_tokens=piece - 1))
-                tokens += piece
-                next_id += 1
-        batches.append(SampledBatch(tuple(documents), tuple(left_out), dropped))
-    return tuple(batches)
+            documents += [Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in pieces]
+            tokens += sum(pieces)
+        return SampledBatch(tuple(documents), tuple(left_out), dropped)
+
+    def _require_usable(self, lengths: NDArray[np.int64]) -> None:
+        usable = lengths <= self.context
+        if self.overlong == "error" and not usable.all():
+            first = int(np.argmin(usable))
+            raise DataError(
+                f"document {first} has {lengths[first]} tokens, context is {self.context} "
+                f"({int((~usable).sum())} of {len(lengths)} documents are longer); "
+                "raise --context or choose --overlong split, truncate or drop"
+            )
+        if not len(lengths) or (self.overlong == "drop" and not usable.any()):
+            raise DataError(
+                f"no document of the table fits context {self.context}; raise --context or use --overlong split"
+            )
 
 
 def _entries(lengths: NDArray[np.int64], seed: int) -> Iterator[int]:

@@ -1,0 +1,173 @@
+"""`find_worst`: global batches that a table of lengths can draw and that need most memory, for `evenload plan --worst`.
+
+A step of training may draw any documents of the table together, and sampled steps rarely meet the worst of them. No
+formula knows it, because planners answer a batch: they cut it, share it, recompute some of it. So batches are planned
+and compared: first the extremes (the longest together; the longest few beside the shortest), then neighbours of the
+worst one found, with a few documents exchanged. A batch is worse than another that fits where it does not fit, where
+more of its tokens must be recomputed or offloaded, or where it takes more memory. What is found is a batch that exists;
+that no other one is worse is not proven, and the number of batches searched says how hard was looked. O(batches) plans
+of a step.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.explore.progress import OnProgress, no_progress
+from evenload.explore.sampled_batches import BatchRule, SampledBatch
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.types.base import Frozen
+
+_EXCHANGED = 8
+"""Most documents by which a neighbour differs."""
+Order = NDArray[np.int64]
+"""Entries of the table; a batch is drawn from its beginning."""
+
+
+class WorstBatch(Frozen):
+    """The batch of a search that needs most memory under one strategy.
+
+    Args:
+        searched: batches planned.
+        longest: the first of them drawn, longest first, at most eight.
+        documents, tokens: of the batch.
+        peak_memory_bytes: predicted, of the fullest rank.
+        policies: documents under every activation policy, by name.
+        fits: within the limit.
+        why: it does not, in words.
+        fitting_policy: under which it would, where the asked one does not; "" = none does, or none had to be tried.
+    """
+
+    strategy: str
+    searched: int
+    drawn: str
+    longest: tuple[int, ...]
+    documents: int
+    tokens: int
+    peak_memory_bytes: int
+    policies: dict[str, int]
+    fits: bool
+    why: str
+    fitting_policy: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    order: Order
+    drawn: str
+    batch: SampledBatch
+    proposal: Proposal
+
+    @property
+    def need(self) -> tuple[bool, int, int]:
+        """Ordered: where planners choose policies, memory is full soon, and what it does not hold tells more."""
+        not_stored = {doc_id for packs in self.proposal.plan.pack_plans for doc_id in packs.policies}
+        tokens = sum(document.num_tokens for document in self.batch.documents if document.doc_id in not_stored)
+        return not self.proposal.feasible, tokens, self.proposal.plan.predicted.peak_memory_bytes
+
+
+def find_worst(
+    planner: StepPlanner,
+    lengths: NDArray[np.int64],
+    rule: BatchRule,
+    strategy: str,
+    count: int,
+    *,
+    seed: int,
+    on_progress: OnProgress = no_progress,
+) -> WorstBatch:
+    """Search `count` global batches for the one that needs most memory.
+
+    Documents are not deferred, so that a batch is planned as it is drawn.
+
+    Args:
+        lengths: int64[n], the table.
+        rule: of drawing a batch.
+        count: at least 1.
+        seed: of the neighbours.
+
+    Raises:
+        ConfigError, DataError, InfeasiblePlanError: no batch could be planned.
+    """
+    generator = np.random.default_rng(seed)
+    worst: _Found | None = None
+    extremes = _extremes(lengths, rule)
+    for searched in range(count):
+        on_progress(searched, count, f"worst batch of {strategy}")
+        order, drawn = next(extremes, (None, ""))
+        if order is None:
+            assert worst is not None
+            order, drawn = _neighbour(worst, generator), worst.drawn.removesuffix(_NEAR) + _NEAR
+        batch = _drawn(lengths, rule, order)
+        found = _Found(order, drawn, batch, planner.propose(0, batch.documents, strategy))
+        if worst is None or found.need > worst.need:
+            worst = found
+    assert worst is not None
+    return _described(planner, worst, strategy, count)
+
+
+_NEAR = ", some exchanged"
+
+
+def _extremes(lengths: NDArray[np.int64], rule: BatchRule) -> Iterator[tuple[Order, str]]:
+    longest_first = np.argsort(-lengths, kind="stable")
+    yield longest_first, "the longest together"
+    num_longest = 1
+    # With as many as a batch holds it would be the first again.
+    while num_longest < min(len(_drawn(lengths, rule, longest_first).documents), len(lengths)):
+        rest = longest_first[num_longest:][::-1]
+        yield np.concatenate([longest_first[:num_longest], rest]), f"the longest {num_longest} with the shortest"
+        num_longest *= 4
+
+
+def _neighbour(found: _Found, generator: np.random.Generator) -> Order:
+    """Some entries of the batch exchanged with entries from anywhere in the table."""
+    order = found.order.copy()
+    size = min(len(found.batch.documents), len(order))
+    for _ in range(int(generator.integers(1, _EXCHANGED + 1))):
+        one, other = generator.integers(size), generator.integers(len(order))
+        order[[one, other]] = order[[other, one]]
+    return order
+
+
+def _described(planner: StepPlanner, worst: _Found, strategy: str, searched: int) -> WorstBatch:
+    documents, plan = worst.batch.documents, worst.proposal.plan
+    policies = {document.doc_id: "replay" for document in documents}
+    for packs in plan.pack_plans:
+        policies |= packs.policies
+    names = list(policies.values())
+    lengths = sorted((document.num_tokens for document in documents), reverse=True)
+    return WorstBatch(
+        strategy=strategy,
+        searched=searched,
+        drawn=worst.drawn,
+        longest=tuple(lengths[:8]),
+        documents=len(documents),
+        tokens=sum(lengths),
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
+        policies={name: names.count(name) for name in sorted(set(names))},
+        fits=worst.proposal.feasible,
+        why=worst.proposal.why,
+        fitting_policy="" if worst.proposal.feasible else _fitting_policy(planner, worst, strategy),
+    )
+
+
+def _drawn(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledBatch:
+    """The batch at the beginning of an order, which begins anew where the table is smaller than a batch."""
+    return rule.draw(itertools.cycle(lengths[order].tolist()))
+
+
+def _fitting_policy(planner: StepPlanner, worst: _Found, strategy: str) -> str:
+    costs, documents = planner.costs, worst.batch.documents
+    for policy in ("choose", "recompute", "offload"):
+        if policy == planner.options.policy or (policy == "offload" and costs.coefficients.host_link is None):
+            continue
+        options = msgspec.structs.replace(planner.options, policy=policy)
+        other = StepPlanner(costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options)
+        if other.propose(0, documents, strategy).feasible:
+            return policy
+    return ""

@@ -1,0 +1,94 @@
+"""The batch that needs most memory: found among all that a small table can draw, and said truly."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.worst_batch import find_worst
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+
+TABLE = np.array([200, 150, 90, 90, 40, 12, 5, 3], np.int64)
+
+
+def make_planner(cap: int | None = None, policy: str = "replay") -> StepPlanner:
+    options = PlanOptions(max_pack_tokens=256, candidates=2, policy=policy)
+    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3), cap, options)
+
+
+def peak_bytes(planner: StepPlanner, lengths) -> int:
+    documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
+    return planner.propose(0, documents, "best_fit").plan.predicted.peak_memory_bytes
+
+
+def test_it_is_the_worst_of_all_batches_that_a_small_table_can_draw():
+    planner = make_planner()
+    every = [peak_bytes(planner, lengths) for lengths in itertools.permutations(TABLE, 3)]
+    found = find_worst(planner, TABLE, BatchRule(num_documents=3, context=256), "best_fit", 100, seed=0)
+    assert found.peak_memory_bytes == max(every) > min(every)
+    assert (found.searched, found.documents, found.fits, found.policies) == (100, 3, True, {"replay": 3})
+
+
+@pytest.mark.parametrize("rule", [BatchRule(num_documents=4, context=256), BatchRule(num_tokens=300, context=256)])
+def test_what_is_said_is_of_the_batch_that_was_found(rule):
+    found = find_worst(make_planner(), TABLE, rule, "best_fit", 20, seed=1)
+    assert found.documents == len(found.longest)
+    assert found.tokens == sum(found.longest)
+    assert list(found.longest) == sorted(found.longest, reverse=True)
+    # The order of arrival may decide what meets in a pack.
+    assert found.peak_memory_bytes in {
+        peak_bytes(make_planner(), lengths) for lengths in itertools.permutations(found.longest)
+    }
+
+
+def test_the_longest_together_come_first():
+    found = find_worst(make_planner(), TABLE, BatchRule(num_documents=2, context=256), "best_fit", 1, seed=0)
+    assert (found.drawn, found.longest) == ("the longest together", (200, 150))
+
+
+def test_what_does_not_fit_names_a_policy_under_which_it_would():
+    rule = BatchRule(num_documents=4, context=256)
+    most = find_worst(make_planner(), TABLE, rule, "best_fit", 10, seed=0).peak_memory_bytes
+    found = find_worst(make_planner(cap=int(0.9 * most)), TABLE, rule, "best_fit", 10, seed=0)
+    assert (found.fits, found.fitting_policy) == (False, "choose")
+    assert "needs" in found.why
+    chosen = find_worst(make_planner(cap=int(0.9 * most), policy="choose"), TABLE, rule, "best_fit", 10, seed=0)
+    assert (chosen.fits, chosen.fitting_policy) == (True, "")
+    assert set(chosen.policies) - {"replay"}
+    hopeless = find_worst(make_planner(cap=1), TABLE, rule, "best_fit", 3, seed=0)
+    assert (hopeless.fits, hopeless.fitting_policy) == (False, "")
+
+
+def test_where_policies_are_chosen_the_batch_that_memory_holds_least_of_is_the_worst():
+    """All batches fill memory then; the peak alone would call any of them the worst."""
+    rule = BatchRule(num_documents=4, context=256)
+    most = find_worst(make_planner(), TABLE, rule, "best_fit", 10, seed=0).peak_memory_bytes
+    planner = make_planner(cap=int(0.9 * most), policy="choose")
+    found = find_worst(planner, TABLE, rule, "best_fit", 60, seed=0)
+
+    def tokens_not_stored(lengths) -> int:
+        documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+        (packs,) = planner.propose(0, documents, "best_fit").plan.pack_plans
+        return sum(lengths[doc_id] for doc_id in packs.policies)
+
+    every = [tokens_not_stored(lengths) for lengths in itertools.permutations(TABLE.tolist(), 4)]
+    assert max(tokens_not_stored(lengths) for lengths in itertools.permutations(found.longest)) == max(every) > 0
+
+
+def test_a_table_smaller_than_a_batch_begins_anew():
+    found = find_worst(make_planner(), TABLE[:2], BatchRule(num_documents=5, context=256), "best_fit", 4, seed=0)
+    assert found.longest == (200, 200, 200, 150, 150)
+
+
+def test_it_is_written_as_it_is(tmp_path):
+    found = find_worst(make_planner(), TABLE, BatchRule(num_documents=2, context=256), "best_fit", 2, seed=0)
+    assert set(msgspec.to_builtins(found)) == {
+        *("strategy", "searched", "drawn", "longest", "documents", "tokens", "peak_memory_bytes"),
+        *("policies", "fits", "why", "fitting_policy"),
+    }
