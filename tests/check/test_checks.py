@@ -27,7 +27,6 @@ def config_file(tmp_path: Path) -> Path:
     settings = """
         max_document_tokens = 1024
         batch_documents = 20
-        workers = 0
         [train]
         steps = 20
     """

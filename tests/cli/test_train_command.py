@@ -25,7 +25,8 @@ from reference_training import tiny_config
 def project(tmp_path: Path, monkeypatch) -> Path:
     """A directory with a tiny model, documents and config.toml for two pipeline stages.
 
-    With costs, because measuring them takes longer than all that these tests are about; `evenload check` measures."""
+    With costs and without processes that read, because measuring and starting take longer than all that these tests are
+    about; `evenload check` measures, and the run that is killed reads as runs do by default."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
     model = msgspec.structs.replace(model_from(str(tmp_path / "model")), bytes_per_element=4)
@@ -43,6 +44,7 @@ def project(tmp_path: Path, monkeypatch) -> Path:
         sources = ["corpus"]
         max_document_tokens = 1024
         batch_documents = 6
+        workers = 0
         [parallel]
         pp = 2
         [optimizer]
@@ -89,7 +91,7 @@ def no_ranks(monkeypatch) -> None:
 
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project):
     """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
-    code, output = run(project, "train.output_dir=whole")
+    code, output = run(project, "train.output_dir=whole", "data.workers=1")
     assert code == 0, output
     assert re.search(r"trained\s+30 documents", output), output
     whole = project / "whole"
@@ -104,7 +106,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
     assert (whole / "cost.json").read_bytes() == (project / "cost.json").read_bytes()
 
-    settings = ("train.checkpoint_every_steps=1", "train.steps=5")
+    settings = ("train.checkpoint_every_steps=1", "train.steps=5", "data.workers=1")
     process = start(project, *settings)
     wait_for_rows(project, 2, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed

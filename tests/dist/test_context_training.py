@@ -31,6 +31,7 @@ def config_file(tmp_path: Path) -> Path:
         max_document_tokens = 320
         batch_documents = 9
         shuffle_window = 16
+        workers = 0
         [plan]
         options = {{ max_pack_tokens = 320 }}
         [train]

@@ -19,7 +19,6 @@ def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchan
     run = """
         max_document_tokens = 256
         batch_documents = 8
-        workers = 0
         [plan.options]
         cp_sharding = "per_document"
         [train]

@@ -21,7 +21,6 @@ def config_file(tmp_path: Path) -> Path:
     settings = """
         max_document_tokens = 256
         batch_documents = 8
-        workers = 0
         [train]
         steps = 1000
     """

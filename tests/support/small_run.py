@@ -7,7 +7,7 @@ from reference_training import tiny_config
 
 
 def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: str = "llama", **model: object) -> Path:
-    """Model, corpus and config.toml; returns the path of the latter.
+    """Model, corpus and config.toml, read in a thread; returns the path of the latter.
 
     Args:
         texts: of documents, the files corpus/00.txt, corpus/01.txt, ..., read in this order where nothing shuffles.
@@ -26,6 +26,7 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
         random_init = true
         [data]
         sources = ["{directory / "corpus"}"]
+        workers = 0
         {settings}
         output_dir = "{directory / "run"}"
         """

@@ -18,6 +18,9 @@ STEPS = 6
 def write_training_config(directory: Path, sources: Path, data: str = "") -> Path:
     """A configuration of six steps of a tiny Llama in float64.
 
+    Its ranks read in a thread: a process of their own takes longer to start than all reading (tests/dist/
+    test_training_data.py trains with both).
+
     Args:
         data: more lines of the data table.
     """
@@ -36,6 +39,7 @@ def write_training_config(directory: Path, sources: Path, data: str = "") -> Pat
         overlong = "split"
         batch_documents = 7
         shuffle_window = 16
+        workers = 0
         {data}
         [plan]
         options = {{ max_pack_tokens = 256 }}
