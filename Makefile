@@ -29,7 +29,9 @@ PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -
 # One process more than cores, because some tests wait; at most four, because each starts a pool of four ranks.
 TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )))
 
-test: .venv/dev check  ## everything CI checks
+# What the tests import is compiled once, while the checks run, instead of by every process of the tests.
+test: .venv/dev  ## everything CI checks
+	@$(BIN)/python -m pytest --collect-only -q >/dev/null & compiled=$$!; $(MAKE) --no-print-directory check && wait $$compiled
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
 # Everything that starts no training processes and no browser.
