@@ -31,7 +31,7 @@ TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )
 
 # What the tests import is compiled once, while the checks run, instead of by every process of the tests.
 test: .venv/dev  ## everything CI checks
-	@$(BIN)/python -m pytest --collect-only -q >/dev/null & compiled=$$!; $(MAKE) --no-print-directory check && wait $$compiled
+	@$(BIN)/python -m pytest --collect-only -q >/dev/null & $(MAKE) --no-print-directory check; checked=$$?; wait; exit $$checked
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
 # Everything that starts no training processes and no browser.
