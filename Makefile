@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more."
 endef
 
-.PHONY: demo test test-fast check bench docs clean
+.PHONY: demo test test-fast check bench gpu wheels docs clean
 
 demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -48,6 +48,17 @@ check: .venv/dev  ## lint, format, types, import rules
 
 bench: .venv/dev  ## measure; appends rows to benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
+
+gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, in parts; 25 minutes at most
+	$(PYTHON) tools/gpu_parts.py
+
+# What a GPU machine without a network may lack; its torch and what belongs to torch it has.
+GPU_WHEELS := msgspec plotly jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
+GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+
+wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: --no-deps --dest wheels \
+		$(GPU_PLATFORM) $(GPU_WHEELS)
 
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py

@@ -101,41 +101,47 @@ def train(case: Case, steps: int, *overrides: str) -> list[dict] | None:
         RuntimeError: with what the run printed, where it failed otherwise.
     """
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        edges = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int64)
-        np.save(directory / "tokens.npy", np.random.default_rng(1).integers(0, 257, edges[-1], dtype=np.int32))
-        np.save(directory / "tokens.idx.npy", edges)
-        case.config.save_pretrained(directory / "model")
-        longest = max(case.lengths)
-        (directory / "config.toml").write_text(
-            f"""
-            [model]
-            path = "{directory / "model"}"
-            random_init = true
-            dtype = "bfloat16"
-            [data]
-            sources = ["{directory / "tokens.npy"}"]
-            record = "tokens"
-            max_document_tokens = {longest}
-            batch_tokens = {case.step_tokens}
-            epochs = 1000
-            [plan]
-            options = {{ max_pack_tokens = {longest} }}
-            [train]
-            output_dir = "{directory / "run"}"
-            device = "cuda"
-            steps = {steps}
-            export_hf = false
-            """
-        )
-        command = [sys.executable, "-m", "evenload.cli.main", "train", str(directory / "config.toml"), *overrides]
+        config = write_run(case, Path(folder), steps)
+        command = [sys.executable, "-m", "evenload.cli.main", "train", str(config), *overrides]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode == 3:
             return None
         if done.returncode:
             raise RuntimeError(f"{case.name} {overrides}: {done.stdout}{done.stderr}")
-        rows = (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        rows = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
         return [json.loads(row) for row in rows[1:]]
+
+
+def write_run(case: Case, directory: Path, steps: int, device: str = "cuda") -> Path:
+    """Model, tokens and config.toml of a run; returns the path of the latter."""
+    edges = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int64)
+    np.save(directory / "tokens.npy", np.random.default_rng(1).integers(0, 257, edges[-1], dtype=np.int32))
+    np.save(directory / "tokens.idx.npy", edges)
+    case.config.save_pretrained(directory / "model")
+    longest = max(case.lengths)
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{directory / "model"}"
+        random_init = true
+        dtype = "bfloat16"
+        [data]
+        sources = ["{directory / "tokens.npy"}"]
+        record = "tokens"
+        max_document_tokens = {longest}
+        batch_tokens = {case.step_tokens}
+        epochs = 1000
+        [plan]
+        options = {{ max_pack_tokens = {longest} }}
+        [train]
+        output_dir = "{directory / "run"}"
+        device = "{device}"
+        steps = {steps}
+        export_hf = false
+        """
+    )
+    return file
 
 
 def compare_strategies(case: Case, steps: int) -> list[Row]:
