@@ -17,6 +17,19 @@ settings.load_profile("repeatable")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests begin first, shared out among the workers of a parallel run, so that none is the last.
+
+    `--dist worksteal` gives each worker a run of consecutive tests and moves those at its end to idle ones.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    size = -(-len(others) // workers)
+    parts = [(*long[k::workers], *others[k * size : (k + 1) * size]) for k in range(workers)]
+    items[:] = [item for part in parts for item in part]
+
+
 @pytest.fixture(scope="session")
 def gloo_pool():
     """Real gloo processes, started once for the whole test run."""

@@ -45,6 +45,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_same_batches_are_measured_under_every_strategy(project):
     """Losses equal, memory as predicted, a row a strategy and batch; nothing else is written."""
     before = {path.name for path in project.iterdir()}

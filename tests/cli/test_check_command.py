@@ -57,6 +57,7 @@ def verdicts(output: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) > 1 and row[0] in NAMES}
 
 
+@pytest.mark.long
 def test_a_right_run_passes_and_nothing_is_written(project):
     """And the one thing that does not fit is told apart: exit code 3, all else proved. Costs are measured first."""
     code, output = run(project, "plan.memory_bytes=300000")
@@ -67,6 +68,7 @@ def test_a_right_run_passes_and_nothing_is_written(project):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_run_is_proved_too(project):
     """Two ranks with parts of every matrix and of every row: nothing is skipped."""
     model = msgspec.structs.replace(model_from(str(project / "model")), bytes_per_element=4)

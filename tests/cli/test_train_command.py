@@ -104,6 +104,7 @@ def no_ranks(monkeypatch) -> None:
     monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
 
 
+@pytest.mark.long
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project, run_here):
     """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
     assert run_here("train.output_dir=whole", "data.workers=1") == (0, "")
@@ -137,6 +138,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     assert latest == {row["step"]: row["loss"] for row in rows}
 
 
+@pytest.mark.long
 def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     process = start(project, "train.steps=100000")
     wait_for_rows(project, 1, process)
@@ -148,6 +150,7 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     """SIGSTOP: nothing breaks, nothing answers. The launcher kills the stopped rank ten seconds later."""
     process = start(project, "train.steps=100000", "train.timeout_s=15", "parallel.channels=fifo")
@@ -170,6 +173,7 @@ def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
     """A real file system without room for a second checkpoint."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
@@ -196,6 +200,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
     assert "resumed from run/checkpoints/step-00000001 after 1 steps" in output
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(project):
     """Ctrl-C as a terminal sends it, to all processes at once. A later start of the run finds nothing left to train
     and writes what was not, also under another strategy, about which it says what it did."""
@@ -302,6 +307,7 @@ def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, cap
     assert "train.resume is off, but run/checkpoints/step-00000001" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_same_run_and_stops_it_with_a_checkpoint(project):
     process = start(
         project,

@@ -14,6 +14,7 @@ from small_run import write_small_run
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "exchange"), [(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")])
 def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchange):
     run = """

@@ -27,6 +27,7 @@ def config_file(tmp_path: Path) -> Path:
     return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "lost", "how", "waits"),
     [

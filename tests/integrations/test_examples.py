@@ -1,13 +1,15 @@
+import contextlib
 import os
 import re
 import runpy
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from packed_cases import write_texts
+from rank_server import run_as_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -35,18 +37,22 @@ def run(capsys, monkeypatch):
 
 
 def run_on_two_ranks(name, *arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        run_as_torchrun(2, run_example, name, list(map(str, arguments)), folder)
+        return (Path(folder) / "0.txt").read_text()
+
+
+def run_example(name, arguments, folder):
+    sys.argv = [name, *arguments]
+    with (Path(folder) / f"{os.environ['RANK']}.txt").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def losses(output):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
 
+@pytest.mark.long
 def test_the_plain_loop_learns_and_goes_on_with_other_ranks(data, tmp_path, run):
     whole = losses(run("plain_loop.py", "--data", data, "--steps", 4, "--output", tmp_path / "whole"))
     assert list(whole) == [1, 2, 3, 4]

@@ -1,17 +1,14 @@
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
-import trainer_cases
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.trainer import LOADER_STATE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
-from trainer_cases import PackedTrainer, arguments, run, weights_of
+from rank_server import run_as_torchrun
+from trainer_cases import PackedTrainer, arguments, run, run_on_rank, weights_of
 
 STEPS = 5
 # The models' own loss is computed in float32.
@@ -102,26 +99,11 @@ def test_evaluation_is_the_mean_over_all_label_tokens(corpus, tmp_path):
     assert again["eval_label_tokens"] == sum(len(text) for text in texts)
 
 
-def torchrun(world_size, *arguments_):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    script = trainer_cases.__file__
-    done = subprocess.run(
-        [*command, script, *map(str, arguments_)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_two_processes_train_as_one_and_resume_with_one(corpus, tmp_path):
     """The loss is over the global batch, so it depends neither on ranks nor on micro-batches."""
     settings = {"gradient_accumulation_steps": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
     both = {"evaluation": {"batch_tokens": 50}, "eval_strategy": "steps", "eval_steps": 3}
-    torchrun(2, corpus, tmp_path, json.dumps(settings | both))
+    run_as_torchrun(2, run_on_rank, corpus, tmp_path, settings | both)
     train, evaluation, found = torch.load(tmp_path / "outcome.pt", weights_only=False)
     expected, weights = reference_run(corpus, 3)
     for step, loss in expected.items():

@@ -54,7 +54,9 @@ def test_parts_fit_their_limits_and_name_files_that_exist(tool):
         assert all((TOOL.parent.parent / word).exists() for word in files)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["tets"], "no part tets; choose from tests"), ([], "no GPU here")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["tets"], "no part tets; choose from install, tests"), ([], "no GPU here")]
+)
 def test_mistakes_are_told_before_anything_runs(arguments, message):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(TOOL), *arguments]

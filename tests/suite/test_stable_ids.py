@@ -26,6 +26,7 @@ def collected_elsewhere(hash_seed: str) -> set[str]:
     return {line for line in collecting.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.long
 def test_every_case_has_the_same_id_in_every_process(request: pytest.FixtureRequest):
     """Here and in a process that starts later, with another seed of hashes; alone, this test collects twice itself."""
     here = {item.nodeid for item in request.session.items}

@@ -6,6 +6,8 @@ Importing torch, transformers and our modules takes seconds of a core, in every 
 import multiprocessing
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -29,6 +31,52 @@ def rank_context() -> ForkServerContext:
         else:
             os.environ["PYTHONPATH"] = before
     return context
+
+
+def run_as_torchrun(world_size: int, function: Callable[..., object], *arguments: object) -> None:
+    """`function(*arguments)` on new ranks in the environment that torchrun gives them.
+
+    Raises:
+        RuntimeError: with the traceback of a rank that failed.
+    """
+    import torch.distributed as dist
+
+    context = rank_context()
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ends = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        task = (theirs, rank, world_size, store.port, function, arguments)
+        process = context.Process(target=_run_as_torchrun, args=task)
+        process.start()
+        theirs.close()
+        ends.append((process, ours))
+    try:
+        for rank, (process, ours) in enumerate(ends):
+            try:
+                failure = ours.recv()
+            except EOFError:
+                failure = f"the process ended with exit code {process.exitcode}"
+            if failure is not None:
+                raise RuntimeError(f"rank {rank}:\n{failure}")
+    finally:
+        for process, _ in ends:
+            process.join(10)
+            process.kill()
+
+
+def _run_as_torchrun(connection, rank: int, world_size: int, port: int, function, arguments) -> None:
+    os.environ |= {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
+        **{"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+    }
+    try:
+        function(*arguments)
+    except BaseException:
+        connection.send(traceback.format_exc())
+        raise
+    connection.send(None)
 
 
 def tell_modules(connection) -> None:

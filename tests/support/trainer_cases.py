@@ -1,7 +1,5 @@
-"""Trainers of a tiny model, for tests in this process and under torchrun."""
+"""Trainers of a tiny model, for tests in this process and on several ranks."""
 
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -64,8 +62,8 @@ def weights_of(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-if __name__ == "__main__":
-    root, output, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+def run_on_rank(root, output, settings):
+    """As one rank of several; rank 0 leaves losses by step and weights in `outcome.pt`."""
     losses, weights, trainer = run(root, output, **settings)
     if trainer.args.process_index == 0:
         torch.save((losses.train, losses.evaluation, weights), Path(output) / "outcome.pt")
