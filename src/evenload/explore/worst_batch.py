@@ -91,7 +91,7 @@ def find_worst(
         seed: of the neighbours.
 
     Raises:
-        ConfigError, DataError, InfeasiblePlanError: no batch could be planned.
+        ConfigError, DataError, InfeasiblePlanError: the strategy has no plan for a batch, within memory or not.
     """
     generator = np.random.default_rng(seed)
     worst: _Found | None = None
