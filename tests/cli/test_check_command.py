@@ -32,6 +32,7 @@ def project(tmp_path: Path) -> Path:
         sources = ["corpus"]
         max_document_tokens = 1024
         batch_documents = 6
+        workers = 0
         [parallel]
         pp = 2
         [train]
