@@ -7,7 +7,7 @@ from plan_building import random_plan
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "count"), [(1, 1, 15), (2, 1, 20), (4, 1, 20), (2, 2, 20), (1, 3, 20), (4, 2, 10)]
+    ("pp", "dp", "count"), [(1, 1, 10), (2, 1, 12), (4, 1, 12), (2, 2, 12), (1, 3, 12), (4, 2, 8)]
 )
 def test_random_plans_run_and_equal_plain_training(gloo_pool, pp, dp, count):
     """No deadlock and no wrong gradient, for any cuts, any legal f and w, replicas with or without documents."""
