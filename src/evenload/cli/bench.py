@@ -109,16 +109,8 @@ def show_result(result: BenchResult, seconds: float) -> None:
 
     runs = result.runs
     fastest = min(runs, key=lambda one: one.measured_s)
-    headings = (
-        "strategy",
-        "step\ntime",
-        "spread",
-        "pre-\ndicted",
-        "error",
-        "pack\nerror",
-        "memory\nerror",
-        "tokens\n/s",
-    )
+    errors = ("error", "pack\nerror", "memory\nerror")
+    headings = ("strategy", "step\ntime", "spread", "pre-\ndicted", *errors, "tokens\n/s")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
     for heading in headings:
         table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
