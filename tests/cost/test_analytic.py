@@ -44,8 +44,8 @@ def test_tensor_parallel_constants_of_a_pack_shrink_with_the_products() -> None:
     kernel_s = cluster.device.kernel_s
     assert four.forward.pack_s - kernel_s == pytest.approx((one.forward.pack_s - kernel_s) / 4)
     assert four.forward.linear_s_per_token == one.forward.linear_s_per_token  # of a whole layer; costs divide by tp
-    assert four.group_link(8) == cluster.intra_node
-    assert four.group_link(9) == cluster.inter_node
+    assert four.group_link(2, stride=4) == cluster.intra_node
+    assert four.group_link(8, stride=1) == cluster.intra_node
     assert four.host_link == cluster.device.host_link
 
 

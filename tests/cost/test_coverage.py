@@ -96,7 +96,10 @@ def test_missing_links_are_the_clusters_and_said_by_name() -> None:
     assert found.forward == measured().forward
     assert (found.p2p_bandwidth_bytes_per_s, found.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
     assert (found.intra_node, found.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
-    assert found.group_link(8) == CLUSTER.intra_node
+    assert found.group_link(8, stride=1) == CLUSTER.intra_node
+    # Eight adapters of a node at once: what all replicas of two nodes get; one each at tp 8.
+    assert found.group_link(16, stride=1).bandwidth_bytes_per_s == 8 * 42e9
+    assert found.group_link(2, stride=8).bandwidth_bytes_per_s == 42e9
     assert any("pipeline stages over 32 devices" in note and "42 GB/s" in note for note in notes)
     assert any("reduction of gradients over 8 devices" in note for note in notes)
 
@@ -107,7 +110,7 @@ def test_measured_links_stay_inside_a_node_and_give_way_across_nodes() -> None:
     assert (inside.reduce_bandwidth_bytes_per_s, inside.intra_node) == (1000.0, LINK)
     assert not [note for note in notes if "host" not in note]
     across, notes = completed_from_cluster(costs, MODEL, layout(dp=16, cp=2), CLUSTER, "cost file x.json")
-    assert across.reduce_bandwidth_bytes_per_s == 42e9
+    assert across.reduce_bandwidth_bytes_per_s == 8 * 42e9
     assert (across.intra_node, across.inter_node) == (LINK, CLUSTER.inter_node)
     assert any("reduction of gradients over 32 devices" in note for note in notes)
 

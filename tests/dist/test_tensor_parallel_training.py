@@ -167,7 +167,7 @@ def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, 
         assert len(set(ranks)) == 1
         found[tp] = msgspec.json.decode(ranks[0], type=CostCoefficients)
     assert found[2].tensor_exposed_share == 0.0
-    assert found[2].group_link(2).bandwidth_bytes_per_s > 0
+    assert found[2].group_link(2, stride=1).bandwidth_bytes_per_s > 0
     assert found[2].head_s_per_token > 0
 
 

@@ -73,7 +73,8 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         tp=draw(st.sampled_from([1, 2])),
     )
     exchange = draw(st.sampled_from(["all_gather", "ring"]))
-    costs = PackCosts(model, sample_coefficients(**LINKS, context_exchange=exchange), layout)
+    links = {**LINKS, "nics_per_node": draw(st.sampled_from([None, 1, 4, 8]))}
+    costs = PackCosts(model, sample_coefficients(**links, context_exchange=exchange), layout)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
     if not shares:
         forward, backward = (

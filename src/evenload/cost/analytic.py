@@ -69,8 +69,8 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
     ]
     # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some transfer leaves the node as soon as the
     # whole pipeline does; data-parallel ranks are neighbours.
-    p2p = cluster.link(layout.world_size)
-    reduce = cluster.link(layout.dp * layout.cp * layout.tp)
+    p2p = cluster.device_link(layout.world_size)
+    reduce = cluster.group_link(layout.dp * layout.cp, layout.tp)
     return CostCoefficients(
         source="analytic",
         device=device.name,
@@ -90,5 +90,6 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,
+        nics_per_node=cluster.num_nics,
         host_link=device.host_link,
     )

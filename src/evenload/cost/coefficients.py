@@ -24,13 +24,16 @@ import msgspec
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
-from evenload.types.cluster import LinkSpec
+from evenload.types.cluster import LinkSpec, device_share, group_link
 from evenload.types.model import ModelSpec
 
 _SECONDS = (
     "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
     "reduce_latency_s",
 )  # fmt: skip
+
+_NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
+"""Where the link inside a node is not known."""
 
 
 class MeasuredOn(Frozen):
@@ -92,6 +95,8 @@ class CostCoefficients(Frozen):
         reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks; None = unknown.
         intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
             consecutive devices a group spans; None = such groups cannot be costed.
+        nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
+            all, as measured.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
@@ -120,6 +125,7 @@ class CostCoefficients(Frozen):
     intra_node: LinkSpec | None = None
     inter_node: LinkSpec | None = None
     devices_per_node: int = 1
+    nics_per_node: int | None = None
     host_link: LinkSpec | None = None
     tensor_exposed_share: float = 0.5
     weight_gather_exposed_share: float = 0.5
@@ -141,6 +147,10 @@ class CostCoefficients(Frozen):
         if self.attention_tile < 1:
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
+            )
+        if self.nics_per_node is not None and self.nics_per_node < 1:
+            raise ConfigError(
+                f"cost coefficients of {self.device}: nics_per_node is {self.nics_per_node}, must be >= 1 or absent"
             )
         for field in ("tensor_exposed_share", "weight_gather_exposed_share", "context_hidden_share"):
             if not 0 <= getattr(self, field) <= 1:
@@ -174,15 +184,38 @@ class CostCoefficients(Frozen):
             )
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
-    def group_link(self, span_devices: int) -> LinkSpec:
-        """The link that bounds a tensor- or context-parallel group over that many consecutive devices; a `ConfigError`
+    def group_link(self, members: int, stride: int) -> LinkSpec:
+        """The link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
+        tensor-parallel group, tp in a context-parallel one and among replicas that share documents); a `ConfigError`
         where it is not known."""
-        link = self.intra_node if span_devices <= self.devices_per_node else self.inter_node
+        link = self.group_link_or_none(members, stride)
         if link is None:
             raise ConfigError(
-                f"cost coefficients of {self.device} know no link for a group over {span_devices} devices; "
+                f"cost coefficients of {self.device} know no link for a group over {members * stride} devices; "
                 "set intra_node, inter_node and devices_per_node in the cost file, or plan without cp and tp"
             )
+        return link
+
+    def group_link_or_none(self, members: int, stride: int) -> LinkSpec | None:
+        """`group_link`, with None where the link is not known."""
+        if members * stride <= self.devices_per_node:
+            return self.intra_node
+        if self.nics_per_node is None or self.inter_node is None:
+            return self.inter_node
+        inside = self.intra_node or _NO_BOUND
+        return group_link(members, stride, self.devices_per_node, self.nics_per_node, inside, self.inter_node)
+
+    def device_link(self, *, leaves_node: bool) -> LinkSpec:
+        """The link from one device to one other, in its node or in another; a `ConfigError` where it is not known."""
+        link = self.inter_node if leaves_node else self.intra_node
+        if link is None:
+            place = "another node" if leaves_node else "its node"
+            raise ConfigError(
+                f"cost coefficients of {self.device} know no link from a device to one of {place}; set "
+                f"{'inter_node' if leaves_node else 'intra_node'} and devices_per_node in the cost file"
+            )
+        if leaves_node and self.nics_per_node is not None:
+            return device_share(link, self.nics_per_node, self.devices_per_node)
         return link
 
 

@@ -83,7 +83,7 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
         is_known = getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is not None
         if not is_known or (measured is not None and span > measured.world_size):
             lacks.append(lack)
-    if layout.cp * layout.tp > 1 and _group_link(coefficients, layout.cp * layout.tp) is None:
+    if layout.cp * layout.tp > 1 and coefficients.group_link_or_none(layout.cp * layout.tp, 1) is None:
         lacks.append("group link")
     return tuple(lacks)
 
@@ -126,8 +126,7 @@ def completed_from_cluster(
     changes: dict[str, object] = {"devices_per_node": max(coefficients.devices_per_node, cluster.devices_per_node)}
     notes = []
 
-    def take(lack: Lack, span_devices: int) -> LinkSpec:
-        link = cluster.link(span_devices)
+    def take(lack: Lack, span_devices: int, link: LinkSpec) -> LinkSpec:
         notes.append(
             f"{_LINK_OF[lack]} over {span_devices} devices was not measured ({origin}: {_sizes(measured)}): taken from "
             f"cluster {cluster.name}, {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e6:.3g} us"
@@ -136,14 +135,20 @@ def completed_from_cluster(
 
     for lack, prefix, span in _used_links(layout):
         if getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span:
-            link = take(lack, span)
+            of_cluster = (
+                cluster.device_link(span)
+                if lack == "pipeline link"
+                else cluster.group_link(layout.dp * layout.cp, layout.tp)
+            )
+            link = take(lack, span, of_cluster)
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             changes[f"{prefix}_latency_s"] = link.latency_s
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
     if layout.world_size > 1 and coefficients.intra_node is None:
-        changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node))
+        changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node), cluster.intra_node)
     if layout.world_size > known_span and coefficients.inter_node is None:
-        changes["inter_node"] = take("group link", layout.world_size)
+        changes["inter_node"] = take("group link", layout.world_size, cluster.inter_node)
+        changes["nics_per_node"] = cluster.num_nics
     if coefficients.host_link is None and cluster.device.host_link is not None:
         changes["host_link"] = cluster.device.host_link
         notes.append(
@@ -159,10 +164,6 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Lack, str, int]]:
         yield "pipeline link", "p2p", layout.world_size
     if layout.dp * layout.cp > 1:
         yield "reduction link", "reduce", layout.dp * layout.cp * layout.tp
-
-
-def _group_link(coefficients: CostCoefficients, span_devices: int) -> LinkSpec | None:
-    return coefficients.intra_node if span_devices <= coefficients.devices_per_node else coefficients.inter_node
 
 
 def _sizes(measured: MeasuredOn) -> str:

@@ -52,7 +52,7 @@ def _tensor_rings_s(model: ModelSpec, coefficients: CostCoefficients, tp: int, r
     """Of a layer's hidden states: (seconds a token, seconds a pack)."""
     if tp == 1:
         return 0.0, 0.0
-    link = coefficients.group_link(tp)
+    link = coefficients.group_link(tp, stride=1)
     token_bytes = model.hidden_size * model.bytes_per_element * (tp - 1) / tp
     return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
 
@@ -78,7 +78,7 @@ def context_seconds(
     for size in np.unique(ranks[gathered_tokens > 0]).tolist():
         if size == 1:
             continue
-        link, of_size = coefficients.group_link(size * tp), (ranks == size) & (gathered_tokens > 0)
+        link, of_size = coefficients.group_link(size, stride=tp), (ranks == size) & (gathered_tokens > 0)
         tokens = gathered_tokens[of_size]
         moved = tokens * token_bytes * (size - 1) / size + tokens * home_bytes / size
         hops = CONTEXT_RINGS[direction] * (size - 1) + home_hops

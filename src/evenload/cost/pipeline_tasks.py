@@ -85,7 +85,7 @@ def require_links_of_group(costs: PackCosts, ranks: int, policy: NDArray[np.int8
     if policy is not None and (policy == OFFLOAD).any():
         costs.host_link()
     if ranks > 1:
-        costs.coefficients.group_link(ranks * costs.layout.tp)
+        costs.coefficients.group_link(ranks, stride=costs.layout.tp)
 
 
 def _arrays(columns: SliceColumns) -> tuple[NDArray, ...]:

@@ -27,6 +27,7 @@ from evenload.cost.memory import (
     trained_layer_parameters,
 )
 from evenload.errors import ConfigError
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -84,22 +85,25 @@ class ReceiveSeconds:
 class _Link:
     """What joins devices of one node, or of different nodes; must be known only where it carries something."""
 
-    def __init__(self, coefficients: CostCoefficients, span_devices: int) -> None:
-        self._coefficients, self._span = coefficients, span_devices
+    def __init__(self, coefficients: CostCoefficients, *, leaves_node: bool) -> None:
+        self._coefficients, self._leaves_node = coefficients, leaves_node
 
     def seconds(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of every device, without latency."""
         if not moved_bytes.any():
             return moved_bytes
-        return moved_bytes / self._coefficients.group_link(self._span).bandwidth_bytes_per_s
+        return moved_bytes / self._spec().bandwidth_bytes_per_s
 
     def latency_seconds(self, messages: int) -> float:
-        return messages * self._coefficients.group_link(self._span).latency_s if messages else 0.0
+        return messages * self._spec().latency_s if messages else 0.0
+
+    def _spec(self) -> LinkSpec:
+        return self._coefficients.device_link(leaves_node=self._leaves_node)
 
 
 def _links(coefficients: CostCoefficients) -> tuple[_Link, _Link]:
     """Inside a node, and between nodes."""
-    return _Link(coefficients, 1), _Link(coefficients, coefficients.devices_per_node + 1)
+    return _Link(coefficients, leaves_node=False), _Link(coefficients, leaves_node=True)
 
 
 def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:

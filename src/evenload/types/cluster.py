@@ -52,7 +52,8 @@ class ClusterSpec(Frozen):
 
     Args:
         intra_node: link between two devices of a node (NVLink, shared memory).
-        inter_node: link of one device to another node (its share of the NICs).
+        inter_node: what ONE network adapter of a node carries to another node.
+        nics_per_node: network adapters of a node; None = one for every device.
     """
 
     name: str
@@ -61,11 +62,17 @@ class ClusterSpec(Frozen):
     device: DeviceSpec
     intra_node: LinkSpec
     inter_node: LinkSpec
+    nics_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise ConfigError(
                 f"cluster {self.name}: {self.num_nodes} nodes of {self.devices_per_node} devices; both must be >= 1"
+            )
+        if self.nics_per_node is not None and self.nics_per_node < 1:
+            raise ConfigError(
+                f"cluster {self.name}: nics_per_node is {self.nics_per_node}, must be >= 1; leave it out where every "
+                "device has an adapter of its own"
             )
 
     @property
@@ -73,6 +80,44 @@ class ClusterSpec(Frozen):
         """Devices in all."""
         return self.num_nodes * self.devices_per_node
 
-    def link(self, group_span_devices: int) -> LinkSpec:
-        """The link that bounds a group whose ranks span that many consecutive devices."""
-        return self.intra_node if group_span_devices <= self.devices_per_node else self.inter_node
+    @property
+    def num_nics(self) -> int:
+        """Network adapters of a node."""
+        return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
+
+    def group_link(self, members: int, stride: int) -> LinkSpec:
+        """What bounds a collective over `members` ranks that lie `stride` devices apart: `group_link`."""
+        return group_link(members, stride, self.devices_per_node, self.num_nics, self.intra_node, self.inter_node)
+
+    def device_link(self, span_devices: int) -> LinkSpec:
+        """What one device gets that sends to one other, where both lie among so many consecutive devices."""
+        if span_devices <= self.devices_per_node:
+            return self.intra_node
+        return device_share(self.inter_node, self.num_nics, self.devices_per_node)
+
+
+def group_link(
+    members: int, stride: int, devices_per_node: int, nics_per_node: int, intra_node: LinkSpec, inter_node: LinkSpec
+) -> LinkSpec:
+    """The link that bounds a ring over `members` ranks that lie `stride` devices apart.
+
+    Inside a node it is the node's own. A group that leaves the node and has k members in each (k = devices_per_node /
+    stride: in the rank order of `types.layout` the groups of data and context ranks have stride tp) crosses the network
+    on k adapters at once, as NCCL's rings and trees do, one a member; the other groups of the node use the others. With
+    fewer or more adapters than devices each member has its share of them. Inside the node the same bytes go from member
+    to member: min(inside a node, rails x adapter). Counted as if the group filled all its nodes.
+    """
+    if members * stride <= devices_per_node:
+        return intra_node
+    rails = max(1, devices_per_node // stride) * nics_per_node / devices_per_node
+    return LinkSpec(
+        bandwidth_bytes_per_s=min(intra_node.bandwidth_bytes_per_s, rails * inter_node.bandwidth_bytes_per_s),
+        latency_s=inter_node.latency_s,
+    )
+
+
+def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int) -> LinkSpec:
+    """Of the network, for one transfer of one device while the others of its node send too: one adapter, or its share
+    of one where there are fewer than devices."""
+    share = min(1.0, nics_per_node / devices_per_node)
+    return LinkSpec(bandwidth_bytes_per_s=share * inter_node.bandwidth_bytes_per_s, latency_s=inter_node.latency_s)

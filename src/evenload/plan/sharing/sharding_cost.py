@@ -38,7 +38,7 @@ def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
     layout, coefficients = costs.layout, costs.coefficients
     # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
     curves = (costs.forward_work(), costs.backward_work())
-    link = coefficients.group_link(ranks * layout.tp)
+    link = coefficients.group_link(ranks, stride=layout.tp)
     token_bytes = sum(context_token_bytes(costs.model, layout.tp, direction) for direction in _DIRECTIONS)
     home_bytes = sum(ring_home(costs.model, coefficients, layout.tp, direction)[0] for direction in _DIRECTIONS)
     moved_bytes = (token_bytes * (ranks - 1) + home_bytes) / ranks

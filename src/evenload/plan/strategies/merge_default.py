@@ -36,7 +36,7 @@ def _can_share(layout: ParallelLayout, coefficients: CostCoefficients) -> tuple[
     if size == 1:
         return False, f"{layout.dp} replicas make no pairs"
     try:
-        coefficients.group_link(size * layout.cp * layout.tp)
+        coefficients.group_link(size * layout.cp, stride=layout.tp)
     except ConfigError:
         return False, "the costs know no link between replicas"
     return True, "plan.options.dp_merge = false turns it off"

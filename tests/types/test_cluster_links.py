@@ -1,0 +1,105 @@
+"""What groups and single devices get of a cluster's links, by hand."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.errors import ConfigError
+from evenload.types.cluster import ClusterSpec, LinkSpec
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import MODELS
+
+H100 = cluster_from("h100x32")
+
+
+def gigabytes_per_s(cluster: ClusterSpec, members: int, stride: int) -> float:
+    return cluster.group_link(members, stride).bandwidth_bytes_per_s / 1e9
+
+
+@pytest.mark.parametrize(
+    ("members", "stride", "expected"),
+    [
+        (8, 1, 400),  # inside a node
+        (2, 4, 400),
+        (16, 1, 336),  # eight adapters of 42, below NVLink's 400
+        (8, 2, 168),  # four members a node
+        (4, 4, 84),
+        (4, 8, 42),  # alone in their nodes
+        (2, 16, 42),  # a member in every other node
+    ],
+)
+def test_a_group_uses_an_adapter_a_member_up_to_the_speed_of_the_node(members, stride, expected) -> None:
+    assert gigabytes_per_s(H100, members, stride) == expected
+    assert H100.group_link(members, stride).latency_s == (5e-6 if expected == 400 else 10e-6)
+
+
+def test_adapters_are_shared_where_there_are_fewer_than_devices() -> None:
+    two = msgspec.structs.replace(H100, nics_per_node=2)
+    assert gigabytes_per_s(two, 16, 1) == 84
+    assert gigabytes_per_s(two, 4, 4) == 21  # a quarter of both adapters for each of four groups
+    assert two.device_link(32).bandwidth_bytes_per_s == pytest.approx(42e9 / 4)
+    assert two.device_link(8) == H100.intra_node
+    more = msgspec.structs.replace(H100, nics_per_node=16)
+    assert gigabytes_per_s(more, 4, 8) == 84  # two adapters a device
+    assert more.device_link(32).bandwidth_bytes_per_s == 42e9  # one transfer has one
+    assert gigabytes_per_s(more, 16, 1) == 400  # inside the node the same bytes go from device to device
+
+
+def test_reduction_and_stages_are_priced_with_the_adapters_they_have() -> None:
+    """Gradients of dp 16 cross on eight adapters; with one link for every group tp 1 was priced eight times too slow."""
+    by_tp = {
+        tp: analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=32 // tp, tp=tp)) for tp in (1, 2, 4, 8)
+    }
+    reduction = {tp: costs.reduce_bandwidth_bytes_per_s for tp, costs in by_tp.items()}
+    assert reduction == {1: 336e9, 2: 168e9, 4: 84e9, 8: 42e9}
+    piped = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=4, pp=8))
+    assert (piped.p2p_bandwidth_bytes_per_s, piped.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
+    assert piped.group_link(4, stride=1) == H100.intra_node
+    assert piped.group_link(16, stride=2).bandwidth_bytes_per_s == 168e9
+    assert piped.device_link(leaves_node=True).bandwidth_bytes_per_s == 42e9
+
+
+def test_measured_links_are_what_a_group_got() -> None:
+    """A cost file without adapters says what was seen between nodes, whatever made it."""
+    costs = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=32))
+    measured = msgspec.structs.replace(costs, nics_per_node=None)
+    assert measured.group_link(16, stride=1) == H100.inter_node
+    assert measured.device_link(leaves_node=True) == H100.inter_node
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 16),
+    st.floats(1e9, 1e12),
+    st.floats(1e9, 1e12),
+)
+def test_more_adapters_are_never_slower_and_never_faster_than_the_node(
+    devices, members, stride, nics, inside, outside
+) -> None:
+    def cluster(count: int) -> ClusterSpec:
+        return msgspec.structs.replace(
+            H100,
+            devices_per_node=devices,
+            nics_per_node=count,
+            intra_node=LinkSpec(bandwidth_bytes_per_s=inside, latency_s=0.0),
+            inter_node=LinkSpec(bandwidth_bytes_per_s=outside, latency_s=0.0),
+        )
+
+    few, many = gigabytes_per_s(cluster(nics), members, stride), gigabytes_per_s(cluster(nics + 1), members, stride)
+    assert few <= many <= inside / 1e9
+    span = members * stride
+    few_s, many_s = (cluster(count).device_link(span).bandwidth_bytes_per_s for count in (nics, nics + 1))
+    assert few_s <= many_s <= max(inside, outside)
+
+
+def test_a_node_without_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nics_per_node is 0"):
+        msgspec.structs.replace(H100, nics_per_node=0)
+    costs = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32))
+    with pytest.raises(ConfigError, match="nics_per_node is 0"):
+        msgspec.structs.replace(costs, nics_per_node=0)
