@@ -49,7 +49,7 @@ def test_adapters_are_shared_where_there_are_fewer_than_devices() -> None:
 
 
 def test_reduction_and_stages_are_priced_with_the_adapters_they_have() -> None:
-    """Gradients of dp 16 cross on eight adapters; with one link for every group tp 1 was priced eight times too slow."""
+    """Gradients of 32 replicas cross on eight adapters; one link for every group was eight times too slow."""
     by_tp = {
         tp: analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=32 // tp, tp=tp)) for tp in (1, 2, 4, 8)
     }

@@ -49,8 +49,8 @@ def native_table(
     )
     table.context_hidden_share = coefficients.context_hidden_share
     table.context_ring = coefficients.context_exchange == "ring"
-    # In the core only groups at stride tp choose between the two (pack_cost and group_comm: `size * tp` devices), and
-    # what they get between nodes does not depend on how many they are: the link of one that leaves a node is theirs all.
+    # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
+    # how many they are: the link of one that leaves its node is that of all.
     between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
     table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
     table.host = _link(coefficients.host_link)
