@@ -1,6 +1,5 @@
 """`evenload bench` as a user runs it: real processes, the same batches under every strategy."""
 
-import csv
 import os
 import subprocess
 import sys
@@ -9,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench_samples import batch_run, runs
+from bench_samples import batch_run, result_of, runs
 from dist_training import COSTS
+from evenload.bench.ledger import read_inputs, read_ledger
+from evenload.bench.recorded import plan_again
 from evenload.bench.runs import BenchResult
 from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import checked_bench
@@ -47,7 +48,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.long
 def test_the_same_batches_are_measured_under_every_strategy(project):
-    """Losses equal, memory as predicted, a row a strategy and batch; nothing else is written."""
+    """Losses equal, memory as predicted, a row a strategy and batch that can be predicted again; nothing else is
+    written."""
     before = {path.name for path in project.iterdir()}
     done = subprocess.run(
         [
@@ -58,7 +60,7 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
         env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in project.iterdir()} - before == {"result.json", "accuracy.csv"}
+    assert {path.name for path in project.iterdir()} - before == {"result.json", "accuracy.csv", "costs", "inputs"}
     result = msgspec.json.decode((project / "result.json").read_bytes(), type=BenchResult)
     assert [one.strategy for one in result.runs] == ["best_fit", "wlb", "slimpack"]
     assert result.left_out == ()
@@ -68,9 +70,13 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
         assert [run.tokens for run in one.batches] == [run.tokens for run in result.runs[0].batches]
         assert all(run.memory_error == 0 for run in one.batches)
     assert len({run.plan_digest for one in result.runs for run in one.batches}) == 6
-    with (project / "accuracy.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["plan_digest"] for row in rows] == [run.plan_digest for one in result.runs for run in one.batches]
+    rows = read_ledger(Path("accuracy.csv"))
+    assert [row.plan_digest for row in rows] == [run.plan_digest for one in result.runs for run in one.batches]
+    assert {row.case for row in rows} == {"config"}
+    for row, run in zip(rows, [run for one in result.runs for run in one.batches], strict=True):
+        again = plan_again(*read_inputs(Path("accuracy.csv"), row.inputs), row.strategy, row.batch)
+        assert (again.digest, again.predicted.step_time_s) == (run.plan_digest, run.predicted_s)
+    assert 0 <= result.load.waited_share <= 1
     table = done.stdout.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
     assert "losses of the strategies differ by at most" in done.stdout
@@ -90,7 +96,7 @@ def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsy
     monkeypatch.setenv("COLUMNS", "40")
     quiet, busy = batch_run((1.0, 1.02, 1.05), 0.9), batch_run((12.53, 142.1, 1.33), 1234.5)
     found = (runs("fixed_greedy", quiet), runs("slimpack", busy))
-    show_result(BenchResult(facts=(), runs=found, left_out=(), loss_difference=1e-9), 3.0)
+    show_result(result_of(*found, loss_difference=1e-9), 3.0)
     out = capsys.readouterr().out
     assert "…" not in out
     assert all(number in out for number in ("fixed_greedy", "+9752.4 %", "1123.5 %", "1234 s"))

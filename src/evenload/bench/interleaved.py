@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenload.bench.runs import BatchRun, StrategyRuns, pack_errors, task_seconds
+from evenload.bench.recorded import RecordedBatch, recorded_batch
+from evenload.bench.runs import BatchRun, MachineLoad, StrategyRuns, pack_errors, task_seconds
+from evenload.calibrate.disturbance import CoreWaits
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
@@ -30,12 +34,21 @@ from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.step_source import PreparedStep
 from evenload.runtime.trainer import StepReport, Trainer
+from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import MEMORY_KINDS
 
 STEP_KINDS = ("weights", "gradients", "optimizer_state")
 """Of `MEMORY_KINDS`: what stays for the step."""
-Interleaved = tuple[tuple[StrategyRuns, ...], tuple[LeftOutStrategy, ...]]
+
+
+class Interleaved(Frozen):
+    """What was measured, the machine's load meanwhile, and the batches that every strategy trained."""
+
+    runs: tuple[StrategyRuns, ...]
+    left_out: tuple[LeftOutStrategy, ...]
+    load: MachineLoad
+    batches: tuple[RecordedBatch, ...]
 
 
 @dataclass
@@ -55,6 +68,7 @@ def run_interleaved(
     *,
     num_batches: int,
     num_rounds: int,
+    demand: float,
     on_step: Callable[[], None],
 ) -> Interleaved | None:
     """Measure; the result on rank 0, None elsewhere. Collective.
@@ -64,6 +78,7 @@ def run_interleaved(
         memory_cap_bytes: of one process.
         num_batches: global batches; fewer where the data has fewer.
         num_rounds: that count, after one that does not.
+        demand: threads that ranks compute with for each core of the machine.
         on_step: called after every step.
 
     Raises:
@@ -80,7 +95,10 @@ def run_interleaved(
             left_out.append(LeftOutStrategy(name=name, why=str(error)))
     measured: dict[tuple[str, int], _Measured] = {}
     reports: dict[tuple[str, int], StepReport] = {}
+    waits = CoreWaits(demand)
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
+        if turn == 1 and not measured:
+            waits = CoreWaits(demand)  # the round that warms up does not count
         report = _run(trainer, planned[name][batch], coefficients)
         on_step()
         if report is None or turn == 0:
@@ -90,6 +108,8 @@ def run_interleaved(
         found.tasks_s.append(task_seconds(report.measured))
         found.peak_bytes = max(found.peak_bytes, int(report.row["peak_memory_bytes"] or 0))
         reports[name, batch] = report
+    waited_share = torch.tensor(waits.share())
+    dist.all_reduce(waited_share, dist.ReduceOp.MAX, group=trainer.mesh.control)
     if trainer.mesh.rank != 0:
         return None
     runs = tuple(
@@ -102,7 +122,13 @@ def run_interleaved(
         )
         for name, steps in planned.items()
     )
-    return runs, tuple(left_out)
+    first = next(iter(planned.values()))
+    return Interleaved(
+        runs=runs,
+        left_out=tuple(left_out),
+        load=MachineLoad(demand=demand, waited_share=float(waited_share)),
+        batches=tuple(recorded_batch(step.plan) for step in first),
+    )
 
 
 def _planned(

@@ -10,6 +10,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.bench.recorded import BenchInputs
+from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 from evenload.types.plan import PackTimes
@@ -22,11 +24,16 @@ class PackErrors(Frozen):
     Args:
         median: signed.
         median_abs, p90_abs: of absolute values.
+        total: signed, of all packs' seconds together; what is left of a step's error lies between packs.
+        measured_s, predicted_s: seconds of a pack, medians.
     """
 
     median: float
     median_abs: float
     p90_abs: float
+    total: float
+    measured_s: float
+    predicted_s: float
 
 
 class BatchRun(Frozen):
@@ -72,6 +79,11 @@ class BatchRun(Frozen):
         """Of the predicted peak."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
+    @property
+    def spread(self) -> float:
+        """What rounds differ by: (slowest - fastest) / median."""
+        return (max(self.measured_s) - min(self.measured_s)) / self.step_time_s
+
 
 class StrategyRuns(Frozen):
     """All batches under one strategy; sums are over batches, so that every strategy has the same documents."""
@@ -106,6 +118,20 @@ class StrategyRuns(Frozen):
         return sum(run.tokens for run in self.batches) / (self.measured_s * len(self.batches))
 
 
+class MachineLoad(Frozen):
+    """What the machine had to do while steps were measured.
+
+    Args:
+        demand: threads that compute for each core that they may use; above 1, ranks take cores from each other, which
+            no simulation of devices knows of.
+        waited_share: of the time, in which a rank's busiest thread stood ready without a core beyond that; of the rank
+            that waited longest. A quiet machine stays near 0.
+    """
+
+    demand: float
+    waited_share: float
+
+
 class BenchResult(Frozen):
     """A comparison of strategies on the same global batches.
 
@@ -114,12 +140,17 @@ class BenchResult(Frozen):
         runs: in the order asked for.
         left_out: strategies that could not run these batches, or that 'all' leaves out.
         loss_difference: the most that the loss of a batch differs between strategies, relative.
+        load: of the machine while it was measured.
+        coefficients, inputs: from which the same plans are made again.
     """
 
     facts: tuple[tuple[str, str], ...]
     runs: tuple[StrategyRuns, ...]
     left_out: tuple[LeftOutStrategy, ...]
     loss_difference: float
+    load: MachineLoad
+    coefficients: CostCoefficients
+    inputs: BenchInputs
 
 
 def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
@@ -141,7 +172,12 @@ def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, measured_s: ND
     errors = predicted_s / measured_s - 1
     size = np.abs(errors)
     return PackErrors(
-        median=float(np.median(errors)), median_abs=float(np.median(size)), p90_abs=float(np.quantile(size, 0.9))
+        median=float(np.median(errors)),
+        median_abs=float(np.median(size)),
+        p90_abs=float(np.quantile(size, 0.9)),
+        total=float(predicted_s.sum() / measured_s.sum() - 1),
+        measured_s=float(np.median(measured_s)),
+        predicted_s=float(np.median(predicted_s)),
     )
 
 

@@ -37,13 +37,15 @@ def bench_command(
     ledger: Annotated[
         Path | None, typer.Option(help="CSV file to which a row a strategy and batch is appended.")
     ] = None,
+    case: Annotated[str, typer.Option(help="What the ledger's rows call it; default: the name of CONFIG.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
 ) -> None:
     """Measure strategies against each other on your machine, model and data, beside their predictions.
 
     Starts the processes of \\[parallel] on this machine and runs the same global batches under each strategy,
     interleaved step by step, so that a busy neighbour slows all of them alike. Nothing is trained: updates are computed
-    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --ledger and --json.
+    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --json and --ledger, and
+    beside the latter costs/ and inputs/, from which its predictions can be made again.
 
         evenload bench config.toml --strategy best_fit,slimpack,auto --ledger accuracy.csv
 
@@ -79,7 +81,7 @@ def bench_command(
         write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
     show_result(result, time.perf_counter() - started_s)
     if ledger is not None:
-        typer.echo(f"{append_result(ledger, result)} rows appended to {ledger}")
+        typer.echo(f"{append_result(ledger, result, case or config.stem)} rows appended to {ledger}")
 
 
 # Named here, so that the launcher itself need not import what its children have imported.

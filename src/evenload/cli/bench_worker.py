@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.bench.interleaved import run_interleaved
+from evenload.bench.recorded import BenchInputs, option_tables_of
 from evenload.bench.runs import BenchResult, loss_difference
 from evenload.cli.plan_strategies import chosen_strategies
 from evenload.cli.start_checks import require_runnable
@@ -95,12 +96,25 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
                 plan.strategies,
                 num_batches=plan.num_batches,
                 num_rounds=plan.num_rounds,
+                demand=setup.demand,
                 on_step=lambda: progress.advance(task),
             )
         if found is not None:
-            runs, left_out = found
+            options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
             result = BenchResult(
-                facts=facts, runs=runs, left_out=plan.left_out + left_out, loss_difference=loss_difference(runs)
+                facts=facts,
+                runs=found.runs,
+                left_out=plan.left_out + found.left_out,
+                loss_difference=loss_difference(found.runs),
+                load=found.load,
+                coefficients=costs,
+                inputs=BenchInputs(
+                    model=trainer.model,
+                    layout=layout,
+                    options=option_tables_of(options),
+                    memory_cap_bytes=setup.memory_cap_bytes,
+                    batches=found.batches,
+                ),
             )
             answer.write_bytes(msgspec.json.encode(result))
     return 0

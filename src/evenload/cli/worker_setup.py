@@ -39,6 +39,11 @@ class RankSetup:
     threads: int
     memory_cap_bytes: int
 
+    @property
+    def demand(self) -> float:
+        """Threads that this machine's ranks compute with, for each core that they may use."""
+        return computing_demand(self.threads)
+
 
 @contextmanager
 def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSetup]:
@@ -116,8 +121,7 @@ def _found_or_measured(
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
-    demand = threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
-    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand)
+    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, computing_demand(threads))
     if measured.disturbance.is_noisy:
         console.print(
             f"calibration was disturbed: {measured.disturbance.describe()}. Predicted seconds may be too long. These "
@@ -128,6 +132,11 @@ def _found_or_measured(
     elif mesh.rank == 0:
         write_cached(path, measured.coefficients)
     return measured.coefficients
+
+
+def computing_demand(threads: int) -> float:
+    """Of the ranks on this machine: threads that compute for each core that they may use."""
+    return threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
 
 
 def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
