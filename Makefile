@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about 11 minutes.)"
 endef
 
-.PHONY: demo test test-fast check bench gpu wheels docs clean
+.PHONY: demo test test-fast check bench accuracy gpu wheels docs clean
 
 demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -49,6 +49,9 @@ check: .venv/dev  ## lint, format, types, import rules
 bench: .venv/dev  ## measure; appends rows to benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
+accuracy: .venv/dev  ## strategies measured beside their predictions; rows to benchmarks/accuracy, then docs/accuracy.md
+	$(BIN)/python benchmarks/measured.py --resume; measured=$$?; $(BIN)/python tools/make_accuracy.py && exit $$measured
+
 gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, in parts; 25 minutes at most
 	$(PYTHON) tools/gpu_parts.py
 
@@ -68,6 +71,7 @@ docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tabl
 	$(BIN)/python tools/make_measured.py
 	$(BIN)/python tools/make_planning_times.py
 	$(BIN)/python tools/make_benchmarks.py
+	$(BIN)/python tools/make_accuracy.py
 	$(BIN)/python tools/make_loader_performance.py
 	$(BIN)/python tools/make_file_tree.py
 	$(BIN)/python tools/make_house.py

@@ -16,6 +16,7 @@ Made by `python tools/make_file_tree.py`; do not edit. [architecture.md](archite
 together.
 
 """
+AS_FOLDERS = ("tests/", "benchmarks/accuracy/costs/", "benchmarks/accuracy/inputs/")
 FOLDERS = ("src/evenload", "native", "tests", "tools", "examples", "benchmarks", "docs")
 OTHER = {
     "src/evenload/_native.pyi": "Types of the native core.",
@@ -28,6 +29,11 @@ OTHER = {
     "benchmarks/results/.gitkeep": "Keeps the folder until there are results.",
     "benchmarks/results/results.csv": "Every published measurement, one row each.",
     "benchmarks/peers.txt": "Peers to be installed without their requirements.",
+    "src/evenload/explore/prediction_errors.json": "Intervals of predicted step times, made from the ledger.",
+    "benchmarks/accuracy/cpu.csv": "Signed errors of predictions on CPUs, a row a batch and strategy; rows only grow.",
+    "benchmarks/accuracy/gpu.csv": "The same on GPUs.",
+    "benchmarks/accuracy/costs": "Cost files from which current rows were predicted.",
+    "benchmarks/accuracy/inputs": "Models, layouts, options and batches of current rows.",
     "benchmarks/results/loader.csv": "What the loader costs.",
     "benchmarks/results/planners.csv": "Evenload beside other planners.",
     "benchmarks/results/planners.png": "The same, drawn.",
@@ -68,11 +74,11 @@ OTHER = {
 
 
 def tracked_files() -> list[str]:
-    """Paths that git knows below FOLDERS, those of tests as folders, without empty package markers."""
+    """Paths that git knows below FOLDERS, without empty package markers; of tests and recorded inputs the folders."""
     command = ["git", "ls-files", "--", *FOLDERS]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [path for path in listed if (ROOT / path).is_file() and not path.endswith("__init__.py")]
-    return sorted({str(Path(path).parent) if path.startswith("tests/") else path for path in files})
+    return sorted({str(Path(path).parent) if path.startswith(AS_FOLDERS) else path for path in files})
 
 
 def file_tree() -> str:

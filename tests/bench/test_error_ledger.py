@@ -5,10 +5,9 @@ import csv
 import msgspec
 import pytest
 
-from bench_samples import batch_run, result_of, runs
+from bench_samples import batch_run, ledger_row, result_of, runs
 from evenload.bench.ledger import (
     COLUMNS,
-    LedgerRow,
     append_result,
     current_rows,
     read_inputs,
@@ -61,18 +60,19 @@ def test_a_damaged_row_is_named(tmp_path):
         read_ledger(path)
 
 
-def row(**changes) -> LedgerRow:
-    texts = {name: "x" for name, kind in LedgerRow.__annotations__.items() if kind is str}
-    numbers = {name: 0 for name in COLUMNS if name not in texts}
-    return LedgerRow(**{**texts, **numbers, **changes})
-
-
 def test_newer_rows_supersede_older_ones_unless_the_machine_was_busy():
-    quiet, busy = row(date="1"), row(date="2", waited_share=0.5)
+    quiet, busy = ledger_row(date="1"), ledger_row(date="2", waited_share=0.5)
     assert [one.date for one in current_rows((quiet, busy))] == ["1"]
-    assert [one.date for one in current_rows((quiet, busy, row(date="3")))] == ["3"]
-    assert [one.date for one in current_rows((busy, row(date="4", spread=0.3)))] == ["4"]
-    assert len(current_rows((quiet, row(batch=1), row(strategy="y"), row(layout="z"), row(case="w")))) == 5
+    assert [one.date for one in current_rows((quiet, busy, ledger_row(date="3")))] == ["3"]
+    assert [one.date for one in current_rows((busy, ledger_row(date="4", spread=0.3)))] == ["4"]
+    assert (
+        len(
+            current_rows(
+                (quiet, ledger_row(batch=1), ledger_row(strategy="y"), ledger_row(layout="z"), ledger_row(case="w"))
+            )
+        )
+        == 5
+    )
 
 
 def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):

@@ -1,7 +1,7 @@
 """Small hand-made results of a comparison."""
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.bench.ledger import FACTS
+from evenload.bench.ledger import COLUMNS, FACTS, LedgerRow
 from evenload.bench.recorded import BenchInputs, RecordedBatch, option_tables_of
 from evenload.bench.runs import BatchRun, BenchResult, MachineLoad, PackErrors, StrategyRuns
 from evenload.plan.problem.options import PlanOptions
@@ -45,3 +45,10 @@ def result_of(*strategies: StrategyRuns, **changes) -> BenchResult:
         ),
     }
     return BenchResult(**{**fields, **changes})
+
+
+def ledger_row(**changes) -> LedgerRow:
+    """Texts "x", numbers 0, a machine that is quiet."""
+    texts = {name: "x" for name, kind in LedgerRow.__annotations__.items() if kind is str}
+    numbers = {name: 0 for name in COLUMNS if name not in texts}
+    return LedgerRow(**{**texts, **numbers, **changes})
