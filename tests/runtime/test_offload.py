@@ -38,6 +38,9 @@ class LateHostCopies:
     def __init__(self) -> None:
         self.num_to_host = self.num_to_device = 0
 
+    def host_bytes(self, tensor):
+        return tensor.nbytes
+
     def to_host(self, tensor):
         self.num_to_host += 1
         host = torch.full_like(tensor, torch.nan)

@@ -6,7 +6,7 @@ from dist_cases import StoredBytes
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
-from varied_plans import predicted_kind_bytes
+from varied_plans import predicted_host_bytes, predicted_kind_bytes
 
 
 def assert_bytes_match_the_memory_model(plan: StepPlan, model: ModelSpec, measured: list[StoredBytes]) -> None:
@@ -30,6 +30,7 @@ def assert_bytes_match_the_memory_model(plan: StepPlan, model: ModelSpec, measur
                 slack = num_slices * 6 * model.num_layers * hidden_bytes if layout.tp > 1 else 0
                 assert all(abs(rank.peak_by_kind[name] - highest) <= slack for rank in ranks), (pp_rank, name)
             if layout.tp == 1:
+                assert ranks[0].peak_host == predicted_host_bytes(plan, model, dp_rank)[pp_rank]
                 total = np.sum(
                     [[*predicted[name]["running"], *predicted[name]["after"]] for name in STORE_KINDS], axis=0
                 )

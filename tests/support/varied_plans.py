@@ -6,6 +6,7 @@ import random
 import msgspec
 import numpy as np
 
+from evenload.cost.host_memory import peak_host_bytes
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.zero_bubble import zero_bubble_h1
@@ -148,3 +149,18 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
             }
         )
     return found
+
+
+def predicted_host_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list[int]:
+    """Per pipeline rank the most that it has offloaded at once."""
+    columns = replica_columns(plan, dp_rank)
+    peaks = peak_host_bytes(
+        model,
+        plan.layout,
+        columns.forward,
+        columns.backward,
+        columns.num_tokens,
+        columns.policy,
+        action_columns(plan.schedules[dp_rank]),
+    )
+    return peaks.tolist()

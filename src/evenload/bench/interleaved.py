@@ -141,7 +141,7 @@ def _planned(
     """The batches under one strategy, tokens at hand."""
     config, mesh = trainer.config, trainer.mesh
     config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
-    planner = run_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes)
+    planner = run_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
     source = trainer.new_loader()
     try:
         maker = StepMaker(

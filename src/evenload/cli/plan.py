@@ -116,7 +116,7 @@ def _evaluated(
     flexibility: FlexOptions,
 ) -> Evaluation:
     costs = inputs.costs
-    planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options)
+    planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host)
     flexible = FlexPlanner(planner, costs.of, flexibility)
     with progress_bar() as on_progress:
         return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
@@ -134,7 +134,9 @@ def _worst(
     if asked.worst is None or evaluation.best is None:
         return ()
     planned = [name for name in strategies or (evaluation.best,) if evaluation.proposals[name]]
-    planner = StepPlanner(inputs.costs.model, inputs.costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options)
+    planner = StepPlanner(
+        inputs.costs.model, inputs.costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host
+    )
     with progress_bar() as on_progress:
         return tuple(
             find_worst(planner, lengths, inputs.batches, name, asked.worst, seed=asked.seed, on_progress=on_progress)

@@ -16,6 +16,7 @@ from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, Plan
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
+from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
@@ -74,6 +75,7 @@ class PlanInputs:
         keeps_stages: the layout is that of a run, layers of stages included; else they are balanced by cost.
         batches: how a global batch is drawn from the lengths.
         memory_cap_bytes: what a device offers.
+        host: what a node offers to offloaded activations.
     """
 
     model_name: str
@@ -86,6 +88,7 @@ class PlanInputs:
     options: PlanOptions
     cost_name: str
     memory_cap_bytes: int
+    host: HostMemory
 
 
 def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
@@ -125,7 +128,15 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         options=_options(asked, run),
         cost_name=str(cost) if cost else "analytic",
         memory_cap_bytes=(run.plan.memory_bytes if run else None) or usable_bytes(machines),
+        host=_host(run, machines),
     )
+
+
+def _host(run: TrainConfig | None, machines: ClusterSpec) -> HostMemory:
+    """Of a node of the cluster, or as much as the run says that one has."""
+    if run is None or run.plan.host_memory_bytes is None:
+        return host_memory(machines)
+    return host_memory_of_node(machines.devices_per_node, run.plan.host_memory_bytes)
 
 
 def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:

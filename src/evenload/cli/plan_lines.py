@@ -53,6 +53,7 @@ def inputs_said(
         "seed": asked.seed,
         "cost": inputs.cost_name,
         "memory_cap_bytes": inputs.memory_cap_bytes,
+        "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,
     }
 
 

@@ -67,10 +67,11 @@ def plan_report(found: Comparison) -> RunReport:
 
 
 def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str], ...]:
-    formats = {"layout": format_layout, "memory_cap_bytes": format_bytes}
+    formats = {"layout": format_layout}
+    formats |= dict.fromkeys(("memory_cap_bytes", "host_memory_cap_bytes_per_node"), format_bytes)
     formats |= dict.fromkeys(("parameters", "active_parameters"), "{:,}".format)
     return tuple(
-        (in_unit(name.removesuffix("_bytes").replace("_", " "), unit), formats.get(name, str)(value))
+        (in_unit(name.replace("_bytes", "").replace("_", " "), unit), formats.get(name, str)(value))
         for name, value in inputs.items()
         if value is not None
     )

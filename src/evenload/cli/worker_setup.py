@@ -20,6 +20,7 @@ from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import rank_device, require_device
 from evenload.runtime.trainer import Trainer
@@ -61,6 +62,7 @@ def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSe
         config.train.checkpoint_timeout_s,
         signs=_store_of_signs(),
         channels=config.parallel.channels,
+        ranks_per_machine=local_world,
     )
     if device.type == "cuda":
         warm_up(mesh)
@@ -147,15 +149,10 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:
-    """Bytes for one process: of its GPU, of the machine, or of the container where one is limited (cgroup v2, v1)."""
+    """Bytes for one process: of its GPU, of the machine, or of the container where one is limited."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        text = limit.read_text().strip() if limit.is_file() else "max"
-        if text.isdigit():
-            total = min(total, int(text))
-    return int(total * (1 - _FREE_SHARE) / local_world)
+    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / local_world)
 
 
 def _processor_name() -> str:

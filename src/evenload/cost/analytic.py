@@ -91,5 +91,5 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,
         nics_per_node=cluster.num_nics,
-        host_link=device.host_link,
+        host_link=cluster.host_link(),
     )

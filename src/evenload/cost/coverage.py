@@ -149,11 +149,12 @@ def completed_from_cluster(
     if layout.world_size > known_span and coefficients.inter_node is None:
         changes["inter_node"] = take("group link", layout.world_size, cluster.inter_node)
         changes["nics_per_node"] = cluster.num_nics
-    if coefficients.host_link is None and cluster.device.host_link is not None:
-        changes["host_link"] = cluster.device.host_link
+    host_link = cluster.host_link()
+    if coefficients.host_link is None and host_link is not None:
+        changes["host_link"] = host_link
         notes.append(
             f"copies to host memory were not measured ({origin}): taken from cluster {cluster.name}, "
-            f"{cluster.device.host_link.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+            f"{host_link.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
         )
     return msgspec.structs.replace(coefficients, **changes), tuple(notes)
 

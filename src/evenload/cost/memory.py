@@ -28,7 +28,7 @@ Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's st
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
 
 Policies (`cost.activation`): a recomputed document keeps a smaller chunk and its backward holds one layer's remade
-tensors; an offloaded one keeps no chunk but two layers' buffers while a pack runs. Host memory is not limited here.
+tensors; an offloaded one keeps no chunk but two layers' buffers while a pack runs. Host memory: `cost.host_memory`.
 
 Context parallelism (static, or DP-Merge per pack) divides a pack's tokens over the ranks that share it. Of K and V a
 rank keeps its share of documents that are never cut and gathers one layer at a time; of a cut document it keeps all,

@@ -2,9 +2,9 @@
 
 `StrategyResult` has the keys that `--json` promises, what was run (`cuts`, `schedule`, `sharding`), `note`, and
 `time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise;
-`max_pack_tokens` and `peak_memory_bytes` are maxima, `cap_violations`, `deferred_tokens` (tokens that came later than
-their batch, each once) and `dropped_tokens` sums. A strategy that defers documents trains the last ones with the last
-batch, so that all strategies train the same tokens in these steps.
+`max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima, `cap_violations`, `deferred_tokens`
+(tokens that came later than their batch, each once) and `dropped_tokens` sums. A strategy that defers documents trains
+the last ones with the last batch, so that all strategies train the same tokens in these steps.
 Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
 cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
 between steps, `layout` is that of most steps, step times include the switches, and the note counts them.
@@ -54,6 +54,7 @@ class StrategyResult(Frozen):
     max_pack_tokens: int | None = None
     cap_violations: int | None = None
     peak_memory_bytes: int | None = None
+    peak_host_bytes_per_node: int | None = None
     num_packs_forward: float | None = None
     num_packs_backward: float | None = None
     plan_time_s: float | None = None
@@ -164,6 +165,7 @@ def _evaluate(
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
         cap_violations=sum(proposal.cap_violations for proposal in proposals),
         peak_memory_bytes=max(proposal.plan.predicted.peak_memory_bytes for proposal in proposals),
+        peak_host_bytes_per_node=max(proposal.plan.predicted.peak_host_bytes_per_node for proposal in proposals),
         num_packs_forward=_mean_packs(proposals, "forward"),
         num_packs_backward=_mean_packs(proposals, "backward"),
         plan_time_s=float(np.mean(plan_time_s)),

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import host_memory
 from evenload.cost.memory import static_bytes
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
@@ -181,7 +182,7 @@ def planned_layout(
     proposals: list[Proposal] = []
     bounds_s: list[float] = []
     try:
-        planner = StepPlanner(model, coefficients_of(layout), layout, room, options)
+        planner = StepPlanner(model, coefficients_of(layout), layout, room, options, host_memory(cluster))
         for step, batch in enumerate(batches):
             proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
             tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
@@ -195,7 +196,7 @@ def planned_layout(
     fits = all(proposal.feasible for proposal in proposals)
     return result(
         feasible=fits,
-        why="" if fits else _over(peak, room),
+        why="" if fits else _over(peak, room) if peak.max() > room else _first_reason(proposals),
         mean_step_time_s=float(np.mean(step_s)),
         fraction_of_bound=sum(bounds_s) / sum(step_s),
         peak_memory_bytes=int(peak.max()),
@@ -207,6 +208,10 @@ def planned_layout(
 def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
     sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     return {**sizes, "virtual": layout.num_stages // layout.pp}
+
+
+def _first_reason(proposals: list[Proposal]) -> str:
+    return next(proposal.why for proposal in proposals if not proposal.feasible)
 
 
 def _over(held_bytes: np.ndarray, room_bytes: int) -> str:

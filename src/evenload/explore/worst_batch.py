@@ -167,7 +167,9 @@ def _fitting_policy(planner: StepPlanner, worst: _Found, strategy: str) -> str:
         if policy == planner.options.policy or (policy == "offload" and costs.coefficients.host_link is None):
             continue
         options = msgspec.structs.replace(planner.options, policy=policy)
-        other = StepPlanner(costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options)
+        other = StepPlanner(
+            costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, planner.host
+        )
         if other.propose(0, documents, strategy).feasible:
             return policy
     return ""

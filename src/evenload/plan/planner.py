@@ -7,16 +7,19 @@ once, for the chosen candidates.
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
-from evenload.cost.activation import POLICIES, REPLAY
+from evenload.cost.activation import OFFLOAD, POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import (
+    DelayedChoice,
     DelayState,
     arrivals_of,
     mean_token_delay_steps,
@@ -102,6 +105,7 @@ class StepPlanner:
         model, coefficients, layout: of the run.
         memory_cap_bytes: usable bytes of one device; None = not limited.
         options: limits and search space.
+        host: what nodes offer to offloaded activations; None = not limited, nodes as the coefficients say.
 
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
@@ -114,11 +118,13 @@ class StepPlanner:
         layout: ParallelLayout,
         memory_cap_bytes: int | None = None,
         options: PlanOptions | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.options = options or PlanOptions()
+        self.host = host or HostMemory(coefficients.devices_per_node)
         self._after_pipeline_s = self.costs.reduction_seconds() + self.costs.optimizer_seconds()
 
     def plan(
@@ -166,7 +172,10 @@ class StepPlanner:
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
-        problem, answer = found.plan_step(problems, arrivals, tuple(STRATEGIES.values()) if found.tries_others else ())
+        others = tuple(STRATEGIES.values()) if found.tries_others else ()
+        problem, answer, beyond_host = self._within_host_memory(
+            problems, lambda asked: found.plan_step(asked, arrivals, others)
+        )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
@@ -174,7 +183,49 @@ class StepPlanner:
         )
         plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        return self._proposal(plan, choices, after)
+        return self._proposal(plan, choices, after, beyond_host)
+
+    def _within_host_memory(
+        self,
+        problems: Sequence[StepProblem],
+        plan_step: Callable[[Sequence[StepProblem]], tuple[StepProblem, DelayedChoice]],
+    ) -> tuple[StepProblem, DelayedChoice, str]:
+        """The answer of a strategy whose offloaded activations fit their node, and what is to be said where policies
+        were left out because theirs do not.
+
+        How much lies in host memory at once follows from the schedule, so it is known after planning: where it is too
+        much, the step is planned again without the policies that offload as many tokens or more.
+        """
+        said = ""
+        while True:
+            problem, answer = plan_step(problems)
+            needed_bytes = self._host_bytes(problem, answer.choices)
+            if self.host.limit_bytes is None or needed_bytes <= self.host.limit_bytes:
+                return problem, answer, said
+            said = said or (
+                f"offloaded activations would take {format_bytes(needed_bytes)} of host memory on the fullest node of "
+                f"{self.host.devices_per_node} devices, which offers them {format_bytes(self.host.limit_bytes)}"
+            )
+            offloaded = _offloaded_tokens(problem)
+            problems = [other for other in problems if _offloaded_tokens(other) < offloaded]
+            if not problems:
+                return problem, answer, said
+
+    def _host_bytes(self, problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
+        """In host memory of the fullest node."""
+        peaks = [
+            peak_host_bytes(
+                self.costs.model,
+                self.layout,
+                choice.candidate.forward,
+                choice.candidate.backward,
+                problem.num_tokens[choice.documents],
+                choice.candidate.policy,
+                choice.candidate.actions,
+            )
+            for choice in choices
+        ]
+        return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
 
     def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
@@ -258,6 +309,7 @@ class StepPlanner:
                     step_time_s=max(per_replica_s) + self._after_pipeline_s,
                     per_replica_s=per_replica_s,
                     peak_memory_bytes=max(int(c.candidate.simulation.peak_bytes.max()) for c in choices),
+                    peak_host_bytes_per_node=self._host_bytes(problem, choices),
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
@@ -272,7 +324,9 @@ class StepPlanner:
         rule, price = self.options.cp_sharding, functools.partial(sharding_cost, self.costs)
         return pack_shardings(rule, found.forward, found.backward, price)
 
-    def _proposal(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None) -> Proposal:
+    def _proposal(
+        self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None, beyond_host: str
+    ) -> Proposal:
         found = [choice.candidate for choice in choices]
         used = [one for one in found if one.forward.num_packs]
         busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in found)
@@ -282,7 +336,7 @@ class StepPlanner:
         return Proposal(
             plan=plan,
             choices=choices,
-            why=self._memory_reason(plan.strategy, choices),
+            why=self._memory_reason(plan, choices, beyond_host),
             bubble_fraction=1.0 - busy_s / (self.layout.dp * self.layout.pp * plan.predicted.step_time_s),
             imbalance_forward=max((_uneven(one.forward, one.tasks.forward_s) for one in used), default=1.0),
             imbalance_backward=max((_uneven(one.backward, one.tasks.backward_s) for one in used), default=1.0),
@@ -293,7 +347,13 @@ class StepPlanner:
             state=state,
         )
 
-    def _memory_reason(self, strategy: str, choices: tuple[ReplicaChoice, ...]) -> str:
+    def _memory_reason(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], beyond_host: str) -> str:
+        host_bytes, limit_bytes = plan.predicted.peak_host_bytes_per_node, self.host.limit_bytes
+        if limit_bytes is not None and host_bytes > limit_bytes:
+            return (
+                f"strategy {plan.strategy}: {beyond_host}; recompute instead (plan.options.policy), spread documents "
+                "over more nodes (dp, cp), or lower the longest document"
+            )
         if self.memory_cap_bytes is None or not any(choice.candidate.excess_bytes for choice in choices):
             return ""
         dp_rank = max(range(len(choices)), key=lambda rank: choices[rank].candidate.excess_bytes)
@@ -301,11 +361,16 @@ class StepPlanner:
         rank = int(peak.argmax())
         missing_bytes = int(peak[rank]) - self.memory_cap_bytes
         return (
-            f"strategy {strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
+            f"strategy {plan.strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
             f"the device offers {format_bytes(self.memory_cap_bytes)} ({format_bytes(missing_bytes)} less); raise pp, "
             f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document "
             f"({max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)} tokens)"
+            + (f"; {beyond_host}" if beyond_host else "")
         )
+
+
+def _offloaded_tokens(problem: StepProblem) -> int:
+    return 0 if problem.policy is None else int(problem.num_tokens[problem.policy == OFFLOAD].sum())
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:

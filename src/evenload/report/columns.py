@@ -60,6 +60,7 @@ COLUMNS = (
     Column("imbalance_backward", "bwd\nmax/mean", format_ratio, "slowest backward pack over the mean"),
     Column("imbalance_dp", "dp\nmax/mean", format_ratio, "slowest replica over the mean"),
     Column("peak_memory_bytes", "memory\npeak", format_bytes, "most bytes any device holds at any time"),
+    Column("peak_host_bytes_per_node", "host\na node", format_bytes, "most offloaded activations in a node's memory"),
     Column("cap_violations", "over\ncap", format_count, "packs over the memory cap"),
     Column("num_packs_forward", "packs\nfwd", format_count, "forward packs of a step"),
     Column("num_packs_backward", "packs\nbwd", format_count, "backward packs of a step"),
@@ -72,7 +73,7 @@ COLUMNS = (
     Column("sharding", "shared\nby", str, "how context-parallel ranks share packs (plan.options.cp_sharding)"),
     Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
 )
-_SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens"})
+_SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens", "peak_host_bytes_per_node"})
 
 
 def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:

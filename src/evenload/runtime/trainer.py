@@ -142,7 +142,10 @@ class Trainer:
             RankLostError: another rank died or is stuck.
         """
         self.coefficients = coefficients
-        planner = run_planner(self.config, self.model, self.mesh.layout, coefficients, memory_cap_bytes)
+        mesh = self.mesh
+        planner = run_planner(
+            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
+        )
         last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
         source = StepSource(
             self._loader,

@@ -54,6 +54,8 @@ class ClusterSpec(Frozen):
         intra_node: link between two devices of a node (NVLink, shared memory).
         inter_node: what ONE network adapter of a node carries to another node.
         nics_per_node: network adapters of a node; None = one for every device.
+        host_memory_bytes: main memory of a node, for offloaded activations; None = not limited.
+        host_memory_bytes_per_s: its bandwidth, which the devices of a node share; None = it does not bound their links.
     """
 
     name: str
@@ -63,6 +65,8 @@ class ClusterSpec(Frozen):
     intra_node: LinkSpec
     inter_node: LinkSpec
     nics_per_node: int | None = None
+    host_memory_bytes: int | None = None
+    host_memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
@@ -74,6 +78,10 @@ class ClusterSpec(Frozen):
                 f"cluster {self.name}: nics_per_node is {self.nics_per_node}, must be >= 1; leave it out where every "
                 "device has an adapter of its own"
             )
+        for field in ("host_memory_bytes", "host_memory_bytes_per_s"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(f"cluster {self.name}: {field} is {value}, must be > 0; leave it out where not known")
 
     @property
     def num_devices(self) -> int:
@@ -84,6 +92,14 @@ class ClusterSpec(Frozen):
     def num_nics(self) -> int:
         """Network adapters of a node."""
         return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
+
+    def host_link(self) -> LinkSpec | None:
+        """To host memory, for one device while the others of its node copy too; None where it is not known."""
+        link, shared = self.device.host_link, self.host_memory_bytes_per_s
+        if link is None or shared is None:
+            return link
+        bandwidth = min(link.bandwidth_bytes_per_s, shared / self.devices_per_node)
+        return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=link.latency_s)
 
     def group_link(self, members: int, stride: int) -> LinkSpec:
         """What bounds a collective over `members` ranks that lie `stride` devices apart: `group_link`."""

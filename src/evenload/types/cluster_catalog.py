@@ -13,10 +13,20 @@ SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 G
 (The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX systems.)
 The bandwidth of H100's memory is left to the default, which is made from it. 5 GB of memory are kept for the runtime
 and fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+
+Host memory of a node and its bandwidth, both sockets, are those of the DGX systems of eight devices, in proportion
+where fewer are asked for; about 80 % of the bandwidth of the memory modules arrives.
+
+    name     system (data sheet)    memory    memory modules                       bandwidth
+    h100     DGX H100, DGX H200     2 TB      2 x 8 channels of DDR5-4800          614 GB/s
+    b200     DGX B200               2 TB      2 x 8 channels of DDR5-5600          717 GB/s (memory: up to 4 TB)
+    a100     DGX A100 640GB         2 TB      2 x 8 channels of DDR4-3200          410 GB/s
+    a100-40  DGX A100 320GB         1 TB      the same                             410 GB/s
 """
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,12 +60,37 @@ def _device(
     )
 
 
-_DEVICES: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
-    "h100": (_device("H100-80GB", 989e12, 80, None, _PCIE5), _nvlink(400e9), _NETWORK_400),
-    "h200": (_device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5), _nvlink(400e9), _NETWORK_400),
-    "b200": (_device("B200-180GB", 2250e12, 180, 8e12, _PCIE5), _nvlink(800e9), _NETWORK_400),
-    "a100": (_device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4), _nvlink(250e9), _NETWORK_200),
-    "a100-40": (_device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4), _nvlink(250e9), _NETWORK_200),
+_HOST_SHARE = 0.8
+"""Of the bandwidth of the memory modules."""
+
+
+class _System(NamedTuple):
+    """A device with what eight of them have in one node."""
+
+    device: DeviceSpec
+    intra_node: LinkSpec
+    inter_node: LinkSpec
+    host_memory_bytes: int
+    host_memory_bytes_per_s: float
+
+
+_TB = 10**12
+_DEVICES: dict[str, _System] = {
+    "h100": _System(
+        _device("H100-80GB", 989e12, 80, None, _PCIE5), _nvlink(400e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 614.4e9
+    ),
+    "h200": _System(
+        _device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5), _nvlink(400e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 614.4e9
+    ),
+    "b200": _System(
+        _device("B200-180GB", 2250e12, 180, 8e12, _PCIE5), _nvlink(800e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 716.8e9
+    ),
+    "a100": _System(
+        _device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4), _nvlink(250e9), _NETWORK_200, 2 * _TB, _HOST_SHARE * 409.6e9
+    ),
+    "a100-40": _System(
+        _device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4), _nvlink(250e9), _NETWORK_200, _TB, _HOST_SHARE * 409.6e9
+    ),
 }
 
 BUILT_IN = tuple(_DEVICES)
@@ -88,7 +123,7 @@ def cluster_from(name_or_path: str) -> ClusterSpec:
 
 
 def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
-    device, intra_node, inter_node = _DEVICES[device_name]
+    system = _DEVICES[device_name]
     per_node = min(num_devices, DEVICES_PER_NODE)
     if num_devices < 1 or num_devices % per_node:
         raise ConfigError(
@@ -99,7 +134,9 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
         name=name,
         num_nodes=num_devices // per_node,
         devices_per_node=per_node,
-        device=device,
-        intra_node=intra_node,
-        inter_node=inter_node,
+        device=system.device,
+        intra_node=system.intra_node,
+        inter_node=system.inter_node,
+        host_memory_bytes=system.host_memory_bytes * per_node // DEVICES_PER_NODE,
+        host_memory_bytes_per_s=system.host_memory_bytes_per_s * per_node / DEVICES_PER_NODE,
     )

@@ -41,11 +41,13 @@ class Prediction(Frozen):
             where there is one.
         per_replica_s: pipeline makespan of every replica.
         peak_memory_bytes: of the fullest rank, over time.
+        peak_host_bytes_per_node: offloaded activations in host memory, of the fullest node (`cost.host_memory`).
     """
 
     step_time_s: float
     per_replica_s: tuple[float, ...]
     peak_memory_bytes: int
+    peak_host_bytes_per_node: int = 0
 
 
 class LeftOut(Frozen):

@@ -222,6 +222,7 @@ class FlexPlanner:
                 key,
                 self.start.memory_cap_bytes,
                 self.start.options,
+                self.start.host,
             )
         return self._planners[key]
 

@@ -42,6 +42,7 @@ class Mesh:
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
+        ranks_per_machine: neighbours in rank order that share a machine.
     """
 
     layout: ParallelLayout
@@ -62,6 +63,7 @@ class Mesh:
     tensor: TensorGroup | None
     tie: dist.ProcessGroup | None
     watch: RankWatch
+    ranks_per_machine: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -93,6 +95,7 @@ def create_mesh(
     saving_timeout_s: float | None = None,
     signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
     channels: ChannelMode = "directed",
+    ranks_per_machine: int | None = None,
 ) -> Mesh:
     """Make the groups of a layout. Collective: every process of the default group calls it.
 
@@ -101,6 +104,7 @@ def create_mesh(
         saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
             None = `timeout_s`.
         signs: a store of all ranks in which they show that they live; used by nothing else.
+        ranks_per_machine: None = all ranks are on this machine.
 
     Raises:
         ConfigError: the number of processes does not fit.
@@ -156,6 +160,7 @@ def create_mesh(
         tensor=tensor,
         tie=tie,
         watch=watch,
+        ranks_per_machine=ranks_per_machine or world_size,
     )
 
 

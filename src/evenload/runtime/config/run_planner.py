@@ -3,9 +3,11 @@
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import host_memory_of_node
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.merge_default import decide_dp_merge
+from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -23,6 +25,15 @@ def run_planner(
     layout: ParallelLayout,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
+    ranks_per_machine: int | None = None,
 ) -> StepPlanner:
-    """As training plans; `memory_cap_bytes` is of one process."""
-    return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients))
+    """As training plans.
+
+    Args:
+        memory_cap_bytes: of one process.
+        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
+    """
+    host = host_memory_of_node(
+        ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
+    )
+    return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients), host)

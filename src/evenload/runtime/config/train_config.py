@@ -96,12 +96,21 @@ class PlanConfig(Frozen):
     Args:
         strategy: a name of `evenload plan`; the same data is trained whatever it is.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
+        host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
+            machine, or its container, has.
         options: limits and search space of the planners.
     """
 
     strategy: str = "slimpack"
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     options: PlanOptions = PlanOptions()
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "host_memory_bytes"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(f"plan.{field} is {value}, must be at least 1; leave it out for what the machine has")
 
 
 class RunConfig(Frozen):

@@ -5,6 +5,9 @@ the kernels that write the tensor; whoever uses a tensor that came back makes it
 buffer is allocated on the computing stream and handed to the copying one by an event, so the allocator's rule of
 "reuse in stream order" bounds memory without any wait of the host.
 
+Pinned tensors come from torch's caching allocator, which rounds every one up to a power of two and keeps what is freed
+for the next step: a process holds its peak to its end. `host_bytes` says what a tensor takes there.
+
 `ThreadHostCopies` is the same on a device without streams: one thread copies, in order, into memory of its own.
 On a CPU this saves nothing, since device and host are one memory; it is there so that plans with offloading run, and
 are tested, everywhere.
@@ -45,6 +48,10 @@ class HostCopies(ABC):
         buffer = torch.empty(rows, *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
         return buffer, self._copy(buffer, pieces, device_side=buffer)
 
+    def host_bytes(self, tensor: Tensor) -> int:
+        """What the host holds for a copy of a tensor."""
+        return tensor.nbytes
+
     @abstractmethod
     def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy: ...
 
@@ -65,6 +72,9 @@ class CudaHostCopies(HostCopies):
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+
+    def host_bytes(self, tensor: Tensor) -> int:
+        return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
 
     def _copy(self, into: Tensor, pieces: Sequence[Tensor], device_side: Tensor) -> Copy:
         device = device_side.device

@@ -137,7 +137,7 @@ class ActivationStore:
 
     def end_layer(self, layer: int) -> None:
         """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
-        copies, num_bytes = [], 0
+        copies, num_bytes, num_host_bytes = [], 0, 0
         for block in self._open:
             for key, rows in block.leaving.items():
                 self._device = rows.device
@@ -146,12 +146,13 @@ class ActivationStore:
                 host, copy = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 copies.append(copy)
-                block.num_host_bytes += rows.nbytes
+                block.num_host_bytes += self._copies.host_bytes(rows)
+                num_host_bytes += self._copies.host_bytes(rows)
                 num_bytes += rows.nbytes
             block.leaving.clear()
         if not copies:
             return
-        self.held.count_host(num_bytes)
+        self.held.count_host(num_host_bytes)
         self._leaving.append((copies, num_bytes))
         if len(self._leaving) > 1:
             for copy in self._oldest_leaving():

@@ -1,0 +1,104 @@
+"""Host memory that offloaded activations take on a node.
+
+What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.activation`: all that
+`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. Buffers are pinned
+and their allocator does not give them back within a run, so a rank's peak is what it holds, and a node's need is the
+sum of the peaks of its ranks, whenever each of them is.
+
+The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
+context and tensor rank, and a node has `devices_per_node` neighbours.
+
+Of a node's memory `OFFLOAD_SHARE` is for this. torch's pinned allocator rounds every tensor up to a power of two
+(`CachingHostAllocator.h`, `PowerOf2Ceil`), over sizes of every magnitude by 1 / ln 2 = 1.44 on average, and 1 / 1.44 is
+0.69. Processes and the page cache have what sizes nearer to a power of two leave.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import OFFLOAD, activation_bytes_per_token
+from evenload.cost.memory import count_tokens
+from evenload.types.cluster import ClusterSpec
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.pipeline import ActionColumns
+from evenload.types.timeline import KINDS
+
+OFFLOAD_SHARE = 0.69
+"""Of a node's memory, for offloaded activations before rounding."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What a node offers to offloaded activations.
+
+    Args:
+        devices_per_node: ranks that share it.
+        limit_bytes: None = not limited.
+    """
+
+    devices_per_node: int
+    limit_bytes: int | None = None
+
+
+def host_memory(cluster: ClusterSpec) -> HostMemory:
+    """Of a cluster's nodes."""
+    return host_memory_of_node(cluster.devices_per_node, cluster.host_memory_bytes)
+
+
+def host_memory_of_node(devices_per_node: int, memory_bytes: int | None) -> HostMemory:
+    """Of a node with so much memory; None = not known, so not limited."""
+    return HostMemory(devices_per_node, None if memory_bytes is None else int(OFFLOAD_SHARE * memory_bytes))
+
+
+def peak_host_bytes(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8] | None,
+    actions: ActionColumns,
+) -> NDArray[np.int64]:
+    """The most that every pipeline rank of one replica has offloaded at any time; int64[R].
+
+    Args:
+        forward, backward: the replica's packs.
+        num_tokens: int64[num_documents] of the replica's documents.
+        policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+        actions: the order in which ranks run the packs.
+    """
+    peaks = np.zeros(actions.num_ranks, np.int64)
+    if policy is None or not (policy == OFFLOAD).any():
+        return peaks
+    counts = count_tokens(forward, backward, num_tokens, policy)
+    rate = np.array(layout.stage_counts, np.int64) * activation_bytes_per_token(model, "replay", layout.tp)
+    kept, freed = np.zeros((2, len(actions.kind)), np.int64)
+    for kind, into, tokens in (
+        ("F", kept, counts.kept_chunks),
+        ("B", freed, counts.freed_chunks),
+        ("I", freed, counts.freed_chunks),
+    ):
+        at = np.flatnonzero(actions.kind == KINDS.index(kind))
+        into[at] = tokens[actions.pack[at], OFFLOAD] * rate[actions.stage[at]]
+    for rank in range(actions.num_ranks):
+        own = actions.of_rank(rank)
+        running = np.cumsum(kept[own] - freed[own]) + freed[own]
+        peaks[rank] = running.max(initial=0)
+    return peaks
+
+
+def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:
+    """Of the node whose ranks hold most.
+
+    Args:
+        peaks: int64[R] of every replica, of one of its context and tensor ranks, which hold alike.
+    """
+    of_devices = np.repeat(np.stack(peaks, axis=1).ravel(), layout.cp * layout.tp)
+    padded = np.zeros(-(-len(of_devices) // devices_per_node) * devices_per_node, np.int64)
+    padded[: len(of_devices)] = of_devices
+    return int(padded.reshape(-1, devices_per_node).sum(axis=1).max())

@@ -1,0 +1,144 @@
+"""Offloaded activations in the main memory of nodes: counted by hand, limited, and chosen otherwise where too many."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.activation import activation_bytes_per_token
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import HostMemory, fullest_node_bytes, host_memory, peak_host_bytes
+from evenload.errors import InfeasiblePlanError
+from evenload.explore.default_layout import usable_bytes
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.cluster import LinkSpec
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.columns import SliceColumns
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import MODELS
+from evenload.types.pipeline import ActionColumns
+from evenload.types.timeline import KINDS
+
+MODEL = sample_model()
+LENGTHS = [250, 240, 230, *[20] * 30]
+LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+
+
+def propose(policy: str, host: HostMemory | None, cap: int | None = None, strategy: str = "slimpack") -> Proposal:
+    planner = StepPlanner(
+        MODEL,
+        sample_coefficients(host_link=LINK),
+        even_layout(3, dp=2),
+        cap,
+        PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
+        host,
+    )
+    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    return planner.propose(0, step, strategy)
+
+
+def test_a_rank_holds_offloaded_rows_from_a_forward_to_the_backward_of_its_first_token() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 10)], [(1, 0, 6)], [(2, 0, 4)]])
+    order = ActionColumns.of_ranks([(list(map(KINDS.index, "FFBFBB")), [0] * 6, [0, 1, 0, 2, 1, 2])])
+    rate = 3 * activation_bytes_per_token(MODEL, "replay")
+    lengths = np.array([10, 6, 4])
+    for policy, tokens in (([2, 2, 2], 16), ([2, 0, 2], 10), ([0, 2, 2], 10), ([0, 0, 2], 4), ([0, 1, 0], 0)):
+        found = peak_host_bytes(MODEL, even_layout(3), packs, packs, lengths, np.array(policy, np.int8), order)
+        assert found.tolist() == [tokens * rate], policy
+    assert peak_host_bytes(MODEL, even_layout(3), packs, packs, lengths, None, order).tolist() == [0]
+
+
+def test_a_node_holds_what_its_neighbours_in_rank_order_hold() -> None:
+    """Pipeline rank, then replica, then tensor rank: 2 x 2 x 2 devices on nodes of four are one pipeline rank each."""
+    peaks = [np.array([5, 1]), np.array([3, 7])]
+    layout = even_layout(4, dp=2, pp=2, tp=2)
+    by_node = {1: 7, 2: 14, 3: 14, 4: 16, 8: 32, 16: 32}  # of devices 5 5 3 3 1 1 7 7; a last node may be part full
+    for devices, expected in by_node.items():
+        assert fullest_node_bytes(layout, peaks, devices) == expected
+
+
+def test_a_plan_says_what_lies_in_host_memory() -> None:
+    found = propose("offload", HostMemory(1))
+    rate = 3 * activation_bytes_per_token(MODEL, "replay")
+    assert found.feasible
+    assert found.plan.predicted.peak_host_bytes_per_node >= max(LENGTHS) * rate
+    assert propose("offload", HostMemory(2)).plan.predicted.peak_host_bytes_per_node > (
+        found.plan.predicted.peak_host_bytes_per_node
+    )
+    assert propose("recompute", HostMemory(1)).plan.predicted.peak_host_bytes_per_node == 0
+
+
+def test_a_plan_beyond_host_memory_is_refused_with_the_reason() -> None:
+    needed = propose("offload", HostMemory(2)).plan.predicted.peak_host_bytes_per_node
+    assert propose("offload", HostMemory(2, needed)).feasible
+    refused = propose("offload", HostMemory(2, needed - 1))
+    with pytest.raises(InfeasiblePlanError, match="host memory on the fullest node of 2 devices"):
+        refused.require_feasible()
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "balanced", "slimpack", "auto"])
+def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strategy) -> None:
+    least = propose("recompute", None, strategy=strategy).plan.predicted.peak_memory_bytes
+    free = propose("choose", HostMemory(2), least, strategy)
+    limit = free.plan.predicted.peak_host_bytes_per_node // 2
+    found = propose("choose", HostMemory(2, limit), least, strategy)
+    assert found.feasible
+    assert found.plan.predicted.peak_host_bytes_per_node <= limit
+    assert found.plan.predicted.peak_memory_bytes <= least
+
+
+def test_where_no_policy_fits_both_memories_are_named() -> None:
+    least = propose("recompute", None).plan.predicted.peak_memory_bytes
+    offloaded = propose("offload", HostMemory(2))
+    cap = (offloaded.plan.predicted.peak_memory_bytes + least) // 2
+    if offloaded.plan.predicted.peak_memory_bytes < least:
+        refused = propose("choose", HostMemory(2, 1), cap)
+        assert not refused.feasible
+        assert "the device offers" in refused.why
+        assert "host memory" in refused.why
+
+
+def test_the_built_in_systems_have_the_memory_of_their_data_sheets() -> None:
+    terabytes = {name: cluster_from(f"{name}x16").host_memory_bytes for name in ("h100", "h200", "b200", "a100")}
+    assert set(terabytes.values()) == {2 * 10**12}
+    assert cluster_from("a100-40x8").host_memory_bytes == 10**12
+    assert cluster_from("h100x4").host_memory_bytes == 10**12
+    assert host_memory(cluster_from("h100x16")) == HostMemory(8, int(0.69 * 2e12))
+
+
+def test_devices_share_the_bandwidth_of_their_nodes_memory() -> None:
+    cluster = cluster_from("h100x8")
+    assert cluster.host_link() == cluster.device.host_link  # 614 GB/s of eight sockets' channels are enough for PCIe
+    slow = msgspec.structs.replace(cluster, host_memory_bytes_per_s=160e9)
+    assert slow.host_link().bandwidth_bytes_per_s == 20e9
+    assert analytic_coefficients(MODELS["llama-7b"], slow, even_layout(32)).host_link == slow.host_link()
+
+
+def test_150b_at_256k_keeps_within_the_memory_of_its_nodes() -> None:
+    """Unlimited, it offloads 4 TiB on nodes that have 2 TB, and is said to fit."""
+    cluster, model = cluster_from("h100x64"), MODELS["llama-150b"]
+    layout = even_layout(96, pp=8, tp=8)
+    coefficients = analytic_coefficients(model, cluster, layout)
+    step = tuple(
+        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([262_144] * 4 + [65_536] * 8)
+    )
+    options = PlanOptions(max_pack_tokens=262_144, candidates=3, policy="choose")
+    free, limited = (
+        StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host).propose(0, step, "slimpack")
+        for host in (HostMemory(8), host_memory(cluster))
+    )
+    limit = host_memory(cluster).limit_bytes
+    assert limit is not None
+    assert free.plan.predicted.peak_host_bytes_per_node > limit
+    assert free.feasible
+    assert not limited.feasible
+    assert "of host memory on the fullest node of 8 devices" in limited.why
+    # Over two context ranks a node each has its part of a document; some offloading fits, and is chosen.
+    half = even_layout(96, cp=2, pp=4, tp=8)
+    costs = analytic_coefficients(model, cluster, half)
+    chosen = StepPlanner(model, costs, half, usable_bytes(cluster), options, host_memory(cluster)).propose(
+        0, step, "slimpack"
+    )
+    assert 0 < chosen.plan.predicted.peak_host_bytes_per_node <= limit
