@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 define INSTALLS_TRAIN
 @echo "Installing Evenload and what training needs into .venv: about 0.4 GB to download, 1.3 GB on disk, 2 minutes on 2"
 @echo "cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs, several GB more."
-@echo "(make demo then trains for 2 to 3 minutes.)"
+@echo "(make demo then plans, measures and trains for about 3 minutes.)"
 endef
 define INSTALLS_DEV
 @echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 1.9 GB on"
@@ -18,7 +18,7 @@ endef
 
 .PHONY: demo test test-fast check bench accuracy gpu wheels docs clean
 
-demo: .venv/train  ## train a small Llama on this machine's Python library, in two pipeline stages
+demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
 
 # Processes by the hundred import the same modules; compiling those anew in each costs minutes. Compiling all that is

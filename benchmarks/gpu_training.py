@@ -30,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from results import Row, run_benchmark
+from token_runs import write_token_run
 
 STEPS, QUICK_STEPS = 8, 3
 MAX_TOKENS = 16_384
@@ -114,34 +115,8 @@ def train(case: Case, steps: int, *overrides: str) -> list[dict] | None:
 
 def write_run(case: Case, directory: Path, steps: int, device: str = "cuda") -> Path:
     """Model, tokens and config.toml of a run; returns the path of the latter."""
-    edges = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int64)
-    np.save(directory / "tokens.npy", np.random.default_rng(1).integers(0, 257, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
-    case.config.save_pretrained(directory / "model")
-    longest = max(case.lengths)
-    file = directory / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{directory / "model"}"
-        random_init = true
-        dtype = "bfloat16"
-        [data]
-        sources = ["{directory / "tokens.npy"}"]
-        record = "tokens"
-        max_document_tokens = {longest}
-        batch_tokens = {case.step_tokens}
-        epochs = 1000
-        [plan]
-        options = {{ max_pack_tokens = {longest} }}
-        [train]
-        output_dir = "{directory / "run"}"
-        device = "{device}"
-        steps = {steps}
-        export_hf = false
-        """
-    )
-    return file
+    batch = f"batch_tokens = {case.step_tokens}"
+    return write_token_run(directory, case.config, case.lengths, batch, steps=steps, device=device)
 
 
 def compare_strategies(case: Case, steps: int) -> list[Row]:

@@ -28,7 +28,8 @@ def measured_table() -> str:
         return f"{min(values):.1%} to {max(values):.1%}"
 
     tasks = "4,096 tasks, 8 stages, 256 packs each way"
-    demo = next(case for b, case, _ in rows if b == "demo" and case.startswith("slimpack"))
+    # The last one: earlier demos ran other batches.
+    demo = [case for b, case, _ in rows if b == "demo" and case.startswith("slimpack")][-1]
     tails = [
         case for b, case, m in rows if b == "context" and m == "bytes" and case.endswith("dacp") and "QA" not in case
     ]

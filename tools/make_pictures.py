@@ -3,7 +3,7 @@
     make demo && make docs
 
 Writes to docs/pictures/, with a light colour scheme:
-- demo-*.png from runs/demo/report.html, the last demo's report;
+- demo-*.png from runs/demo/bench.html, both strategies of the last demo on the same batches;
 - plan-*.png from the page of `evenload plan` on github_dirs, 64 GPUs, 128K context (the guide's example);
 - lengths.png from the page of `evenload lengths` on the same table.
 Needs playwright (in the dev extra) and a Chromium on the PATH; takes about half a minute.
@@ -18,7 +18,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "runs" / "demo" / "report.html"
+REPORT = ROOT / "runs" / "demo" / "bench.html"
 PICTURES = ROOT / "docs" / "pictures"
 TABLE = "examples/lengths/github_dirs.npy.gz"
 PLAN = (
@@ -26,8 +26,8 @@ PLAN = (
     *("--context", "131072", "--overlong", "truncate", "--documents", "512", "--steps", "4"),
     *("--strategy", "padded,best_fit,fixed_greedy,balanced,wlb,slimpack,auto"),
 )
-# File name -> position of the run among the strategies of the page; they stand in the order in which the demo trains.
-DEMO = {"demo-timeline.png": 0, "demo-timeline-best-fit.png": 1}
+# File name -> position among the strategies of the page; they stand in the order in which the demo names them.
+DEMO = {"demo-timeline-best-fit.png": 0, "demo-timeline.png": 1}
 WIDTH, HEIGHT = 1000, 1000
 
 

@@ -9,18 +9,15 @@ import msgspec
 import pytest
 
 from bench_samples import batch_run, result_of, runs
-from dist_training import COSTS
 from evenload.bench.ledger import read_inputs, read_ledger
 from evenload.bench.recorded import plan_again
 from evenload.bench.runs import BenchResult
 from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
-from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.runtime.config.train_config import load_train_config
-from evenload.types.model_catalog import model_from
-from small_run import write_small_run
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -37,11 +34,8 @@ cost_file = "cost.json"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    texts = [f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(30)]
-    write_small_run(tmp_path, texts, SETTINGS)
-    model = msgspec.structs.replace(model_from(str(tmp_path / "model")), bytes_per_element=4)
-    measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
-    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
+    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS)
+    write_small_costs(tmp_path, pp=2)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -55,12 +49,14 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
         [
             *(sys.executable, "-m", "evenload.cli.main", "bench", "config.toml"),
             *("--strategy", "best_fit,wlb,slimpack", "--steps", "2", "--rounds", "2"),
-            *("--json", "result.json", "--ledger", "accuracy.csv"),
+            *("--json", "result.json", "--ledger", "accuracy.csv", "--html", "page.html"),
         ],
         env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in project.iterdir()} - before == {"result.json", "accuracy.csv", "costs", "inputs"}
+    assert {path.name for path in project.iterdir()} - before == {
+        *("result.json", "accuracy.csv", "costs", "inputs", "page.html"),
+    }
     result = msgspec.json.decode((project / "result.json").read_bytes(), type=BenchResult)
     assert [one.strategy for one in result.runs] == ["best_fit", "wlb", "slimpack"]
     assert result.left_out == ()
@@ -77,6 +73,10 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
         again = plan_again(*read_inputs(Path("accuracy.csv"), row.inputs), row.strategy, row.batch)
         assert (again.digest, again.predicted.step_time_s) == (run.plan_digest, run.predicted_s)
     assert 0 <= result.load.waited_share <= 1
+    page = (project / "page.html").read_text()
+    # Of three strategies and two batches: predicted, measured and plan.
+    assert page.count('type="application/gzip"') == 3 * 2 * 3
+    assert all(f"<td>{mark}</td>" in page or f"<td>▶ {mark}</td>" in page for mark in ("best_fit", "wlb", "slimpack"))
     table = done.stdout.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
     assert "losses of the strategies differ by at most" in done.stdout
@@ -109,6 +109,7 @@ def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsy
         (["--strategy", "best_fit,flexpipe"], "live switching is not available"),
         (["--ledger", "config.toml"], "is no ledger of this version"),
         (["--json", "nowhere/result.json"], "its folder does not exist"),
+        (["--html", "nowhere/page.html"], "its folder does not exist"),
         (["train.stepz=3"], "train.steps"),
     ],
 )

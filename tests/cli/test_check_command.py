@@ -11,35 +11,24 @@ import pytest
 from dist_training import COSTS
 from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
-from evenload.types.model_catalog import MODELS, model_from
-from reference_training import tiny_config
+from evenload.types.model_catalog import MODELS
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
+
+SETTINGS = """
+max_document_tokens = 1024
+batch_documents = 6
+[parallel]
+pp = 2
+[train]
+steps = 5
+"""
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
-    (tmp_path / "corpus").mkdir()
-    for i in range(30):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
-    (tmp_path / "config.toml").write_text(
-        """
-        [model]
-        path = "model"
-        random_init = true
-        [data]
-        sources = ["corpus"]
-        max_document_tokens = 1024
-        batch_documents = 6
-        workers = 0
-        [parallel]
-        pp = 2
-        [train]
-        output_dir = "run"
-        steps = 5
-        """
-    )
+    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
     return tmp_path
 
 
@@ -72,9 +61,7 @@ def test_a_right_run_passes_and_nothing_is_written(project):
 @pytest.mark.long
 def test_a_tensor_parallel_run_is_proved_too(project):
     """Two ranks with parts of every matrix and of every row: nothing is skipped."""
-    model = msgspec.structs.replace(model_from(str(project / "model")), bytes_per_element=4)
-    measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=1, tp=2)
-    write_coefficients(project / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
+    write_small_costs(project, tp=2)
     code, output = run(project, "parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
     assert verdicts(output) == dict.fromkeys(NAMES, "pass"), output
     assert code == 0

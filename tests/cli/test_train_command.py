@@ -9,17 +9,25 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from dist_training import COSTS
 from evenload.cli.main import main
-from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.report.metrics_file import METRIC_KEYS, read_metrics
-from evenload.types.model_catalog import model_from
 from process_tree import ranks_of
 from rank_server import rank_context
-from reference_training import tiny_config
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+
+SETTINGS = """
+max_document_tokens = 1024
+batch_documents = 6
+[parallel]
+pp = 2
+[optimizer]
+learning_rate = 1e-2
+[train]
+steps = 5
+cost_file = "cost.json"
+"""
 
 
 @pytest.fixture
@@ -29,33 +37,8 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     With costs and without processes that read, because measuring and starting take longer than all that these tests are
     about; `evenload check` measures, and the run that is killed reads as runs do by default."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(tmp_path / "model")
-    model = msgspec.structs.replace(model_from(str(tmp_path / "model")), bytes_per_element=4)
-    measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
-    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
-    (tmp_path / "corpus").mkdir()
-    for i in range(30):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)))
-    (tmp_path / "config.toml").write_text(
-        """
-        [model]
-        path = "model"
-        random_init = true
-        [data]
-        sources = ["corpus"]
-        max_document_tokens = 1024
-        batch_documents = 6
-        workers = 0
-        [parallel]
-        pp = 2
-        [optimizer]
-        learning_rate = 1e-2
-        [train]
-        output_dir = "run"
-        steps = 5
-        cost_file = "cost.json"
-        """
-    )
+    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
+    write_small_costs(tmp_path, pp=2)
     return tmp_path
 
 
@@ -304,7 +287,7 @@ def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, cap
     with pytest.raises(SystemExit) as exit:
         main(["train", "config.toml", "train.resume=false"])
     assert exit.value.code == 2
-    assert "train.resume is off, but run/checkpoints/step-00000001" in capsys.readouterr().err
+    assert f"train.resume is off, but {checkpoint}" in capsys.readouterr().err
 
 
 @pytest.mark.long

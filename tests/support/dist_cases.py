@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
@@ -77,10 +78,8 @@ class RankUnderTest:
         self, mesh: Mesh, kind: str, changes: Mapping, dtype: torch.dtype, lora: LoraConfig | None = None
     ) -> None:
         config = tiny_config(kind, **changes)
-        models = build_rank_models(
-            config,
-            layout=mesh.layout,
-            pp_rank=mesh.pp_rank,
+        build = partial(
+            build_stage_model,
             tp_rank=mesh.tp_rank,
             dtype=dtype,
             device=mesh.device,
@@ -89,6 +88,7 @@ class RankUnderTest:
             lora=lora,
             router_aux_loss_coef=balance_factor(config),
         )
+        models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
         self._mesh = mesh
         self._buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
         backend = select_backend("auto", "cpu", attention_soft_cap(config))

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
+from dist_training import COSTS
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.types.model_catalog import model_from
 from reference_training import tiny_config
+
+LONG_TAILED_TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(30))
 
 
 def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: str = "llama", **model: object) -> Path:
@@ -32,3 +39,11 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
         """
     )
     return file
+
+
+def write_small_costs(directory: Path, **layout: int) -> Path:
+    """cost.json as if measured on the run's model in a layout; sizes that are not given are 1."""
+    model = msgspec.structs.replace(model_from(str(directory / "model")), bytes_per_element=4)
+    measured_on = MeasuredOn(model=model, **{"dp": 1, "cp": 1, "pp": 1, "tp": 1, **layout})
+    write_coefficients(directory / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
+    return directory / "cost.json"

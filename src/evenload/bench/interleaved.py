@@ -43,21 +43,38 @@ STEP_KINDS = ("weights", "gradients", "optimizer_state")
 
 
 class Interleaved(Frozen):
-    """What was measured, the machine's load meanwhile, and the batches that every strategy trained."""
+    """What was measured, the machine's load meanwhile, and the batches that every strategy trained.
+
+    Args:
+        typical: of every strategy and batch the step of the round whose step time is in the middle.
+    """
 
     runs: tuple[StrategyRuns, ...]
     left_out: tuple[LeftOutStrategy, ...]
     load: MachineLoad
     batches: tuple[RecordedBatch, ...]
+    typical: dict[str, tuple[StepReport, ...]]
 
 
 @dataclass
 class _Measured:
     """Of one batch under one strategy, round after round."""
 
-    step_s: list[float] = field(default_factory=list)
-    tasks_s: list[NDArray[np.float64]] = field(default_factory=list)
-    peak_bytes: int = 0
+    reports: list[StepReport] = field(default_factory=list)
+
+    def step_s(self) -> tuple[float, ...]:
+        return tuple(report.measured.step_time_s for report in self.reports)
+
+    def tasks_s(self) -> NDArray[np.float64]:
+        """Medians; float64[num_tasks]."""
+        return np.median([task_seconds(report.measured) for report in self.reports], axis=0)
+
+    def peak_bytes(self) -> int:
+        return max(int(report.row["peak_memory_bytes"] or 0) for report in self.reports)
+
+    def typical(self) -> StepReport:
+        """Of the round in the middle; of two the slower one."""
+        return sorted(self.reports, key=lambda report: report.measured.step_time_s)[len(self.reports) // 2]
 
 
 def run_interleaved(
@@ -94,7 +111,6 @@ def run_interleaved(
                 raise
             left_out.append(LeftOutStrategy(name=name, why=str(error)))
     measured: dict[tuple[str, int], _Measured] = {}
-    reports: dict[tuple[str, int], StepReport] = {}
     waits = CoreWaits(demand)
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
@@ -103,11 +119,7 @@ def run_interleaved(
         on_step()
         if report is None or turn == 0:
             continue
-        found = measured.setdefault((name, batch), _Measured())
-        found.step_s.append(report.measured.step_time_s)
-        found.tasks_s.append(task_seconds(report.measured))
-        found.peak_bytes = max(found.peak_bytes, int(report.row["peak_memory_bytes"] or 0))
-        reports[name, batch] = report
+        measured.setdefault((name, batch), _Measured()).reports.append(report)
     waited_share = torch.tensor(waits.share())
     dist.all_reduce(waited_share, dist.ReduceOp.MAX, group=trainer.mesh.control)
     if trainer.mesh.rank != 0:
@@ -116,8 +128,7 @@ def run_interleaved(
         StrategyRuns(
             strategy=name,
             batches=tuple(
-                _batch_run(trainer, batch, reports[name, batch], measured[name, batch], coefficients)
-                for batch in range(len(steps))
+                _batch_run(trainer, batch, measured[name, batch], coefficients) for batch in range(len(steps))
             ),
         )
         for name, steps in planned.items()
@@ -128,6 +139,10 @@ def run_interleaved(
         left_out=tuple(left_out),
         load=MachineLoad(demand=demand, waited_share=float(waited_share)),
         batches=tuple(recorded_batch(step.plan) for step in first),
+        typical={
+            name: tuple(measured[name, batch].typical() for batch in range(len(steps)))
+            for name, steps in planned.items()
+        },
     )
 
 
@@ -187,9 +202,8 @@ def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, coefficients: CostCo
     return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
 
 
-def _batch_run(
-    trainer: Trainer, batch: int, report: StepReport, measured: _Measured, coefficients: CostCoefficients
-) -> BatchRun:
+def _batch_run(trainer: Trainer, batch: int, measured: _Measured, coefficients: CostCoefficients) -> BatchRun:
+    report = measured.reports[-1]
     plan = report.plan
     return BatchRun(
         batch=batch,
@@ -197,10 +211,10 @@ def _batch_run(
         documents=len(plan.documents),
         tokens=sum(document.num_tokens for document in plan.documents),
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
-        measured_s=tuple(measured.step_s),
+        measured_s=measured.step_s(),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(plan.times, report.measured, np.median(measured.tasks_s, axis=0)),
-        measured_peak_bytes=measured.peak_bytes,
+        packs=pack_errors(plan.times, report.measured, measured.tasks_s()),
+        measured_peak_bytes=measured.peak_bytes(),
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, coefficients),
         loss=float(report.row["loss"] or 0.0),
     )

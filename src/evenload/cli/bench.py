@@ -39,13 +39,16 @@ def bench_command(
     ] = None,
     case: Annotated[str, typer.Option(help="What the ledger's rows call it; default: the name of CONFIG.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write a page: every step as predicted beside as measured.")
+    ] = None,
 ) -> None:
     """Measure strategies against each other on your machine, model and data, beside their predictions.
 
     Starts the processes of \\[parallel] on this machine and runs the same global batches under each strategy,
     interleaved step by step, so that a busy neighbour slows all of them alike. Nothing is trained: updates are computed
-    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --json and --ledger, and
-    beside the latter costs/ and inputs/, from which its predictions can be made again.
+    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --json, --html and
+    --ledger, and beside the latter costs/ and inputs/, from which its predictions can be made again.
 
         evenload bench config.toml --strategy best_fit,slimpack,auto --ledger accuracy.csv
 
@@ -62,7 +65,7 @@ def bench_command(
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
     asked = asked_strategies(strategy or f"best_fit,{settings.plan.strategy}")
-    require_writable(ledger, json_path)
+    require_writable(ledger, json_path, html_path)
     if ledger is not None:
         require_ledger(ledger)
     start_fork_server("evenload.cli.bench_worker")
@@ -74,7 +77,7 @@ def bench_command(
 
             plan, layout = call_in_child(_checked, settings, asked, steps, rounds)
         answer = Path(directory) / "result.json"
-        run_local(_run_rank, (settings, plan, calibration_cache(), answer), layout.world_size)
+        run_local(_run_rank, (settings, plan, calibration_cache(), answer, html_path), layout.world_size)
         content = answer.read_bytes()
         result = msgspec.json.decode(content, type=BenchResult)
     if json_path is not None:
@@ -95,10 +98,12 @@ def _checked(
     return checked_bench(config, asked, steps, rounds)
 
 
-def _run_rank(config: "TrainConfig", plan: "BenchPlan", cache: Path, answer: Path, line: "StopLine") -> int:
+def _run_rank(
+    config: "TrainConfig", plan: "BenchPlan", cache: Path, answer: Path, page: Path | None, line: "StopLine"
+) -> int:
     from evenload.cli.bench_worker import run_bench_worker
 
-    return run_bench_worker(config, plan, cache, answer, line)
+    return run_bench_worker(config, plan, cache, answer, page, line)
 
 
 def show_result(result: BenchResult, seconds: float) -> None:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from evenload.bench.interleaved import run_interleaved
 from evenload.bench.recorded import BenchInputs, option_tables_of
 from evenload.bench.runs import BenchResult, loss_difference
+from evenload.cli.bench_report import bench_report
 from evenload.cli.plan_strategies import chosen_strategies
 from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
@@ -20,6 +21,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.report.html import write_report
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
@@ -72,11 +74,14 @@ def checked_bench(
     return plan, layout
 
 
-def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, line: StopLine) -> int:
+def run_bench_worker(
+    config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, page: Path | None, line: StopLine
+) -> int:
     """One rank of a comparison; rank 0 leaves the result in a file. It ends at once when it is asked to stop.
 
     Args:
         cache: where calibrated cost files are kept between runs.
+        page: where a report for people goes, too; None = there is none.
     """
     layout = layout_of(config, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
@@ -117,6 +122,8 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
                 ),
             )
             answer.write_bytes(msgspec.json.encode(result))
+            if page is not None:
+                write_report(page, bench_report(result, found.typical))
     return 0
 
 

@@ -1,6 +1,7 @@
 """`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_ring import require_no_window
@@ -48,10 +49,8 @@ def build_rank_stages(
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(model.windows))
-    models = build_rank_models(
-        hf_config,
-        layout=mesh.layout,
-        pp_rank=mesh.pp_rank,
+    build = partial(
+        build_stage_model,
         tp_rank=mesh.tp_rank,
         dtype=dtype,
         device=mesh.device,
@@ -60,6 +59,7 @@ def build_rank_stages(
         lora=config.model.lora,
         router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
     )
+    models = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     if backend is None:
         backend = select_backend(

@@ -8,7 +8,7 @@ filled layers and everything else is frozen.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,33 +209,16 @@ def build_stage_model(
 
 
 def build_rank_models(
-    config: PretrainedConfig,
-    *,
-    layout: ParallelLayout,
-    pp_rank: int,
-    tp_rank: int = 0,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: str | None,
-    seed: int,
-    lora: LoraConfig | None = None,
-    router_aux_loss_coef: float = 0.0,
+    config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages, ascending; arguments and errors as of `build_stage_model`. A tied
-    embedding whose first and last stage lie on one rank is one parameter there, as in the whole model."""
+    """Models of a pipeline rank's virtual stages, ascending. A tied embedding whose first and last stage lie on one
+    rank is one parameter there, as in the whole model.
+
+    Args:
+        build: makes the model of the stage with these `layers` and `tp`: `build_stage_model` with all else bound.
+    """
     models = {
-        stage: build_stage_model(
-            config,
-            layers=layers,
-            dtype=dtype,
-            device=device,
-            weights=weights,
-            seed=seed,
-            lora=lora,
-            router_aux_loss_coef=router_aux_loss_coef,
-            tp_rank=tp_rank,
-            tp=layout.tp,
-        )
+        stage: build(config, layers=layers, tp=layout.tp)
         for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True))
         if rank == pp_rank
     }

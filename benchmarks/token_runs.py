@@ -1,0 +1,10 @@
+"""Runs of `evenload train` on random token ids (tests/support), for benchmarks that start some."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from token_run import write_token_run
+
+__all__ = ["write_token_run"]

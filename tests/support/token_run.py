@@ -1,0 +1,50 @@
+"""A run of `evenload train` on random token ids, as tests and benchmarks on GPUs write it down."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PretrainedConfig
+
+_NUM_IDS = 257
+"""Of random ids; any model's vocabulary holds as many."""
+
+
+def write_token_run(
+    directory: Path, model: PretrainedConfig, lengths: Sequence[int], batch: str, *, steps: int, device: str = "cuda"
+) -> Path:
+    """Model, corpus and config.toml of a run in bf16 with random weights; returns the path of the latter.
+
+    Args:
+        lengths: tokens of the documents, which are read in order of a shuffle, again and again.
+        batch: what makes a global batch, "batch_tokens = 16384" for example.
+    """
+    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    corpus = directory / "corpus"
+    corpus.mkdir(parents=True)
+    np.save(corpus / "tokens.npy", np.random.default_rng(0).integers(0, _NUM_IDS, edges[-1], dtype=np.int32))
+    np.save(corpus / "tokens.idx.npy", edges)
+    model.save_pretrained(directory / "model")
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{directory / "model"}"
+        random_init = true
+        dtype = "bfloat16"
+        [data]
+        sources = ["{corpus / "tokens.npy"}"]
+        record = "tokens"
+        max_document_tokens = {max(lengths)}
+        {batch}
+        epochs = 1000
+        [plan]
+        options = {{ max_pack_tokens = {max(lengths)} }}
+        [train]
+        output_dir = "{directory / "run"}"
+        device = "{device}"
+        steps = {steps}
+        export_hf = false
+        """
+    )
+    return file
