@@ -1,23 +1,104 @@
-"""Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses."""
+"""Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses.
+
+    seconds = latency + bytes / bandwidth     (Skrull Eq. 16: a constant, then proportional to the volume)
+
+read from several sizes by the same fit as packs. A `TransferWork` is one kind of transfer over one group of ranks; all
+ranks of the group make the call together, and others stand by. Calls are those of the runtime.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from evenload.calibrate.fit import fit_relative
+from evenload.calibrate.repeats import median_seconds
 from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.device import seconds_now
+from evenload.runtime.comm.tensor_group import TensorGroup
+from evenload.types.cluster import LinkSpec
 
-LinkTiming = tuple[float, float]
-"""(bytes per second, latency_s) of one transfer from a rank to the next."""
+TransferKind = Literal["pipeline", "reduction", "context", "tensor", "host"]
 
-_SMALL, _LARGE = 16, 1 << 20
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
+
+QUICK_BYTES = (64, 4 << 20)
+"""Sizes at the start of a run."""
+GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Sizes of `evenload profile`."""
 _ELEMENT_BYTES = 4
 
 
-def time_link(mesh: Mesh) -> LinkTiming | None:
+@dataclass(frozen=True, eq=False)
+class TransferWork:
+    """One kind of transfer that this rank takes part in.
+
+    Args:
+        ranks: of the group.
+        hops: transfers from a rank to the next, one after the other, in one call.
+        call: of so many bytes a hop; makes buffers once and returns what is timed.
+    """
+
+    kind: TransferKind
+    ranks: int
+    hops: int
+    call: Callable[[int], Callable[[], object]]
+
+
+def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
+    """All that this rank takes part in, in an order that is the same on all ranks that meet.
+
+    Args:
+        all_groups: time groups of every size that may share documents, else the largest only.
+    """
+    if (pipeline := _pipeline(mesh)) is not None:
+        yield pipeline
+    if mesh.data_size > 1:
+        yield _rings("reduction", ContextGroup(mesh.data, mesh.watch), mesh.device)
+    blocks = sorted(mesh.context, key=lambda block: block.size)
+    for block in blocks if all_groups else blocks[-1:]:
+        yield _rings("context", mesh.context[block], mesh.device)
+    if mesh.tensor is not None:
+        yield _tensor(mesh.tensor, mesh.device)
+    if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
+        yield _host(mesh.device)
+
+
+def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
+    """Of the transfers that this rank takes part in, the largest group of each kind."""
+    found = {}
+    for work in transfers_of(mesh, all_groups=False):
+        seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
+        found[work.kind] = link_from(QUICK_BYTES, seconds)
+    return found
+
+
+def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
+    """Latency and bandwidth from the seconds of several sizes, the last of which is the largest."""
+    latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
+    if byte_s == 0:
+        # Too few bytes to see what one costs: not more than all of the largest transfer.
+        byte_s = seconds[-1] / num_bytes[-1]
+    return LinkSpec(bandwidth_bytes_per_s=1 / byte_s, latency_s=latency_s)
+
+
+def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
+    """Of the first of these kinds that a rank knows, the median over ranks; None = nobody knows one.
+
+    Ranks that know several kinds give the first.
+    """
+    known = [next((links[kind] for kind in kinds if kind in links), None) for links in ranks]
+    pairs = torch.tensor([(k.bandwidth_bytes_per_s, k.latency_s) for k in known if k is not None], dtype=torch.float64)
+    if not len(pairs):
+        return None
+    bandwidth, latency_s = pairs.quantile(0.5, dim=0).tolist()
+    return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+
+def _pipeline(mesh: Mesh) -> TransferWork | None:
     """To the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
     if mesh.layout.pp > 1:
         ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
@@ -28,88 +109,54 @@ def time_link(mesh: Mesh) -> LinkTiming | None:
         group, me = mesh.data, mesh.data_rank
         if mesh.data_size == 1 or me > 1:
             return None
-    bandwidth, latency_s = _timed(lambda n: _ping(torch.zeros(n, device=mesh.device), group, me))
-    return max(bandwidth, 1.0), latency_s
+    return TransferWork("pipeline", 2, 2, lambda size: functools.partial(_there_and_back, _zeros(size, mesh), group, me))
 
 
-def time_context(mesh: Mesh) -> LinkTiming | None:
-    """Round the largest group that may share documents, from an all-gather and a reduce-scatter by all groups at once;
-    None where documents are never shared."""
-    if not mesh.context:
-        return None
-    largest = max(mesh.context, key=lambda block: block.size)
-    return _time_group(mesh.context[largest], mesh.device)
+def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> None:
+    """Between the first two ranks of a group."""
+    peer = dist.get_global_rank(group, 1 - me)
+    if me == 0:
+        dist.send(tensor, peer, group=group)
+        dist.recv(tensor, peer, group=group)
+    else:
+        dist.recv(tensor, peer, group=group)
+        dist.send(tensor, peer, group=group)
 
 
-def time_reduction(mesh: Mesh) -> LinkTiming | None:
-    """As `time_context`, of the ranks that hold the same weights and sum their gradients; None where there is one."""
-    return None if mesh.data_size == 1 else _time_group(ContextGroup(mesh.data, mesh.watch), mesh.device)
+def _rings(kind: TransferKind, group: ContextGroup, device: torch.device) -> TransferWork:
+    """An all-gather and a reduce-scatter, by all groups of the layout at once."""
+
+    def call(num_bytes: int) -> Callable[[], object]:
+        count = num_bytes // _ELEMENT_BYTES
+        rows, gathered = torch.zeros(count, device=device), torch.zeros(group.size * count, device=device)
+
+        def both() -> None:
+            group.all_gather(rows, "calibration").wait()
+            group.reduce_scatter(gathered, "calibration").wait()
+
+        return both
+
+    return TransferWork(kind, group.size, 2 * (group.size - 1), call)
 
 
-def _time_group(group: ContextGroup, device: torch.device) -> LinkTiming:
-    def both(num_elements: int) -> float:
-        rows = torch.zeros(num_elements, device=device)
-        gathered = torch.zeros(group.size * num_elements, device=device)
-        gather_s = fastest(lambda: group.all_gather(rows, "calibration").wait(), device)
-        return (gather_s + fastest(lambda: group.reduce_scatter(gathered, "calibration").wait(), device)) / 2
+def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
+    def call(num_bytes: int) -> Callable[[], object]:
+        own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
+        return functools.partial(group.all_gather, own, "calibration")
 
-    return _timed(both, group.size - 1)
+    return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
 
 
-def time_tensor(mesh: Mesh) -> LinkTiming | None:
-    """Round a tensor-parallel group; None where there is none."""
-    group = mesh.tensor
-    if group is None:
-        return None
+def _host(device: torch.device) -> TransferWork:
+    """To pinned host memory, for offloading; all ranks at once, as in a step."""
 
-    def gather(num_elements: int) -> float:
-        own = torch.zeros(num_elements, device=mesh.device)
-        return fastest(functools.partial(group.all_gather, own, "calibration"), mesh.device)
-
-    return _timed(gather, group.shard.size - 1)
-
-
-def time_host_link(device: torch.device) -> LinkTiming | None:
-    """To pinned host memory, for offloading; None on a CPU, where it saves nothing. All ranks at once, as in a step."""
-    if device.type != "cuda":
-        return None
-
-    def copy_s(num_bytes: int) -> float:
+    def call(num_bytes: int) -> Callable[[], object]:
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         rows = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return fastest(lambda: host.copy_(rows, non_blocking=True), device)
+        return lambda: host.copy_(rows, non_blocking=True)
 
-    small, large = copy_s(64), copy_s(1 << 28)
-    return (1 << 28) / max(large - small, 1e-9), small
-
-
-def _timed(seconds: Callable[[int], float], transfers: int = 1) -> LinkTiming:
-    """From the seconds of a few and of many fp32 elements that make so many transfers one after the other."""
-    small, large = seconds(_SMALL), seconds(_LARGE)
-    return transfers * _ELEMENT_BYTES * _LARGE / max(large - small, 1e-9), small / transfers
+    return TransferWork("host", 1, 1, call)
 
 
-def _ping(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> float:
-    """Half a round trip between the first two ranks of a group."""
-    peer = dist.get_global_rank(group, 1 - me)
-
-    def there_and_back() -> None:
-        if me == 0:
-            dist.send(tensor, peer, group=group)
-            dist.recv(tensor, peer, group=group)
-        else:
-            dist.recv(tensor, peer, group=group)
-            dist.send(tensor, peer, group=group)
-
-    return fastest(there_and_back, tensor.device) / 2
-
-
-def fastest(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest of some runs, after one that does not count."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start_s = seconds_now(device)
-        work()
-        seconds.append(seconds_now(device) - start_s)
-    return min(seconds)
+def _zeros(num_bytes: int, mesh: Mesh) -> torch.Tensor:
+    return torch.zeros(num_bytes // _ELEMENT_BYTES, device=mesh.device)

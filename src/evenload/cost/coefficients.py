@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from evenload.cost.profile_record import Profile, digest_of
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
@@ -103,6 +104,7 @@ class CostCoefficients(Frozen):
         context_hidden_share: of a pack's attention, behind which transfers of K and V hide.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         measured_on: the model and layout that were measured; None where nothing was.
+        profile: how `evenload profile` measured them; None = they are of the start of a run, or of a data sheet.
 
     Raises:
         ConfigError: a negative time or a bandwidth that is not positive.
@@ -132,6 +134,7 @@ class CostCoefficients(Frozen):
     context_hidden_share: float = 0.8
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
     measured_on: MeasuredOn | None = None
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         seconds = {name: getattr(self, name) for name in _SECONDS}
@@ -157,6 +160,11 @@ class CostCoefficients(Frozen):
                 raise ConfigError(
                     f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"
                 )
+
+    @property
+    def is_changed(self) -> bool:
+        """A profile was changed after it was measured, by hand or by another program."""
+        return self.profile is not None and self.profile.digest != digest_of(self)
 
     def stage_link(self) -> LinkSpec:
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""

@@ -97,6 +97,9 @@ def _spec(row: _Row) -> ModelSpec:
 MODELS: dict[str, ModelSpec] = {row.name: _spec(row) for row in _ROWS}
 """Built-in models by name."""
 
+MODEL_TYPES: dict[str, str] = {row.name: row.model_type for row in _ROWS}
+"""Their architecture, by transformers' `model_type`."""
+
 
 def model_from(name_or_path: str) -> ModelSpec:
     """A built-in model, or the model of a Hugging Face `config.json` (the file or the folder that holds it).

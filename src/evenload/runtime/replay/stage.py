@@ -92,6 +92,10 @@ class PipelineStage:
         return self._state.backend.name
 
     @property
+    def backend(self) -> RangeAttention:
+        return self._state.backend
+
+    @property
     def hidden_size(self) -> int:
         return self.model.config.hidden_size
 

@@ -1,0 +1,101 @@
+"""Coefficients of a run from what its ranks measured: one cost file for all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evenload.calibrate.disturbance import Disturbance
+from evenload.calibrate.fit import fit_relative
+from evenload.calibrate.link_timings import TransferKind, median_link
+from evenload.calibrate.rounds import Sample, pack_features
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn, PassCoefficients
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import Direction
+from evenload.types.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """What one rank found.
+
+    Args:
+        packs: seconds of one layer.
+        windows: of the layers that were timed.
+        head: (rows, seconds); empty where the rank has no head.
+        peak_flops_per_s: of matrix products.
+        optimizer_s: of one parameter.
+        links: of the transfers that the rank takes part in.
+    """
+
+    disturbance: Disturbance
+    packs: tuple[Sample, ...]
+    windows: tuple[int, ...]
+    head: tuple[tuple[int, float], ...]
+    peak_flops_per_s: float
+    optimizer_s: float
+    links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
+
+
+def coefficients_of(
+    ranks: Sequence[RankMeasurement], model: ModelSpec, device_name: str, layout: ParallelLayout, tile: int = 1
+) -> CostCoefficients:
+    """Fit one set of coefficients to all ranks' timings.
+
+    Args:
+        tile: query rows of one attention block.
+    """
+    tp = layout.tp
+    head = [point for rank in ranks for point in rank.head]
+    head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
+    links = [rank.links for rank in ranks]
+    # What nobody sent over is not known, which is not the same as free.
+    p2p, reduction = median_link(links, "pipeline"), median_link(links, "reduction")
+    return CostCoefficients(
+        source="calibrated",
+        device=device_name,
+        peak_flops_per_s=float(np.median([rank.peak_flops_per_s for rank in ranks])),
+        forward=_pass(ranks, "forward", tile, tp),
+        backward=_pass(ranks, "backward", tile, tp),
+        attention_tile=tile,
+        head_s_per_token=head_s_per_token * tp,
+        head_pack_s=head_pack_s,
+        optimizer_s_per_parameter=float(np.median([rank.optimizer_s for rank in ranks])),
+        p2p_bandwidth_bytes_per_s=p2p.bandwidth_bytes_per_s if p2p else None,
+        p2p_latency_s=p2p.latency_s if p2p else 0.0,
+        reduce_bandwidth_bytes_per_s=reduction.bandwidth_bytes_per_s if reduction else None,
+        reduce_latency_s=reduction.latency_s if reduction else 0.0,
+        # Measured over the largest group that shares documents, wherever its ranks lie, else over one that shares
+        # matrices; that one's transfers are in the layers' seconds already.
+        intra_node=median_link(links, "context", "tensor"),
+        host_link=median_link(links, "host"),
+        # A group over more devices than took part may cross other links, which are not known.
+        devices_per_node=len(ranks),
+        tensor_exposed_share=0.0 if tp > 1 else 0.5,
+        # Whole backwards are timed; what W makes again comes on top, and is waited for where it starts.
+        weight_gather_exposed_share=1.0 if tp > 1 else 0.5,
+        measured_on=MeasuredOn(model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
+    )
+
+
+def pass_timings(
+    ranks: Sequence[RankMeasurement], direction: Direction, tile: int
+) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
+    """Features, seconds and samples of all ranks' packs in one direction."""
+    chosen = [(rank, sample) for rank in ranks for sample in rank.packs if sample.direction == direction]
+    features = [tuple(pack_features(sample.ranges, rank.windows, tile)) for rank, sample in chosen]
+    return features, [sample.seconds for _, sample in chosen], [sample for _, sample in chosen]
+
+
+def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:
+    features, seconds, _ = pass_timings(ranks, direction, tile)
+    tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
+    return PassCoefficients(
+        # Measured on a part of every matrix; coefficients are of whole ones.
+        linear_s_per_token=tokens * tp,
+        attention_s_per_pair=pairs * tp,
+        prefix_s_per_token=prefix * tp,
+        slice_s=slices,
+        pack_s=packs,
+    )
