@@ -1,17 +1,16 @@
-"""Calibration: what the fit recovers, what it notices of a busy machine, and where its results are kept."""
+"""Calibration at the start of a run: of a real stage, of links between ranks, and where its results are kept."""
 
 from unittest import mock
 
 import msgspec
 import numpy as np
-import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.calibrate import _ROUNDS, _features, _fit_relative, calibrate
+from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.link_timings import time_reduction
+from evenload.calibrate.link_timings import quick_links
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -22,32 +21,13 @@ from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
 
 
-def tiny_stage(window=None):
-    config = tiny_config("mistral", sliding_window=window)
+def tiny_stage():
+    config = tiny_config("mistral")
     model = build_stage_model(
         config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
     )
     flatten_units(model, dp=1)
     return PipelineStage(model, CpuFlashAttention()), model_from_hf_config(config.to_dict(), "tiny", 4)
-
-
-def test_the_rounds_determine_all_coefficients():
-    """Seconds made from known coefficients come back: the rounds vary every feature independently."""
-    stage, model = tiny_stage()
-    truth = np.array([3e-6, 2e-5, 4e-4, 5e-9, 7e-8])
-    features = []
-    for documents in _ROUNDS:
-        for start, stop in zip(documents[0][:-1], documents[0][1:], strict=True):
-            ranges = tuple((doc, start, stop) for doc in range(len(documents)))
-            features.append(_features(ranges, stage, model))
-    seconds = (np.array(features) @ truth).tolist()
-    assert _fit_relative(features, seconds) == pytest.approx(truth, rel=1e-6)
-
-
-def test_features_respect_sliding_windows():
-    stage, model = tiny_stage(window=4)
-    # rows 6..9 of one document see 4 keys each; its prefix within the window is 4
-    assert _features(((0, 6, 10),), stage, model) == (4.0, 1.0, 1.0, 16.0, 4.0)
 
 
 def _calibrated_on_a_rank():
@@ -77,16 +57,17 @@ def test_calibration_measures_a_real_stage(gloo_pool):
     assert costs.context_hidden_share == 0
 
 
-def _reduction_of_a_rank(sizes):
-    return time_reduction(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
+def _links_of_a_rank(sizes):
+    return quick_links(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
     """Not over one hop to a neighbour, which is several times faster than gloo's rings."""
     for sizes in ({"dp": 2}, {"dp": 3}, {"cp": 2}):
-        found = gloo_pool.run(np.prod([*sizes.values()]).item(), _reduction_of_a_rank, sizes)
-        assert all(bandwidth > 1e6 and latency_s > 0 for bandwidth, latency_s in found)
-    assert gloo_pool.run(2, _reduction_of_a_rank, {"pp": 2}) == [None, None]
+        found = gloo_pool.run(np.prod([*sizes.values()]).item(), _links_of_a_rank, sizes)
+        assert all(links["reduction"].bandwidth_bytes_per_s > 1e6 for links in found)
+        assert all(links["reduction"].latency_s >= 0 for links in found)
+    assert all("reduction" not in links for links in gloo_pool.run(2, _links_of_a_rank, {"pp": 2}))
 
 
 def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_path):

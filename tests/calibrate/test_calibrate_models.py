@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.calibrate import _time_round
+from evenload.calibrate.rounds import num_tokens_of, time_round
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.token_range import Range
 from reference_training import tiny_config
 
 
@@ -33,12 +33,13 @@ def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     )
     flatten_units(model, dp=1)
     stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
-    spec = model_from_hf_config(config.to_dict(), kind, 4)
-    timed = list(_time_round(stage, spec, ((0, 20, 32), (0, 20, 32))))
-    assert [(sample.direction, sample.features[0]) for sample in timed] == [
-        ("forward", 40.0),
-        ("forward", 24.0),
-        ("backward", 24.0),
-        ("backward", 40.0),
+    packs = tuple(tuple(Range(doc, *cut) for doc in range(2)) for cut in ((0, 20), (20, 32)))
+    assert num_tokens_of(packs) == {0: 32, 1: 32}
+    timed = list(time_round(stage, packs))
+    assert [(sample.direction, sample.ranges) for sample in timed] == [
+        ("forward", packs[0]),
+        ("forward", packs[1]),
+        ("backward", packs[1]),
+        ("backward", packs[0]),
     ]
     assert all(sample.seconds > 0 for sample in timed)

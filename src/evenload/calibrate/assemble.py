@@ -26,6 +26,7 @@ class RankMeasurement:
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
+        copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
     """
 
@@ -35,6 +36,7 @@ class RankMeasurement:
     head: tuple[tuple[int, float], ...]
     peak_flops_per_s: float
     optimizer_s: float
+    copy_s_per_byte: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
 
 
@@ -84,7 +86,7 @@ def pass_timings(
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
     """Features, seconds and samples of all ranks' packs in one direction."""
     chosen = [(rank, sample) for rank in ranks for sample in rank.packs if sample.direction == direction]
-    features = [tuple(pack_features(sample.ranges, rank.windows, tile)) for rank, sample in chosen]
+    features: list[tuple[float, ...]] = [pack_features(one.ranges, rank.windows, tile) for rank, one in chosen]
     return features, [sample.seconds for _, sample in chosen], [sample for _, sample in chosen]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_repeats
-from evenload.calibrate.kernel_timings import head_work, matmul_flops_per_s, optimizer_work
+from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import QUICK_ROUNDS, Packs, Sample, longest_of, time_round
@@ -94,6 +94,7 @@ def _measured(
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
+    copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
         disturbance=Disturbance(waited_share, spread),
         packs=packs,
@@ -101,6 +102,7 @@ def _measured(
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
+        copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
         links=quick_links(mesh),
     )
     everyone = [mine] * mesh.layout.world_size
@@ -108,9 +110,7 @@ def _measured(
     return everyone
 
 
-def _time_layers(
-    stage: PipelineStage, max_document_tokens: int, mesh: Mesh
-) -> tuple[tuple[Sample, ...], float]:
+def _time_layers(stage: PipelineStage, max_document_tokens: int, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
     """Median of each pack on one layer, and the spread of the repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[Packs] = []

@@ -30,7 +30,9 @@ def choose_rounds(
         budget_s: of the whole profile.
         free_bytes: of the device, beside weights.
     """
-    order = sorted(range(len(GRID)), key=lambda index: (GRID[index] not in NEEDED_ROUNDS, round_flops(GRID[index], model)))
+    order = sorted(
+        range(len(GRID)), key=lambda index: (GRID[index] not in NEEDED_ROUNDS, round_flops(GRID[index], model))
+    )
     chosen: list[int] = []
     spent_s, last_s, last_flops = 0.0, 0.0, 1.0
     for index in order:

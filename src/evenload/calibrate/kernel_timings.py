@@ -72,9 +72,7 @@ def _widest(model: ModelSpec, tp: int) -> int:
     return max(1, model.ffn_hidden_size // tp)
 
 
-def matmul_work(
-    model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float
-) -> Work:
+def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float) -> Work:
     """A product with the widest matrix of a layer, by tokens.
 
     Args:

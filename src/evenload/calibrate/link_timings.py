@@ -30,6 +30,8 @@ QUICK_BYTES = (64, 4 << 20)
 GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of `evenload profile`."""
 _ELEMENT_BYTES = 4
+# Of the largest transfer, what its bytes must take for a bandwidth to be read from it.
+_LEAST_SEEN_SHARE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +81,8 @@ def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
     """Latency and bandwidth from the seconds of several sizes, the last of which is the largest."""
     latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
-    if byte_s == 0:
-        # Too few bytes to see what one costs: not more than all of the largest transfer.
+    if byte_s * num_bytes[-1] < _LEAST_SEEN_SHARE * seconds[-1]:
+        # Too few bytes to see what one costs: not more than all of the largest transfer, instead of nothing.
         byte_s = seconds[-1] / num_bytes[-1]
     return LinkSpec(bandwidth_bytes_per_s=1 / byte_s, latency_s=latency_s)
 
@@ -109,7 +111,9 @@ def _pipeline(mesh: Mesh) -> TransferWork | None:
         group, me = mesh.data, mesh.data_rank
         if mesh.data_size == 1 or me > 1:
             return None
-    return TransferWork("pipeline", 2, 2, lambda size: functools.partial(_there_and_back, _zeros(size, mesh), group, me))
+    return TransferWork(
+        "pipeline", 2, 2, lambda size: functools.partial(_there_and_back, _zeros(size, mesh), group, me)
+    )
 
 
 def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> None:

@@ -8,6 +8,7 @@ from evenload.calibrate.rounds import Packs, num_tokens_of, pack_tokens, time_ro
 from evenload.cost.activation import POLICIES, activation_bytes_per_token, kv_bytes_per_token
 from evenload.errors import EvenloadError
 from evenload.runtime.device import forget_peak_bytes
+from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.model import ModelSpec
@@ -36,7 +37,7 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
         held = store.held.held_by_kind
         of_keys = held["keys_and_values"]
         # Of offloaded tensors nothing stays on the device; what is there for a moment counts as buffers.
-        kept = held[f"activations_{policy}"]
+        kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
         for what, found, said in (
             (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
             ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
@@ -50,10 +51,9 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
     return counted
 
 
-def allocator_overhead(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> float | None:
-    """Memory held at the peak of one round over what its tensors needed: of a GPU reserved / allocated, of a CPU what
-    the process grew by / what was counted (temporary tensors inside a layer are not counted). None where the system does
-    not say.
+def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
+    """Memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of a CPU what
+    the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a layer.
 
     Args:
         before_bytes: `resident_bytes` before the model was made.
@@ -63,17 +63,14 @@ def allocator_overhead(stage: PipelineStage, packs: Packs, before_bytes: int, st
     if stage.device.type == "cuda":
         for _ in time_round(stage, packs):
             pass
-        reserved = torch.cuda.max_memory_reserved(stage.device)
-        return reserved / max(1, torch.cuda.max_memory_allocated(stage.device))
+        return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
     store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)
     stage.begin_step(num_tokens_of(packs))
     for ranges in packs:
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype)
         stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
-    if not before_bytes:
-        return None
-    grown_bytes = resident_bytes() - before_bytes
-    return grown_bytes / (static_bytes + store.held.held_bytes)
+    grown_bytes = resident_bytes() - before_bytes if before_bytes else 0
+    return max(0, grown_bytes), static_bytes + store.held.held_bytes
 
 
 def resident_bytes() -> int:

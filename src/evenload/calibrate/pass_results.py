@@ -61,11 +61,10 @@ class PassResults:
                 for number, (direction, ranges) in enumerate(_order(index))
             ),
             windows=windows,
-            head=tuple(
-                (int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")
-            ),
+            head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
             peak_flops_per_s=peak_flops_per_s,
             optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
+            copy_s_per_byte=self.median(rank, "copy") / work.copied_bytes,
             links={
                 transfer.kind: link_from(
                     GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
@@ -125,7 +124,9 @@ class PassResults:
         shares = []
         for rank in ranks:
             columns = (self.repeats(rank, f"beside:{name}") for name in ("attention", "transfer", "both"))
-            shares += [(alone_s + moved_s - both_s) / alone_s for alone_s, moved_s, both_s in zip(*columns, strict=True)]
+            shares += [
+                (alone_s + moved_s - both_s) / alone_s for alone_s, moved_s, both_s in zip(*columns, strict=True)
+            ]
         return statistics.median(shares)
 
 

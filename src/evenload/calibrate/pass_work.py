@@ -70,19 +70,17 @@ class PassWork:
         self._kernels["optimizer"], self.num_parameters = kernels.optimizer_work(mesh.data_size, device)
         self._kernels["copy"], self.copied_bytes = kernels.copy_work(model, tp, device, dtype)
         self.transfers = list(transfers_of(mesh, all_groups=True))
-        self._calls = [
-            (work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES
-        ]
+        self._calls = [(work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES]
         self._largest = max(mesh.context.values(), key=lambda group: group.size) if mesh.context else None
         self._beside: _Beside | None = None
 
     def choose_beside_rows(self) -> int:
-        """Queries of local attention that take at most as long as a gather; 0 where nothing is ever gathered. Collective
-        over the group."""
+        """Queries of local attention that take at most as long as a gather; 0 where nothing is ever gathered.
+        Collective over the group."""
         if self._largest is None:
             return 0
         gather = _gather(self._largest, self._stage)
-        gather_s = median_seconds(lambda: gather()(), self._stage.device)
+        gather_s = median_seconds(_at_once(gather), self._stage.device)
         attention = self._attention(BESIDE_ROWS[0], 0)
         unit_s = median_seconds(attention.forward, self._stage.device)
         # Attention of so many rows takes so many times as long, squared.
@@ -105,11 +103,13 @@ class PassWork:
             seconds[name] = timed(work, device)
         dist.barrier(group=control)
         for work, size, call in self._calls:
+            if size == GRID_BYTES[0]:
+                call()  # ranks that come late do so here
             seconds[transfer_name(work, size)] = timed(call, device) / work.hops
         dist.barrier(group=control)
         if (beside := self._beside) is not None:
             seconds["beside:attention"] = timed(beside.attention.forward, device)
-            seconds["beside:transfer"] = timed(lambda: beside.start()(), device)
+            seconds["beside:transfer"] = timed(_at_once(beside.start), device)
 
             def both() -> None:
                 finish = beside.start()
@@ -129,6 +129,16 @@ class PassWork:
 
 def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
+
+
+def _at_once(start: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Starts a transfer and waits for it."""
+
+    def work() -> None:
+        finish = start()
+        finish()
+
+    return work
 
 
 def _gather(group: ContextGroup, stage: PipelineStage) -> Callable[[], Callable[[], object]]:

@@ -30,7 +30,7 @@ from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
 from evenload.calibrate.grid_choice import choose_rounds, windows_of
 from evenload.calibrate.kernel_timings import matmul_flops_per_s
-from evenload.calibrate.memory_counts import activation_bytes, allocator_overhead
+from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
 from evenload.calibrate.partial_file import PartialProfile, Pass, read_partial, write_partial
 from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
@@ -129,9 +129,15 @@ def profile(
     )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
+    disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)
+    if disturbed.is_noisy:
+        say(
+            f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
+            "measure again once it is quiet"
+        )
     tile, errors = _best_tile(ranks)
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile)
-    memory = [(counted, allocator_overhead(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
+    memory = [(counted, held_and_counted(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
     dist.broadcast_object_list(memory, src=0, group=mesh.control)
     written = [_recorded(fitted, errors, ranks, results, task, stage.backend_name, found, memory[0])]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
@@ -208,7 +214,7 @@ def _recorded(
     task: ProfileTask,
     backend: str,
     found: PartialProfile,
-    memory: tuple[dict[str, int], float | None],
+    memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
     """Coefficients with what only a profile measures, and its record."""
     curves, embedding = results.curves(), results.embedding_s_per_token()
@@ -232,8 +238,10 @@ def _recorded(
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
         kernels=results.rates(task.timed, task.tp),
         transfers=curves,
+        copy_s_per_byte=statistics.median(rank.copy_s_per_byte for rank in ranks),
         activation_bytes=memory[0],
-        allocator_overhead=memory[1],
+        held_bytes=memory[1][0],
+        counted_bytes=memory[1][1],
     )
     whole = msgspec.structs.replace(
         fitted,
@@ -245,9 +253,7 @@ def _recorded(
     return msgspec.structs.replace(whole, profile=msgspec.structs.replace(record, digest=digest_of(whole)))
 
 
-def _timed_packs(
-    ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut
-) -> Iterator[TimedPack]:
+def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
     """Medians over ranks of what was measured and predicted of every pack."""
     _, seconds, samples = pass_timings(ranks, direction, 1)
     found: dict[tuple[Range, ...], list[tuple[float, float]]] = {}

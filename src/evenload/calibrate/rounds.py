@@ -47,7 +47,7 @@ def whole(*lengths: int) -> Packs:
 
 def cut(*cuts: int, beside: Sequence[int] = ()) -> Packs:
     """A document cut into packs at (0, ...) `cuts`; whole documents of the lengths `beside` lie in the last one."""
-    packs = [(Range(0, start, stop),) for start, stop in zip((0, *cuts), cuts, strict=False)]
+    packs: list[tuple[Range, ...]] = [(Range(0, start, stop),) for start, stop in zip((0, *cuts), cuts, strict=False)]
     packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(beside, start=1))
     return tuple(packs)
 

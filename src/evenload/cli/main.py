@@ -14,6 +14,7 @@ from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
+from evenload.cli.profile import profile_command
 from evenload.cli.train import train_command
 from evenload.errors import EvenloadError
 
@@ -29,6 +30,7 @@ app.command("bench")(bench_command)
 app.command("check")(check_command)
 app.command("lengths")(lengths_command)
 app.command("plan")(plan_command)
+app.command("profile")(profile_command)
 app.command("train")(train_command)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from evenload.cli.cost_lines import measured_line, other_device_line
 from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
@@ -59,9 +60,14 @@ class PlanCosts:
         return msgspec.structs.replace(found, context_exchange=self.context_exchange)
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """What was not measured and comes from the cluster's data sheet, one sentence each."""
+        """What was measured, and what was not and comes from the cluster's data sheet, one sentence each."""
         if self.measured is None:
             return ()
+        described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
+        return (*filter(None, described), *self._completions(layout))
+
+    def _completions(self, layout: ParallelLayout) -> tuple[str, ...]:
+        assert self.measured is not None
         return completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[1]
 
 

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,11 @@ from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import machine_memory_bytes
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.train_config import RunConfig, TrainConfig
 from evenload.runtime.device import rank_device, require_device
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
+from evenload.types.transfers import ChannelMode
 
 # Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
 _FREE_SHARE = 0.2
@@ -46,27 +47,38 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-@contextmanager
-def started_rank(config: TrainConfig, layout: ParallelLayout) -> Iterator[RankSetup]:
+def started_rank(config: TrainConfig, layout: ParallelLayout) -> AbstractContextManager[RankSetup]:
     """Join the other processes of this job."""
+    return joined_rank(config.train, layout, config.parallel.channels, config.plan.memory_bytes)
+
+
+@contextmanager
+def joined_rank(
+    run: RunConfig, layout: ParallelLayout, channels: ChannelMode = "directed", memory_bytes: int | None = None
+) -> Iterator[RankSetup]:
+    """As `started_rank`, with only what processes need to meet.
+
+    Args:
+        memory_bytes: what one process may hold; None = its share of what there is.
+    """
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    threads = config.train.threads_per_process or max(1, usable_cores() // local_world)
+    threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
-    require_device(config.train.device, local_world)
-    device = rank_device(config.train.device, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    require_device(run.device, local_world)
+    device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
     mesh = create_mesh(
         layout,
         device,
-        config.train.timeout_s,
-        config.train.checkpoint_timeout_s,
+        run.timeout_s,
+        run.checkpoint_timeout_s,
         signs=_store_of_signs(),
-        channels=config.parallel.channels,
+        channels=channels,
         ranks_per_machine=local_world,
     )
     if device.type == "cuda":
         warm_up(mesh)
-    cap = config.plan.memory_bytes or memory_for_rank(device, local_world)
+    cap = memory_bytes or memory_for_rank(device, local_world)
     yield RankSetup(mesh=mesh, threads=threads, memory_cap_bytes=cap)
     # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
     mesh.watch.close()
@@ -102,9 +114,7 @@ def _found_or_measured(
             "this layout are used from here on",
             soft_wrap=True,
         )
-    name = f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
-    if mesh.device.type == "cuda":
-        name = torch.cuda.get_device_name(mesh.device)
+    name = device_name(mesh.device, threads)
     backend = trainer.config.train.attention
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
@@ -153,6 +163,13 @@ def memory_for_rank(device: torch.device, local_world: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
     return int(machine_memory_bytes() * (1 - _FREE_SHARE) / local_world)
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """What measured seconds are of: a GPU's name, or the processor's and how many threads a process has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
 
 
 def _processor_name() -> str:

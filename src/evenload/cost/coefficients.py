@@ -241,6 +241,10 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
         raise ConfigError(f"cost file {path} is not valid: {error}; make it again by calibrating") from error
 
 
+def encode_coefficients(coefficients: CostCoefficients) -> bytes:
+    """A cost file: indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n"
+
+
 def write_coefficients(path: str | Path, coefficients: CostCoefficients) -> None:
-    """Write a cost file as indented JSON."""
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n")
+    Path(path).write_bytes(encode_coefficients(coefficients))

@@ -28,7 +28,9 @@ class FitError(Frozen):
 
     def __post_init__(self) -> None:
         if not (0 <= self.median <= self.p90):
-            raise ConfigError(f"profile: errors of a fit are median {self.median} and p90 {self.p90}; 0 <= median <= p90")
+            raise ConfigError(
+                f"profile: errors of a fit are median {self.median} and p90 {self.p90}; 0 <= median <= p90"
+            )
 
 
 class TimedPack(Frozen):
@@ -99,9 +101,10 @@ class Profile(Frozen):
         waited_share, spread: how much the machine was disturbed, see `calibrate.disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
+        copy_s_per_byte: to read one byte of rows and write it elsewhere on the device, by an index.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
-        allocator_overhead: memory that the process or the device held at its peak, over what tensors needed;
-            None where the system does not say.
+        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
+            say), at the peak of the longest round; counted_bytes: that its tensors needed.
         digest: of the coefficients as they were measured, to notice a later change by hand.
     """
 
@@ -121,9 +124,17 @@ class Profile(Frozen):
     packs: tuple[TimedPack, ...]
     kernels: tuple[KernelRate, ...]
     transfers: tuple[TransferCurve, ...]
+    copy_s_per_byte: float
     activation_bytes: dict[str, int]
-    allocator_overhead: float | None
+    held_bytes: int
+    counted_bytes: int
     digest: str = ""
+
+    @property
+    def allocator_overhead(self) -> float | None:
+        """Memory held for a byte that was needed; None where it is not known. Includes, on a CPU, what libraries take
+        when they are first used, so that it means little for small models."""
+        return self.held_bytes / self.counted_bytes if self.held_bytes else None
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:

@@ -1,0 +1,75 @@
+"""The fit of coefficients: what it recovers, and how far off it says it is."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.calibrate.fit import fit_relative, left_out
+from evenload.calibrate.repeats import num_outliers
+from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, pack_features
+
+COEFFICIENTS = st.tuples(
+    *(st.floats(low, high) for low, high in ((1e-7, 1e-4), (1e-7, 1e-3), (1e-5, 1e-2), (1e-10, 1e-7), (1e-9, 1e-6)))
+)
+"""Seconds a token, slice, pack, pair and token of prefix, from small models on a GPU to large ones on a CPU."""
+
+
+def grid_features(rounds, tile=1):
+    return [pack_features(ranges, (0,), tile) for packs in rounds for ranges in packs]
+
+
+@given(truth=COEFFICIENTS, rounds=st.sampled_from([QUICK_ROUNDS, GRID]), tile=st.sampled_from([1, 64, 256]))
+def test_known_coefficients_come_back(truth, rounds, tile):
+    """Seconds made from coefficients determine them: the rounds vary every feature independently, with tiles, too."""
+    features = grid_features(rounds, tile)
+    seconds = (np.array(features) @ np.array(truth)).tolist()
+    assert fit_relative(features, seconds) == pytest.approx(truth, rel=1e-5)
+
+
+@given(truth=COEFFICIENTS, seed=st.integers(0, 100))
+def test_exact_seconds_leave_no_error_and_noise_shows(truth, seed):
+    """Packs that were left out of a fit to exact seconds are predicted exactly; noise of 10 % is told as about that."""
+    features = grid_features(GRID)
+    exact = np.array(features) @ np.array(truth)
+    packs = list(range(len(features)))
+    assert left_out(features, exact.tolist(), packs).error.p90 < 1e-4
+    noise = np.random.default_rng(seed).choice([0.9, 1.1], len(exact))
+    noisy = left_out(features, (exact * noise).tolist(), packs).error
+    assert 0.02 < noisy.p90 < 1.0
+
+
+def test_left_out_packs_are_predicted_by_the_others():
+    """Seconds a token by hand: of two folds each is predicted by the other's slope, all timings of a pack together.
+
+    Packs a and c (fold 0) take 1 s a token, pack b (fold 1) takes 2: so a and c are predicted with slope 2, b with 1.
+    """
+    features = [(1.0,), (2.0,), (4.0,), (2.0,)]
+    seconds = [1.0, 4.0, 4.0, 4.0]
+    found = left_out(features, seconds, ["a", "b", "c", "b"], folds=2)
+    assert found.seconds == pytest.approx([2.0, 2.0, 8.0, 2.0])
+    # errors: 1, 0.5, 1, 0.5
+    assert (found.error.packs, found.error.folds) == (3, 2)
+    assert found.error.median == pytest.approx(0.75)
+    assert found.error.p90 == pytest.approx(1.0)
+
+
+def test_one_pack_cannot_be_left_out():
+    with pytest.raises(ValueError, match="1 packs cannot be left out"):
+        left_out([(1.0,), (1.0,)], [1.0, 2.0], ["a", "a"])
+
+
+def test_features_respect_windows_and_tiles():
+    """By hand: rows 6..9 of a document behind a window of 4 see 4 keys each, and 4 tokens of prefix."""
+    assert pack_features(((0, 6, 10),), (4,)) == (4.0, 1.0, 1.0, 16.0, 4.0)
+    # Two layers, one full: 7 + 8 + 9 + 10 = 34 pairs there.
+    assert pack_features(((0, 6, 10),), (4, 0)) == (4.0, 1.0, 1.0, 25.0, 5.0)
+    # A tile of 16 rows lacks 12, each as dear as the last, which sees 10 keys.
+    assert pack_features(((0, 6, 10),), (0,), 16) == (4.0, 1.0, 1.0, 34.0 + 120.0, 6.0)
+
+
+def test_repeats_far_from_the_median_are_counted():
+    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0]) == 0
+    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0, 3.0]) == 1
+    assert num_outliers([1.0, 1.0, 1.0, 1.0, 1.04]) == 0, "a clock's jitter is not an outlier"
+    assert num_outliers([1.0, 1.0, 1.0, 1.0, 0.5]) == 1

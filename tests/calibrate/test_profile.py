@@ -1,0 +1,134 @@
+"""A profile of a real stage: goes on where it was stopped, and says how it measured."""
+
+import msgspec
+import pytest
+import torch
+
+from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.calibrate.partial_file import PartialProfile, partial_path, read_partial, write_partial
+from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
+from evenload.cost.activation import POLICIES, activation_bytes_per_token
+from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.layout import even_layout
+from gloo_pool import TIMEOUT_S
+from reference_training import tiny_config
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
+    """A profile of a tiny model on this rank, as JSON; ends by an exception after so many passes."""
+    layout = even_layout(4, **sizes)
+    mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
+    config = tiny_config(kind, **settings)
+    models = build_rank_models(
+        config, layout=layout, pp_rank=mesh.pp_rank, tp_rank=mesh.tp_rank, dtype=torch.float32, device=mesh.device,
+        weights=None, seed=0,
+    )  # fmt: skip
+    flatten_units(tuple(models.values()), mesh.data_size)
+    stages = {index: PipelineStage(part, CpuFlashAttention(), mesh.tensor) for index, part in models.items()}
+    model = model_from_hf_config(config.to_dict(), "tiny", 4)
+    task = ProfileTask(
+        model=model, timed=model, layers=4 // layout.pp, tp=layout.tp, device_name="this machine", dtype="float32",
+        longest=1024, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,
+        partial=partial_path(directory / "cost.json"), versions={"torch": "1"},
+    )  # fmt: skip
+    said = []
+
+    def on_pass(done, total):
+        if done == stop_after:
+            raise _StoppedError
+
+    try:
+        found = profile(stages, task, mesh, say=said.append, on_pass=on_pass)
+    except _StoppedError:
+        return None, said
+    return msgspec.json.encode(found), said
+
+
+def test_a_profile_goes_on_where_it_was_stopped(gloo_pool, tmp_path):
+    """Two passes, then the process ends; a second call makes only what is missing, of the same packs."""
+    gloo_pool.run(1, profiled, tmp_path, {}, 2)
+    file = partial_path(tmp_path / "cost.json")
+    first = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
+    assert len(first.passes) == 2
+    ((data, said),) = gloo_pool.run(1, profiled, tmp_path, {})
+    assert any("goes on from" in line and "2 passes" in line for line in said)
+    second = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
+    assert second.passes[:2] == first.passes
+    assert second.rounds == first.rounds
+    found = msgspec.json.decode(data, type=CostCoefficients)
+    assert found.profile is not None
+    assert found.profile.passes == len(second.passes) == MIN_PASSES
+    # Another task begins anew, and says so.
+    _, note = read_partial(file, "another model")
+    assert "is of another measurement" in note
+    assert read_partial(file, "another model")[0].passes == ()
+    file.write_text("{")
+    assert "cannot be read" in read_partial(file, second.task)[1]
+
+
+def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
+    """On one rank: layers, head, embedding, optimizer, copies; bytes as the cost model says; no link is made up."""
+    ((data, _),) = gloo_pool.run(1, profiled, tmp_path, {})
+    found = msgspec.json.decode(data, type=CostCoefficients)
+    record = found.profile
+    assert record is not None
+    assert found.embedding_s_per_token > 0
+    assert found.head_s_per_token > 0
+    assert found.optimizer_s_per_parameter > 0
+    assert record.copy_s_per_byte > 0
+    assert found.p2p_bandwidth_bytes_per_s is None
+    assert found.intra_node is None
+    assert record.transfers == ()
+    assert {rate.kernel for rate in record.kernels} == {"matmul", "attention forward", "attention backward"}
+    assert all(rate.flops_per_s > 0 for rate in record.kernels)
+    assert found.measured_on is not None
+    model = found.measured_on.model
+    assert record.activation_bytes == {one: activation_bytes_per_token(model, one) for one in POLICIES}
+    assert record.forward.packs == record.backward.packs == len(record.packs) // 2
+    assert record.timings >= MIN_PASSES * len(record.packs)
+    # It can be written, read again, and tells when it was changed.
+    write_coefficients(tmp_path / "cost.json", found)
+    again = read_coefficients(tmp_path / "cost.json")
+    assert again == found
+    assert not again.is_changed
+    faster = msgspec.structs.replace(again.forward, linear_s_per_token=1e-9)
+    assert msgspec.structs.replace(again, forward=faster).is_changed
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_links_are_measured_alone_and_beside_attention(gloo_pool, tmp_path, sizes):
+    """Every rank returns the same; gathers of shared documents are tried beside attention, and only they."""
+    answers = gloo_pool.run(2, profiled, tmp_path, sizes)
+    assert answers[0][0] == answers[1][0]
+    found = msgspec.json.decode(answers[0][0], type=CostCoefficients)
+    assert found.profile is not None
+    kinds = {curve.kind: curve for curve in found.profile.transfers}
+    expected = {"cp": {"pipeline", "reduction", "context"}, "pp": {"pipeline"}, "tp": {"tensor"}}
+    assert kinds.keys() == expected[next(iter(sizes))]
+    for curve in kinds.values():
+        assert curve.ranks == 2
+        assert list(curve.num_bytes) == sorted(curve.num_bytes)
+        assert len(curve.num_bytes) == len(curve.seconds)
+        assert (curve.hidden_share is None) == (curve.kind != "context")
+    if "context" in kinds:
+        measured = kinds["context"].hidden_share
+        assert found.context_hidden_share == min(1.0, max(0.0, measured))
+        assert found.intra_node is not None
+    assert (found.p2p_bandwidth_bytes_per_s is None) == ("tp" in sizes)
+
+
+def test_a_partial_file_is_never_half_written(tmp_path):
+    file = tmp_path / "cost.json.partial"
+    for passes in range(3):
+        write_partial(file, PartialProfile(task="a", passes=(({"pack:0:0": 1.0},),) * passes))
+        assert len(read_partial(file, "a")[0].passes) == passes
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
