@@ -1,5 +1,7 @@
 """A profile of a real stage: goes on where it was stopped, and says how it measured."""
 
+import functools
+
 import msgspec
 import pytest
 import torch
@@ -10,7 +12,7 @@ from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
 from evenload.cost.activation import POLICIES, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.hf_config import model_from_hf_config
@@ -28,10 +30,10 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     layout = even_layout(4, **sizes)
     mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
     config = tiny_config(kind, **settings)
-    models = build_rank_models(
-        config, layout=layout, pp_rank=mesh.pp_rank, tp_rank=mesh.tp_rank, dtype=torch.float32, device=mesh.device,
-        weights=None, seed=0,
-    )  # fmt: skip
+    build = functools.partial(
+        build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0, tp_rank=mesh.tp_rank
+    )
+    models = build_rank_models(config, layout, mesh.pp_rank, build)
     flatten_units(tuple(models.values()), mesh.data_size)
     stages = {index: PipelineStage(part, CpuFlashAttention(), mesh.tensor) for index, part in models.items()}
     model = model_from_hf_config(config.to_dict(), "tiny", 4)

@@ -1,5 +1,6 @@
 """What `evenload profile` runs in other processes: the checks in one, then the measurement in one per rank."""
 
+import functools
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from evenload.errors import ConfigError
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, RunConfig
 from evenload.runtime.device import require_device
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -103,9 +104,8 @@ def _profiled(
     stages_of_all = mesh.layout.num_stages
     sizes = {axis: getattr(mesh.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     layout = even_layout(timed.num_layers, virtual=stages_of_all // mesh.layout.pp, **sizes)
-    models = build_rank_models(
-        few, layout=layout, pp_rank=mesh.pp_rank, tp_rank=mesh.tp_rank, dtype=dtype, device=device, weights=None, seed=0
-    )
+    build = functools.partial(build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank)
+    models = build_rank_models(few, layout, mesh.pp_rank, build)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     backend = select_backend(
         options.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim

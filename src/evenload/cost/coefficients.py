@@ -187,7 +187,7 @@ class CostCoefficients(Frozen):
         if bandwidth_bytes_per_s is None:
             raise ConfigError(
                 f"cost coefficients of {self.device} know no link {purpose} cannot be costed; set "
-                f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, calibrate on such a layout, or "
+                f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, measure such a layout with evenload profile, or "
                 f"plan with {without}"
             )
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
@@ -238,7 +238,7 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
     except OSError as error:
         raise ConfigError(f"cost file {path} cannot be read: {error.strerror or error}") from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"cost file {path} is not valid: {error}; make it again by calibrating") from error
+        raise ConfigError(f"cost file {path} is not valid: {error}; make it again with evenload profile") from error
 
 
 def encode_coefficients(coefficients: CostCoefficients) -> bytes:

@@ -54,8 +54,8 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
     if measured is None:
         raise ConfigError(
             f"{origin} does not say on which model and layout it was measured (no 'measured_on'), so it could belong "
-            "to any; measure again: a run of evenload train without train.cost_file writes cost.json into its "
-            "output_dir"
+            "to any; measure again: evenload profile writes one, and so does a run of evenload train without "
+            "train.cost_file, into its output_dir"
         )
     differing = shape_differences(measured.model, model)
     if differing:
