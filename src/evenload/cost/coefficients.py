@@ -187,8 +187,8 @@ class CostCoefficients(Frozen):
         if bandwidth_bytes_per_s is None:
             raise ConfigError(
                 f"cost coefficients of {self.device} know no link {purpose} cannot be costed; set "
-                f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, measure such a layout with evenload profile, or "
-                f"plan with {without}"
+                f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, measure such a layout with "
+                f"evenload profile, or plan with {without}"
             )
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
