@@ -45,7 +45,8 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
     assert set(found) >= {"version", "inputs", "strategies", "best"}
     assert [row["name"] for row in found["strategies"]] == SHOWN
     assert all(len(row["step_time_s"]) == 2 for row in found["strategies"])
-    assert found["best"] == "auto"
+    fastest = min(found["strategies"], key=lambda row: row["mean_step_time_s"] if row["feasible"] else np.inf)
+    assert found["best"] == fastest["name"]
     assert (found["inputs"]["parameters"], found["inputs"]["active_parameters"]) == (6_738_415_616, 6_738_415_616)
     assert "slimpack" in shown
     plans = decode_plan_file(files["emit-plan"].read_bytes())

@@ -15,7 +15,14 @@ FIXED_KEYS = [
     *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "lower_bound_s", "fraction_of_bound"),
     *("speedup_over_best_fit", "tokens_per_s_per_device", "bubble_fraction"),
     *("imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens", "cap_violations"),
-    *("peak_memory_bytes", "num_packs_forward", "num_packs_backward", "plan_time_s", "deferred_tokens"),
+    *(
+        "peak_memory_bytes",
+        "peak_host_bytes_per_node",
+        "num_packs_forward",
+        "num_packs_backward",
+        "plan_time_s",
+        "deferred_tokens",
+    ),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
     *("cuts", "schedule", "sharding", "note", "time_split"),
 ]

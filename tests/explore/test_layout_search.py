@@ -58,7 +58,10 @@ def test_what_is_out_says_which_rank_and_how_much() -> None:
     """40 GB devices: 4 replicas of a 7B model with its optimizer do not fit; pipelines of 4 do."""
     cluster = cluster_from("a100x4")
     small = msgspec.structs.replace(
-        cluster, device=msgspec.structs.replace(cluster.device, memory_bytes=44 * 2**30, reserved_bytes=0)
+        cluster,
+        device=msgspec.structs.replace(
+            cluster.device, memory_bytes=44 * 2**30, reserved_bytes=0, fragmentation_share=0.0
+        ),
     )
     results = search(small)
     (alone,) = [result for result in results if result.layout == {"dp": 4, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}]

@@ -42,6 +42,7 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
+        attention: backend of a run.
     """
 
     model: ModelSpec
@@ -49,10 +50,11 @@ class PlanCosts:
     measured: CostCoefficients | None = None
     origin: str = ""
     context_exchange: Literal["all_gather", "ring"] | None = None
+    attention: str = "auto"
 
     def of(self, layout: ParallelLayout) -> CostCoefficients:
         """Of one layout, which the cluster and the model must allow; what was measured must have the same tp."""
-        found = analytic_coefficients(self.model, self.cluster, layout)  # also checks the layout
+        found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
         if self.context_exchange is None:
@@ -184,7 +186,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     is that of a run."""
     exchange = run.parallel.cp_exchange if run else None
     if cost_file is None:
-        return PlanCosts(model, cluster, context_exchange=exchange)
+        return PlanCosts(model, cluster, context_exchange=exchange, attention=run.train.attention if run else "auto")
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
     model = model if run else in_measured_precision(model, measured)
     require_measured_on(measured, model, origin)

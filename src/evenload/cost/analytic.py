@@ -1,7 +1,8 @@
 """`analytic_coefficients`: cost coefficients from data sheets, for planning without a device.
 
     linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
-    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x (SlimPack §2.2.2)
+    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x the work (SlimPack §2.2.2),
+                          at the backward's own efficiency
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0 (the
                           prefix's keys are read inside the kernel)
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
@@ -9,8 +10,9 @@
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
 All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
-cp. Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV. Relative costs of strategies are
-trustworthy, absolute seconds need calibration.
+cp. Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV; attention that tp splits keeps
+its tiles (rows of one head) but has fewer to fill a device with, so a short pack is slower than said. Relative costs of
+strategies are trustworthy, absolute seconds need calibration.
 """
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
@@ -30,8 +32,13 @@ SLICE_SHARE_OF_KERNEL = 1 / 20
 """A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
 
 
-def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout) -> CostCoefficients:
+def analytic_coefficients(
+    model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout, attention: str = "auto"
+) -> CostCoefficients:
     """Coefficients of a model on a cluster; the layout decides which links the transfers cross.
+
+    Args:
+        attention: backend of range attention (`train.attention`), which decides how fast its kernels are.
 
     Raises:
         ConfigError: the layout needs more devices than the cluster has, or does not fit the model.
@@ -44,25 +51,27 @@ def analytic_coefficients(model: ModelSpec, cluster: ClusterSpec, layout: Parall
         )
     device = cluster.device
     matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
-    attention_flops_per_s = device.peak_flops_per_s * device.attention_efficiency
     memory_bytes_per_s = device.memory_bytes_per_s or device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
 
     linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
-    pair_s = 4.0 * model.num_heads * model.head_dim / attention_flops_per_s
+    attention_s = [
+        ratio * 4.0 * model.num_heads * model.head_dim / (device.peak_flops_per_s * share)
+        for ratio, share in zip((1.0, BACKWARD_ATTENTION_RATIO), device.attention_shares(attention), strict=True)
+    ]
     head_s = (1.0 + backward_linear_ratio(model)) * 2.0 * model.embedding_parameters / matmul_flops_per_s
     passes = [
         PassCoefficients(
             linear_s_per_token=linear_s * linear_ratio,
-            attention_s_per_pair=pair_s * attention_ratio,
+            attention_s_per_pair=pair_s,
             prefix_s_per_token=prefix_s,
             slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
             pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * linear_ratio,
         )
-        for linear_ratio, attention_ratio, prefix_s in (
-            (1.0, 1.0, 0.0),
+        for linear_ratio, pair_s, prefix_s in (
+            (1.0, attention_s[0], 0.0),
             (
                 backward_linear_ratio(model),
-                BACKWARD_ATTENTION_RATIO,
+                attention_s[1],
                 2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s,
             ),
         )

@@ -33,4 +33,4 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
 
 
 def usable_bytes(cluster: ClusterSpec) -> int:
-    return cluster.device.memory_bytes - cluster.device.reserved_bytes
+    return cluster.device.usable_bytes

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import msgspec
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
@@ -23,11 +25,18 @@ class DeviceSpec(Frozen):
         name: for example "H100-80GB".
         peak_flops_per_s: dense matrix-product peak in compute precision; MFU is a share of it.
         memory_bytes: usable for training.
-        reserved_bytes: of `memory_bytes`, kept for the runtime and fragmentation.
+        reserved_bytes: of `memory_bytes`, for what is no tensor of training: CUDA's context and kernels, NCCL's
+            buffers, workspaces of libraries.
+        fragmentation_share: of `memory_bytes`, what the allocator cannot use in one piece.
         matmul_efficiency: share of the peak that large matrix products reach.
-        attention_efficiency: share of the peak that long attention kernels reach.
+        attention_efficiency: share of the peak that long attention kernels reach forward, by the kernels that the
+            runtime takes by default: on GPUs those in torch itself, FlashAttention 2.
+        attention_backward_efficiency: the same backward; None = as forward.
+        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name, such as
+            "varlen_cuda_fa3"; one that is not named counts as the default.
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
-        attention_tile: query rows of one attention kernel block; fewer rows cost a whole block.
+        attention_tile: query rows of one attention kernel block; fewer rows cost a whole block. The rows of a block are
+            of one head, so tensor parallelism, which splits heads, leaves tiles as they are.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
         memory_bytes_per_s: bandwidth of device memory, for work that it bounds; None = as of an H100, in proportion to
             the peak.
@@ -38,13 +47,44 @@ class DeviceSpec(Frozen):
     peak_flops_per_s: float
     memory_bytes: int
     reserved_bytes: int = 0
+    fragmentation_share: float = 0.03
     matmul_efficiency: float = 0.65
-    attention_efficiency: float = 0.55
+    attention_efficiency: float = 0.37
+    attention_backward_efficiency: float | None = None
+    attention_by_backend: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     matmul_half_tokens: int = 256
     attention_tile: int = 128
     kernel_s: float = 20e-6
     memory_bytes_per_s: float | None = None
     host_link: LinkSpec | None = None
+
+    def __post_init__(self) -> None:
+        shares = {"matmul_efficiency": (self.matmul_efficiency,), "attention_efficiency": self.attention_shares()}
+        shares |= {f"attention_by_backend.{name}": pair for name, pair in self.attention_by_backend.items()}
+        for field, values in shares.items():
+            if not all(0 < value <= 1 for value in values):
+                raise ConfigError(f"device {self.name}: {field} is {values}, must be above 0 and at most 1")
+        if not 0 <= self.fragmentation_share < 1:
+            raise ConfigError(
+                f"device {self.name}: fragmentation_share is {self.fragmentation_share}, must be in 0..1, 1 excluded"
+            )
+        if self.usable_bytes <= 0:
+            raise ConfigError(
+                f"device {self.name}: of memory_bytes {self.memory_bytes} nothing is left for training after "
+                f"reserved_bytes {self.reserved_bytes} and fragmentation_share {self.fragmentation_share}"
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """For weights, gradients, optimizer state, activations and buffers: memory without what is reserved and what
+        fragments."""
+        return self.memory_bytes - self.reserved_bytes - round(self.fragmentation_share * self.memory_bytes)
+
+    def attention_shares(self, backend: str = "auto") -> tuple[float, float]:
+        """Of the peak, that attention of a backend reaches: forward, backward."""
+        backward = self.attention_backward_efficiency
+        default = self.attention_efficiency, self.attention_efficiency if backward is None else backward
+        return self.attention_by_backend.get(backend, default)
 
 
 class ClusterSpec(Frozen):

@@ -11,8 +11,19 @@ SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 G
     a100-40  A100 40GB SXM      312e12    40 GB            1.555 TB/s          600 GB/s             200 Gbit/s
 
 (The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX systems.)
-The bandwidth of H100's memory is left to the default, which is made from it. 5 GB of memory are kept for the runtime
-and fragmentation. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+The bandwidth of H100's memory is left to the default, which is made from it. 3 GB of memory are kept for CUDA, NCCL and
+libraries, 3 % for fragmentation: both are assumptions. Host links: PCIe 5 x16 (4 x16 of A100), about 80 % of the 63 and
+31.5 GB/s of the data sheet arrive.
+
+Attention, share of the peak forward and backward, of long causal documents with heads of 128:
+
+    FlashAttention 2, which torch ships and the runtime takes by default
+        A100    62 and 55 %     Dao 2023, abstract and section 4: 50 to 73 % forward, up to 63 % backward
+        H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 335
+                                TFLOP/s, 34 %, both passes together
+        B200    16 and 14 %     assumed as fast as on H100: its instructions are those of Ampere
+    FlashAttention 3, `varlen_cuda_fa3`
+        H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times as fast as 2
 
 Host memory of a node and its bandwidth, both sockets, are those of the DGX systems of eight devices, in proportion
 where fewer are asked for; about 80 % of the bandwidth of the memory modules arrives.
@@ -48,18 +59,31 @@ def _nvlink(bandwidth_bytes_per_s: float) -> LinkSpec:
 
 
 def _device(
-    name: str, peak_flops_per_s: float, memory_gb: int, memory_bytes_per_s: float | None, host_link: LinkSpec
+    name: str,
+    peak_flops_per_s: float,
+    memory_gb: int,
+    memory_bytes_per_s: float | None,
+    host_link: LinkSpec,
+    attention: tuple[float, float],
+    others: dict[str, tuple[float, float]] | None = None,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
         peak_flops_per_s=peak_flops_per_s,
         memory_bytes=memory_gb * 1_000_000_000,
-        reserved_bytes=5_000_000_000,
+        reserved_bytes=3_000_000_000,
+        attention_efficiency=attention[0],
+        attention_backward_efficiency=attention[1],
+        attention_by_backend=others or {},
         memory_bytes_per_s=memory_bytes_per_s,
         host_link=host_link,
     )
 
 
+_A100_ATTENTION = (0.62, 0.55)
+_H100_ATTENTION = (0.37, 0.33)
+_H100_OTHERS = {"varlen_cuda_fa3": (0.68, 0.56)}
+_B200_ATTENTION = (0.16, 0.14)
 _HOST_SHARE = 0.8
 """Of the bandwidth of the memory modules."""
 
@@ -77,19 +101,39 @@ class _System(NamedTuple):
 _TB = 10**12
 _DEVICES: dict[str, _System] = {
     "h100": _System(
-        _device("H100-80GB", 989e12, 80, None, _PCIE5), _nvlink(400e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 614.4e9
+        _device("H100-80GB", 989e12, 80, None, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
+        _nvlink(400e9),
+        _NETWORK_400,
+        2 * _TB,
+        _HOST_SHARE * 614.4e9,
     ),
     "h200": _System(
-        _device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5), _nvlink(400e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 614.4e9
+        _device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
+        _nvlink(400e9),
+        _NETWORK_400,
+        2 * _TB,
+        _HOST_SHARE * 614.4e9,
     ),
     "b200": _System(
-        _device("B200-180GB", 2250e12, 180, 8e12, _PCIE5), _nvlink(800e9), _NETWORK_400, 2 * _TB, _HOST_SHARE * 716.8e9
+        _device("B200-180GB", 2250e12, 180, 8e12, _PCIE5, _B200_ATTENTION),
+        _nvlink(800e9),
+        _NETWORK_400,
+        2 * _TB,
+        _HOST_SHARE * 716.8e9,
     ),
     "a100": _System(
-        _device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4), _nvlink(250e9), _NETWORK_200, 2 * _TB, _HOST_SHARE * 409.6e9
+        _device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4, _A100_ATTENTION),
+        _nvlink(250e9),
+        _NETWORK_200,
+        2 * _TB,
+        _HOST_SHARE * 409.6e9,
     ),
     "a100-40": _System(
-        _device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4), _nvlink(250e9), _NETWORK_200, _TB, _HOST_SHARE * 409.6e9
+        _device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4, _A100_ATTENTION),
+        _nvlink(250e9),
+        _NETWORK_200,
+        _TB,
+        _HOST_SHARE * 409.6e9,
     ),
 }
 
