@@ -32,7 +32,8 @@ constexpr int64_t kTrialColumns = 8;
 void require_table(const CostTable& table) {
     const auto P = static_cast<size_t>(table.num_stages), R = static_cast<size_t>(table.num_ranks);
     const auto F = static_cast<size_t>(table.num_features());
-    require(P >= 1 && R >= 1 && table.tile >= 1, "cost table: num_stages, num_ranks and tile must be at least 1");
+    require(P >= 1 && R >= 1 && table.tile >= 1 && table.shared_tile >= 0,
+            "cost table: num_stages, num_ranks and tile must be at least 1, shared_tile at least 0");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
     for (const auto* column : {&table.layers, &table.linear_again_token_s, &table.linear_again_pack_s,
                                &table.offload_bytes_per_token}) {
@@ -278,9 +279,11 @@ std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
 void bind_trials(nb::module_& m) {
     nb::class_<evenload::Link>(m, "Link")
         .def(nb::init<double, double>(), nb::arg("bandwidth_bytes_per_s"), nb::arg("latency_s"));
+    nb::class_<evenload::ContextTraffic>(m, "ContextTraffic")
+        .def(nb::init<double, double, double>(), nb::arg("token_bytes"), nb::arg("rings"), nb::arg("placed_bytes"));
     nb::class_<evenload::PassTable>(m, "PassTable")
-        .def(nb::init<std::vector<double>, double, double, double, double>(), nb::arg("matrix"),
-             nb::arg("kv_token_bytes"), nb::arg("context_rings"), nb::arg("home_token_bytes") = 0.0,
+        .def(nb::init<std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic, double, double>(),
+             nb::arg("matrix"), nb::arg("whole"), nb::arg("cut"), nb::arg("home_token_bytes") = 0.0,
              nb::arg("home_hops") = 0.0);
     nb::class_<CostTable>(m, "CostTable")
         .def(nb::init<>())
@@ -294,7 +297,9 @@ void bind_trials(nb::module_& m) {
         .def_rw("windows", &CostTable::windows)
         .def_rw("forward", &CostTable::forward)
         .def_rw("backward", &CostTable::backward)
+        .def_rw("shared_tile", &CostTable::shared_tile)
         .def_rw("context_hidden_share", &CostTable::context_hidden_share)
+        .def_rw("copy_s_per_byte", &CostTable::copy_s_per_byte)
         .def_rw("context_ring", &CostTable::context_ring)
         .def_rw("intra_node", &CostTable::intra_node)
         .def_rw("inter_node", &CostTable::inter_node)

@@ -23,7 +23,7 @@ double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {
 }
 
 bool is_sharded(const CostTable& table, int64_t rows, int64_t ranks) {
-    return ranks > 1 && rows >= 2 * ranks * table.tile;
+    return ranks > 1 && rows >= 2 * ranks * table.shared_tile;
 }
 
 bool any_shared(const PackView& packs) {
@@ -52,8 +52,10 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
     row[0] += static_cast<double>(rows) * share;
     row[1] += sharded ? 2.0 : share;
     const int64_t chunk = ceil_div(rows, 2 * ranks);
-    const double chunk_end =
-        static_cast<double>(start) + static_cast<double>(rows * (2 * ranks + 1)) / (4.0 * static_cast<double>(ranks));
+    const auto chunk_edge = [&](int64_t edge) {
+        return static_cast<double>(start) + static_cast<double>(rows * edge) / (4.0 * static_cast<double>(ranks));
+    };
+    const double chunk_start = chunk_edge(2 * ranks - 1), chunk_end = chunk_edge(2 * ranks + 1);
     for (size_t w = 0; w < table.windows.size(); ++w) {
         const int64_t window = table.windows[w];
         const int64_t last_row_keys = window ? std::min(stop, window) : stop;
@@ -63,18 +65,44 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
                     : static_cast<double>(missing_to(rows, table.tile) * last_row_keys) * share;
         row[3 + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
         const auto prefix = static_cast<double>(window ? std::min(start, window) : start);
-        row[4 + 2 * w] += sharded ? prefix : prefix * share;
+        const double chunk_prefix = window ? std::min(chunk_start, static_cast<double>(window)) : chunk_start;
+        row[4 + 2 * w] += sharded ? 2 * chunk_prefix : prefix * share;
     }
 }
 
-// Exposed transfers of keys and values of one pack and layer, hidden or not.
-double context_layer_s(const CostTable& table, const PassTable& pass, double gathered, int64_t ranks) {
-    if (gathered <= 0 || ranks == 1) return 0.0;
+// One layer's transfers of keys and values of a pack: what attention may hide, and what nothing hides.
+struct ContextSeconds {
+    double transfer_s = 0.0, plain_s = 0.0;
+};
+
+ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, double whole, double cut, int64_t ranks) {
+    if (whole + cut <= 0 || ranks == 1) return {};
     const Link& link = ranks * table.layout_tp <= table.devices_per_node ? table.intra_node : table.inter_node;
     const auto size = static_cast<double>(ranks);
-    const double moved = gathered * pass.kv_token_bytes * (size - 1) / size + gathered * pass.home_token_bytes / size;
-    const double hops = pass.context_rings * (size - 1) + pass.home_hops;
-    return moved / link.bandwidth_bytes_per_s + hops * link.latency_s;
+    const double moved = (whole * pass.whole.token_bytes + cut * pass.cut.token_bytes) * (size - 1) / size;
+    const double hops = (whole > 0 ? pass.whole.rings : pass.cut.rings) * (size - 1);
+    const double placed = whole * pass.whole.placed_bytes + cut * pass.cut.placed_bytes;
+    const double home_s =
+        (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
+    return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, placed * table.copy_s_per_byte + home_s};
+}
+
+// Attention of a pack with these features on a stage, without prefixes.
+double attention_seconds(const std::vector<double>& features, const PassTable& pass, int64_t stage, int64_t stages) {
+    double seconds = features[3] * pass.matrix[3 * stages + stage];
+    for (size_t f = 5; f < features.size(); f += 2) seconds = seconds + features[f] * pass.matrix[f * stages + stage];
+    return seconds;
+}
+
+// Documents cut in either direction.
+std::vector<uint8_t> cut_documents(const PackView& forward, const PackView& backward, size_t num_documents) {
+    std::vector<uint8_t> cut(num_documents, 0);
+    for (const PackView* packs : {&forward, &backward}) {
+        for (size_t i = 0; i < packs->doc.size(); ++i) {
+            if (packs->start[i] > 0) cut[packs->doc[i]] = 1;
+        }
+    }
+    return cut;
 }
 
 struct Direction {
@@ -83,19 +111,20 @@ struct Direction {
 };
 
 Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
-                          std::span<const int8_t> policy, bool is_backward) {
+                          std::span<const int8_t> policy, std::span<const uint8_t> cut, bool is_backward) {
     const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
     Direction out{std::vector<double>(m * P), std::vector<double>(m, 0.0), {}};
     if (!policy.empty()) out.copy_s.assign(m * P, 0.0);
     const bool shared = any_shared(packs);
-    std::vector<double> features(F);
+    std::vector<double> features(F), local(shared ? F : 0);  // of all slices, and of those whole on one rank
     std::array<double, kPolicies> policy_tokens{};
     const bool has_policy = !policy.empty();
     // Offloading prices every pack alike, so that a pack without offloaded tokens waits for nothing: max with 0.
     for (int64_t k = 0; k < m; ++k) {
         std::fill(features.begin(), features.end(), 0.0);
         policy_tokens.fill(0.0);
-        double gathered = 0.0;
+        std::fill(local.begin(), local.end(), 0.0);
+        double whole_tokens = 0.0, cut_tokens = 0.0;
         int64_t rank_tokens = 0, pack_ranks = 1;
         for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
             const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
@@ -103,22 +132,30 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
             if (is_sharded(table, rows, ranks)) {
-                gathered += static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
+                const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
+                (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
+            } else if (shared) {
+                add_features(table, packs.start[i], rows, ranks, shared, local.data());
             }
             if (has_policy) {
                 policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);
             }
         }
         features[2] = 1.0;
-        const double layer_s = shared ? context_layer_s(table, pass, gathered, pack_ranks) : 0.0;
+        const ContextSeconds context =
+            shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
+        const auto size = static_cast<double>(pack_ranks);
         for (int64_t s = 0; s < P; ++s) {
             double seconds = features[0] * pass.matrix[s];
             for (int64_t f = 1; f < F; ++f) seconds = seconds + features[f] * pass.matrix[f * P + s];
             if (shared) {
-                double attention_s = features[3] * pass.matrix[3 * P + s];
-                for (int64_t f = 5; f < F; f += 2) attention_s = attention_s + features[f] * pass.matrix[f * P + s];
-                const double exposed_s = layer_s * table.layers[s] - table.context_hidden_share * attention_s;
-                seconds = seconds + std::max(0.0, exposed_s);
+                double hiding_s = attention_seconds(local, pass, s, P);
+                if (table.context_ring) {
+                    const double all_s = attention_seconds(features, pass, s, P);
+                    hiding_s = hiding_s + (all_s - hiding_s) * ((size - 1) / size);
+                }
+                const double exposed_s = context.transfer_s * table.layers[s] - table.context_hidden_share * hiding_s;
+                seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.layers[s]);
             }
             if (is_backward && policy_tokens[kRecompute] > 0) {
                 seconds = seconds + (policy_tokens[kRecompute] * table.linear_again_token_s[s] +
@@ -179,23 +216,22 @@ private:
 };
 
 void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
-                 std::span<const int64_t> num_tokens, std::span<const int8_t> policy, Priced& out) {
+                 std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
+                 std::span<const uint8_t> gathered_whole, Priced& out) {
     const int64_t P = table.num_stages, n = static_cast<int64_t>(num_tokens.size());
     const int64_t m_f = forward.num_packs(), m_b = backward.num_packs();
     const auto policy_of = [&](int32_t doc) { return policy.empty() ? 0 : static_cast<int64_t>(policy[doc]); };
 
     std::vector<int64_t> document_tokens(num_tokens.begin(), num_tokens.end()), ranks_of(n, 1);
-    std::vector<uint8_t> cut(n, 0), gathered_whole(n, 0);
+    std::vector<uint8_t> cut(n, 0);
     for (int64_t i = 0; i < static_cast<int64_t>(backward.doc.size()); ++i) {
         if (backward.start[i] > 0) cut[backward.doc[i]] = 1;
     }
-    gathered_whole = cut;
     for (int64_t k = 0; k < m_f; ++k) {
         for (int64_t i = forward.pack_offset[k]; i < forward.pack_offset[k + 1]; ++i) {
             const int32_t doc = forward.doc[i];
             if (!forward.pad_to.empty() && forward.pad_to[k] > 0) document_tokens[doc] = forward.pad_to[k];
             ranks_of[doc] = forward.ranks_of(i);
-            if (forward.start[i] > 0) gathered_whole[doc] = 1;
         }
     }
     // Keys and values a rank keeps of a document: its share, or all where later slices read the gathered prefix.
@@ -346,14 +382,15 @@ Priced price(const CostTable& table, const PackView& forward, const PackView& ba
     Priced out;
     out.num_forward = forward.num_packs();
     out.num_backward = backward.num_packs();
-    Direction first = price_direction(table, table.forward, forward, policy, false);
-    Direction second = price_direction(table, table.backward, backward, policy, true);
+    const std::vector<uint8_t> cut = cut_documents(forward, backward, num_tokens.size());
+    Direction first = price_direction(table, table.forward, forward, policy, cut, false);
+    Direction second = price_direction(table, table.backward, backward, policy, cut, true);
     out.forward_s = std::move(first.seconds);
     out.p2p_forward_s = std::move(first.p2p_s);
     out.backward_s = std::move(second.seconds);
     out.p2p_backward_s = std::move(second.p2p_s);
     out.forwards_needed = forwards_needed(forward, backward, num_tokens);
-    price_bytes(table, forward, backward, num_tokens, policy, out);
+    price_bytes(table, forward, backward, num_tokens, policy, cut, out);
     if (split) price_split(table, backward, second.copy_s, out);
     return out;
 }

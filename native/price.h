@@ -17,11 +17,15 @@ struct Link {
     double latency_s = 0.0;
 };
 
+// What a token of a shared slice moves on one layer (cost/group_comm.py).
+struct ContextTraffic {
+    double token_bytes = 0.0, rings = 0.0, placed_bytes = 0.0;
+};
+
 // What one direction costs; matrix is [3 + 2 windows][stages], see PackCosts._stage_matrix.
 struct PassTable {
     std::vector<double> matrix;
-    double kv_token_bytes = 0.0;  // keys and values (backward: and their gradients) of a token and layer
-    double context_rings = 0.0;
+    ContextTraffic whole, cut;     // of documents that are never cut, and of others
     double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
     double home_hops = 0.0;
 };
@@ -32,7 +36,8 @@ struct CostTable {
     bool causal = true;
     std::vector<int64_t> windows;  // 0 = full attention
     PassTable forward, backward;
-    double context_hidden_share = 0.0;
+    int64_t shared_tile = 1;       // slices of shared packs with fewer tokens a chunk stay whole on one rank
+    double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     bool context_ring = false;  // a slice's whole prefix travels with it
     Link intra_node, inter_node, host;
     std::vector<double> layers;                                      // [stages]

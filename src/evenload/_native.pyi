@@ -54,12 +54,15 @@ def simulate(
 class Link:
     def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None: ...
 
+class ContextTraffic:
+    def __init__(self, token_bytes: float, rings: float, placed_bytes: float) -> None: ...
+
 class PassTable:
     def __init__(
         self,
         matrix: list[float],
-        kv_token_bytes: float,
-        context_rings: float,
+        whole: ContextTraffic,
+        cut: ContextTraffic,
         home_token_bytes: float = 0.0,
         home_hops: float = 0.0,
     ) -> None: ...
@@ -75,7 +78,9 @@ class CostTable:
     windows: list[int]
     forward: PassTable
     backward: PassTable
+    shared_tile: int
     context_hidden_share: float
+    copy_s_per_byte: float
     context_ring: bool
     intra_node: Link
     inter_node: Link

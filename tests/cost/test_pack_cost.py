@@ -144,12 +144,29 @@ def test_recomputed_documents_pay_their_linear_work_again_in_backward() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 4), (1, 0, 3)], [(2, 0, 5)]])
     policy = np.array([1, 0, 0], np.int8)
     again = costs.pack_seconds(packs, "backward", policy) - costs.pack_seconds(packs, "backward")
-    np.testing.assert_allclose(again, [[2 * (4 * 1.0 + 5.0), 4 * 1.0 + 5.0], [0, 0]])  # layers · (tokens, a pack)
+    share = 1 - 8 * 16 / (8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16)  # all matrices but the down projection's
+    once = share * (4 * 1.0 + 5.0)  # a layer: tokens, a pack
+    np.testing.assert_allclose(again, [[2 * once, once], [0, 0]])
     np.testing.assert_array_equal(costs.pack_seconds(packs, "forward", policy), costs.pack_seconds(packs, "forward"))
     whole = costs.document_seconds([4, 3], np.array([1, 0], np.int8)) - costs.document_seconds([4, 3])
-    np.testing.assert_allclose(whole, [3 * 4 * 1.0, 0])
+    np.testing.assert_allclose(whole, [3 * share * 4 * 1.0, 0])
     curve = costs.backward_work(0, recomputed_share=0.5)
-    assert curve.linear_s == pytest.approx(costs.backward_work(0).linear_s + 0.5 * 2 * 1.0)
+    assert curve.linear_s == pytest.approx(costs.backward_work(0).linear_s + 0.5 * share * 2 * 1.0)
+    with_norm = PackCosts(sample_model(post_norm=True), sample_coefficients(), even_layout(3, pp=2))
+    again = with_norm.pack_seconds(packs, "backward", policy) - with_norm.pack_seconds(packs, "backward")
+    np.testing.assert_allclose(again, [[2 * (4 * 1.0 + 5.0), 4 * 1.0 + 5.0], [0, 0]])
+
+
+def test_recomputing_scatters_the_output_of_attention_again() -> None:
+    packs, policy = SliceColumns.from_ranges([[(0, 0, 4)]]), np.array([1], np.int8)
+    ring = 4 * 16 * 0.5 / 100.0 + 0.25  # 4 tokens · 8 hidden · 2 bytes, half of it over the link
+    for post_norm, rings in ((False, 1), (True, 2)):
+        found = []
+        for free in (0.0, 1.0):
+            coefficients = sample_coefficients(**LINKS, tensor_exposed_share=free)
+            costs = PackCosts(sample_model(post_norm=post_norm), coefficients, even_layout(3, tp=2))
+            found.append(costs.pack_seconds(packs, "backward", policy) - costs.pack_seconds(packs, "backward"))
+        assert (found[1] - found[0]).item() == pytest.approx(3 * rings * ring)
 
 
 def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
@@ -169,27 +186,47 @@ def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
         )
 
 
-def test_tensor_parallelism_divides_work_and_adds_half_of_its_transfers() -> None:
-    coefficients = sample_coefficients(**LINKS)
-    costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
-    found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
-    # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link, half of that exposed
-    rings = 0.5 * 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
-    assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
+def test_tensor_parallelism_divides_work_and_adds_its_transfers() -> None:
+    """All of them, because the runtime waits for each, unless a share is set."""
+    # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link
+    rings = 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
+    for changes, share in (({}, 1.0), ({"tensor_exposed_share": 0.5}, 0.5)):
+        coefficients = sample_coefficients(**LINKS, **changes)
+        costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
+        found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
+        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + share * rings) + 4 * 0.25)
     with pytest.raises(ConfigError, match="know no link"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(3, tp=2))
 
 
-def test_context_parallelism_divides_work_and_exposes_what_attention_does_not_hide() -> None:
-    packs = SliceColumns.from_ranges([[(0, 0, 16)]], cp=4)
-    pairs = 16 * 17 / 2
-    for bandwidth in (1e9, 1.0):
+def test_transfers_hide_behind_attention_of_local_documents_only() -> None:
+    """16 tokens shared by 4 ranks, and 7 that are too short to be cut (tile 1): whole on one of them."""
+    shared, both = (SliceColumns.from_ranges([docs], cp=4) for docs in ([(0, 0, 16)], [(0, 0, 16), (1, 0, 7)]))
+    for bandwidth in (1e9, 100.0, 1.0):
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
-        coefficients = sample_coefficients(intra_node=link, devices_per_node=8)
-        found = PackCosts(sample_model(), coefficients, even_layout(3, cp=4)).pack_seconds(packs, "forward")[0, 0]
-        compute = 3 * (4 * 1.0 + pairs / 4 * 0.1 + 2 * 0.01 + 5.0) + 4 * 0.5
+        coefficients = sample_coefficients(intra_node=link, devices_per_node=8, copy_s_per_byte=0.001)
+        costs = PackCosts(sample_model(), coefficients, even_layout(3, cp=4))
         moved = 3 * 16 * 16 * 0.75 / bandwidth  # layers, tokens, bytes of K and V a token, 3 of 4 ranks
-        assert found == pytest.approx(compute + max(0.0, moved - 0.8 * 3 * pairs / 4 * 0.1))
+        placed = 3 * 16 * 16 * 0.001
+        compute = 3 * (4 * 1.0 + 136 / 4 * 0.1 + 2 * 0.01 + 5.0) + 4 * 0.5
+        assert costs.pack_seconds(shared, "forward")[0, 0] == pytest.approx(compute + moved + placed)
+        local = 3 * 28 / 4 * 0.1  # pairs of the short document on the average rank
+        compute += 3 * (7 / 4 * 1.0 + 0.25 * 0.01) + 7 / 4 * 0.5 + local
+        exposed = max(0.0, moved - 0.8 * local)
+        assert costs.pack_seconds(both, "forward")[0, 0] == pytest.approx(compute + exposed + placed)
+
+
+def test_keys_of_cut_documents_travel_once() -> None:
+    """Backward gathers K and V of documents that were never cut again; of others only gradients travel, in fp32."""
+    coefficients = sample_coefficients(**(LINKS | {"devices_per_node": 8}), context_hidden_share=0.0)
+    costs = PackCosts(sample_model(), coefficients, even_layout(3, cp=4))
+    packs = SliceColumns.from_ranges([[(0, 0, 64)]], cp=4)
+    waiting_s = [
+        costs.pack_seconds(packs, "backward", is_cut=np.array([is_cut])) - costs.compute_seconds(packs, "backward")
+        for is_cut in (False, True)
+    ]
+    both, gradients = 3 * (64 * 48 * 0.75 / 100.0 + 2 * 3 * 0.25), 3 * (64 * 32 * 0.75 / 100.0 + 3 * 0.25)
+    np.testing.assert_allclose(np.ravel(waiting_s), [both, gradients])
 
 
 def test_packs_shared_by_replicas_cost_like_context_parallelism_of_the_layout() -> None:

@@ -5,7 +5,7 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.layout_search import FINALISTS, layout_sizes, layouts_of, search_layouts
+from evenload.explore.layout_search import FINAL_CANDIDATES, FINALISTS, layout_sizes, layouts_of, search_layouts
 from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -49,7 +49,8 @@ def test_fastest_first_and_the_first_is_what_planning_it_gives() -> None:
     assert all(result.feasible and result.num_batches == 2 for result in finalists)
     assert times == sorted(times, key=lambda time_s: time_s or 0.0)
     best = results[0].parallel_layout()
-    planner = StepPlanner(MODEL, analytic_coefficients(MODEL, CLUSTER, best), best, usable_bytes(CLUSTER), OPTIONS)
+    options = OPTIONS.with_own(AutoOptions(max_candidates=FINAL_CANDIDATES))
+    planner = StepPlanner(MODEL, analytic_coefficients(MODEL, CLUSTER, best), best, usable_bytes(CLUSTER), options)
     again = [planner.plan(k, batch.documents, "auto").predicted.step_time_s for k, batch in enumerate(batches())]
     assert times[0] == pytest.approx(np.mean(again))
 

@@ -68,7 +68,7 @@ def test_each_cause_shows_where_it_is_made() -> None:
         "recompute_s": (plain, "balanced", long_and_short, {"policy": "recompute"}),
         "offload_s": (plain, "balanced", long_and_short, {"policy": "offload"}),
         "tp_communication_s": (even_layout(3, tp=2), "balanced", long_and_short, {}),
-        "cp_communication_s": (even_layout(3, cp=2), "balanced", [20] * 8, {}),
+        "cp_communication_s": (even_layout(3, cp=2), "balanced", [150], {"cp_sharding": "per_document"}),
         "cp_imbalance_s": (even_layout(3, cp=2), "skrull", [40, 3, 3], {}),
         "dp_imbalance_s": (plain, "best_fit", long_and_short, {}),
         "p2p_s": (plain, "balanced", long_and_short, {}),

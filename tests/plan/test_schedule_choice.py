@@ -54,5 +54,6 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
                 found[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":
                     digests.add(proposal.plan.digest)
-            assert found["choose"] == min(found["list"], found["static"]), (kind, count, cuts, found)
+            # To the last bit but one: who of two equals is taken is decided before ranks are priced one by one.
+            assert found["choose"] == pytest.approx(min(found["list"], found["static"]), rel=1e-12), (kind, cuts)
             assert len(digests) == 1

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.split_backward import divide_backward, gather_seconds, weight_share
+from evenload.cost.split_backward import divide_backward, gather_seconds, weight_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
@@ -23,9 +23,12 @@ def pipeline_tasks(
 ) -> PipelineTasks:
     """As `evenload.cost.pipeline_tasks`."""
     held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens, policy)
+    is_cut = np.zeros(len(num_tokens), bool)
+    for columns in (forward, backward):
+        is_cut[columns.doc[columns.start > 0]] = True
     tasks = PipelineTasks(
-        forward_s=costs.pack_seconds(forward, "forward", policy),
-        backward_s=costs.pack_seconds(backward, "backward", policy),
+        forward_s=costs.pack_seconds(forward, "forward", policy, is_cut),
+        backward_s=costs.pack_seconds(backward, "backward", policy, is_cut),
         p2p_forward_s=p2p_seconds(costs, forward),
         p2p_backward_s=p2p_seconds(costs, backward),
         forwards_needed=forwards_needed(forward, backward, num_tokens),
@@ -66,17 +69,8 @@ def split_backward(
         backward: the same packs.
         policy: int8[num_documents] with which they were priced; None = all replay.
     """
-    layout, per_layer = costs.layout, costs.coefficients.backward
-    share = weight_share(costs.model)
-    weight_s = share * np.outer(
-        backward.rank_tokens() * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s,
-        np.array(layout.stage_counts, np.float64),
-    )
-    # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
-    weight_s = np.minimum(weight_s, share * tasks.backward_s)
-    if policy is not None:
-        # I needs all that comes back from the host; while it waits, a part of W's work is done.
-        weight_s = np.minimum(weight_s, tasks.backward_s - costs.copy_seconds(backward, policy))
-    input_s = tasks.backward_s - weight_s
-    gather_s = gather_seconds(costs.model, costs.coefficients, layout, backward)
-    return divide_backward(costs.model, layout, tasks, backward, input_s, weight_s + gather_s)
+    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
+    copy_s = None if policy is None else costs.copy_seconds(backward, policy)
+    weight_s = weight_seconds(model, coefficients, layout, backward.rank_tokens(), tasks.backward_s, copy_s)
+    gather_s = gather_seconds(model, coefficients, layout, backward)
+    return divide_backward(model, layout, tasks, backward, tasks.backward_s - weight_s, weight_s + gather_s)

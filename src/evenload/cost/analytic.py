@@ -91,6 +91,7 @@ def analytic_coefficients(
         embedding_s_per_token=2.0 * model.hidden_size * model.bytes_per_element / memory_bytes_per_s,
         head_s_per_token=head_s,
         head_pack_s=3.0 * device.kernel_s + head_s / layout.tp * device.matmul_half_tokens,
+        copy_s_per_byte=2.0 / memory_bytes_per_s,
         optimizer_s_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / memory_bytes_per_s,
         p2p_bandwidth_bytes_per_s=p2p.bandwidth_bytes_per_s,
         p2p_latency_s=p2p.latency_s,

@@ -30,7 +30,7 @@ from evenload.types.model import ModelSpec
 
 _SECONDS = (
     "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
-    "reduce_latency_s",
+    "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
@@ -101,7 +101,9 @@ class CostCoefficients(Frozen):
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
-        context_hidden_share: of a pack's attention, behind which transfers of K and V hide.
+        context_hidden_share: of the attention that runs meanwhile (`cost.group_comm`), behind which transfers of K and
+            V hide; below 1 because both slow each other down.
+        copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         measured_on: the model and layout that were measured; None where nothing was.
         profile: how `evenload profile` measured them; None = they are of the start of a run, or of a data sheet.
@@ -129,9 +131,10 @@ class CostCoefficients(Frozen):
     devices_per_node: int = 1
     nics_per_node: int | None = None
     host_link: LinkSpec | None = None
-    tensor_exposed_share: float = 0.5
-    weight_gather_exposed_share: float = 0.5
+    tensor_exposed_share: float = 1.0
+    weight_gather_exposed_share: float = 1.0
     context_hidden_share: float = 0.8
+    copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None

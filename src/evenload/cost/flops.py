@@ -35,6 +35,15 @@ def backward_linear_ratio(model: ModelSpec) -> float:
     return 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO
 
 
+def recomputed_share(model: ModelSpec) -> float:
+    """Of a layer's matrix products forward, those that the backward of a recomputed document makes again: all but the
+    down projection, unless a norm behind it reads its output."""
+    if model.post_norm:
+        return 1.0
+    down = model.hidden_size * model.ffn_hidden_size * max(1, model.experts_per_token)
+    return 1.0 - down / model.linear_parameters_per_layer
+
+
 def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
     """FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)

@@ -2,21 +2,27 @@
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
-for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it (default half) does not hide
-behind matrix products. A backward split into I and W makes those 6 in I; between them a rank keeps own rows only, so W
-gathers the inputs of both blocks and the gradients of both outputs again: 4 more.
+for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it does not hide
+behind matrix products: all of it, because the runtime waits for each. Recomputing makes the output of attention again,
+so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept. A backward split
+into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of both blocks and the
+gradients of both outputs again: 4 more.
 
-Context parallelism: K and V of a pack are all-gathered before attention, again in backward, and dK and dV are
-reduce-scattered. Transfers hide behind `context_hidden_share` (default 0.8) of the pack's attention; the rest is
-exposed.
+Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
+in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
+them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
+`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank: only their
+keys are there meanwhile (`runtime/replay/context_attention.py`).
 
 A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
-in backward their gradients in n, the last of which brings them home. Of documents that are never cut that is the same,
-but for the transfer home. Of others the gathered form sends every token once, while a slice's transfers in the ring
-carry its document's whole prefix.
+in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
+local attention and behind that of the rounds but the last, (n - 1)/n of it. A slice's transfers carry its document's
+whole prefix, where the gathered form sends every token once; nothing is copied into place.
 
 All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +36,21 @@ TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
 """All-gathers and reduce-scatters of a layer's hidden states."""
 WEIGHT_RINGS = 4
 """All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
-CONTEXT_RINGS: dict[Direction, int] = {"forward": 1, "backward": 2}
-"""Of keys and values (backward: and of their gradients)."""
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """What a token of a shared slice moves on one layer in one direction.
+
+    Args:
+        token_bytes: that travel.
+        rings: collectives that carry them, each of n - 1 transfers from neighbour to neighbour.
+        placed_bytes: copied into their place.
+    """
+
+    token_bytes: int
+    rings: int
+    placed_bytes: int
 
 
 def tensor_seconds(
@@ -57,33 +76,60 @@ def _tensor_rings_s(model: ModelSpec, coefficients: CostCoefficients, tp: int, r
     return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
 
 
+def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
+    """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
+    rings = (2 if model.post_norm else 1) * coefficients.tensor_exposed_share
+    return _tensor_rings_s(model, coefficients, tp, rings)
+
+
 def context_seconds(
     model: ModelSpec,
     coefficients: CostCoefficients,
     tp: int,
     ranks: NDArray[np.int64],
-    gathered_tokens: NDArray[np.float64],
+    whole_tokens: NDArray[np.float64],
+    cut_tokens: NDArray[np.float64],
     direction: Direction,
-) -> NDArray[np.float64]:
-    """Seconds of one layer's transfers of every pack, hidden or not; float64[num_packs].
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(transfers that attention may hide, copies and transfers that nothing hides): seconds of one layer of every pack;
+    float64[num_packs] each.
 
     Args:
         ranks: int64[num_packs], ranks that share the pack.
-        gathered_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel; in a ring with their
-            prefixes.
+        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel, of
+            documents that are never cut and of others; in a ring with their prefixes.
     """
-    token_bytes = context_token_bytes(model, tp, direction)
+    whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
-    seconds = np.zeros(len(ranks))
-    for size in np.unique(ranks[gathered_tokens > 0]).tolist():
+    hidden_s, plain_s = np.zeros(len(ranks)), np.zeros(len(ranks))
+    tokens = whole_tokens + cut_tokens
+    for size in np.unique(ranks[tokens > 0]).tolist():
         if size == 1:
             continue
-        link, of_size = coefficients.group_link(size, stride=tp), (ranks == size) & (gathered_tokens > 0)
-        tokens = gathered_tokens[of_size]
-        moved = tokens * token_bytes * (size - 1) / size + tokens * home_bytes / size
-        hops = CONTEXT_RINGS[direction] * (size - 1) + home_hops
-        seconds[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
-    return seconds
+        link, of_size = coefficients.group_link(size, stride=tp), (ranks == size) & (tokens > 0)
+        from_whole, from_cut = whole_tokens[of_size], cut_tokens[of_size]
+        moved = (from_whole * whole.token_bytes + from_cut * cut.token_bytes) * (size - 1) / size
+        hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
+        hidden_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
+        placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
+        home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
+        plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
+    return hidden_s, plain_s
+
+
+def context_traffic(
+    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction, *, is_cut: bool
+) -> ContextTraffic:
+    """Of a token of a document that is cut, in forward or in backward, or of one that never is."""
+    kv, gradients = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    if coefficients.context_exchange == "ring":
+        return ContextTraffic(kv, 1, 0) if direction == "forward" else ContextTraffic(kv + gradients, 2, 0)
+    if direction == "forward":
+        return ContextTraffic(kv, 1, 2 * kv if is_cut else kv)  # gathered rows -> keys of the slice -> the prefix kept
+    # Sums of gradients are cleared and filled before they are scattered.
+    return (
+        ContextTraffic(gradients, 1, 2 * gradients) if is_cut else ContextTraffic(kv + gradients, 2, kv + 2 * gradients)
+    )
 
 
 def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
@@ -91,9 +137,3 @@ def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, directi
     if coefficients.context_exchange != "ring" or direction == "forward":
         return 0, 0
     return kv_gradient_bytes_per_token(model, tp), 1
-
-
-def context_token_bytes(model: ModelSpec, tp: int, direction: Direction) -> int:
-    """Of one token and layer: keys and values, in backward also their gradients."""
-    both = kv_gradient_bytes_per_token(model, tp) if direction == "backward" else 0
-    return kv_bytes_per_token(model, tp) + both

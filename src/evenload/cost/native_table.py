@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.group_comm import CONTEXT_RINGS, context_token_bytes, ring_home, weight_gather_seconds
+from evenload.cost.group_comm import ContextTraffic, context_traffic, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
 from evenload.cost.split_backward import weight_elements_per_token, weight_share
 from evenload.types.cluster import LinkSpec
@@ -25,29 +25,34 @@ def native_table(
     layout: ParallelLayout,
     stage_seconds: dict[Direction, NDArray[np.float64]],
     linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
+    *,
+    keeps_short_whole: bool,
 ) -> _native.CostTable:
     """The numbers of one `PackCosts`.
 
     Args:
         stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
         linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
+        keeps_short_whole: see `PackCosts`.
     """
     table = _native.CostTable()
     table.num_stages, table.num_ranks = layout.num_stages, layout.pp
     table.layout_cp, table.layout_tp = layout.cp, layout.tp
     table.tile, table.causal = coefficients.attention_tile, model.causal
+    table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
     table.forward, table.backward = (
         _native.PassTable(
             stage_seconds[direction].ravel().tolist(),
-            float(context_token_bytes(model, layout.tp, direction)),
-            float(CONTEXT_RINGS[direction]),
+            _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=False)),
+            _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=True)),
             *map(float, ring_home(model, coefficients, layout.tp, direction)),
         )
         for direction in ("forward", "backward")
     )
     table.context_hidden_share = coefficients.context_hidden_share
+    table.copy_s_per_byte = coefficients.copy_s_per_byte
     table.context_ring = coefficients.context_exchange == "ring"
     # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
     # how many they are: the link of one that leaves its node is that of all.
@@ -78,6 +83,10 @@ def native_table(
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
     table.weight_held_bytes = table.weight_new_bytes = held
     return table
+
+
+def _traffic(found: ContextTraffic) -> _native.ContextTraffic:
+    return _native.ContextTraffic(float(found.token_bytes), float(found.rings), float(found.placed_bytes))
 
 
 def _link(link: LinkSpec | None) -> _native.Link:

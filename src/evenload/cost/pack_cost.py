@@ -10,11 +10,14 @@ Details that matter:
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
 - Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
-- Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it, as
-  `mixed` sharding would: a slice of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
-  one near the start and one near the end; a shorter one stays whole on some rank. K and V travel for the former.
-- Policies (`cost.activation`): a recomputed document pays its forward's linear work again in backward; an offloaded
-  one makes a pack last at least as long as its copies to or from the host.
+- Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
+  pack costs what its ranks take on average: a slice of at least two tiles a rank is cut into 2·ranks chunks, of which
+  each rank computes one near the start and one near the end; a shorter one stays whole on some rank where the sharding
+  leaves it whole (`mixed`). K and V travel for the former, and hide behind attention of the latter. That is what
+  searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
+- Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
+  is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
+  its copies to or from the host.
 """
 
 import functools
@@ -25,8 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.flops import slice_pairs
-from evenload.cost.group_comm import context_seconds, tensor_seconds
+from evenload.cost.flops import recomputed_share, slice_pairs
+from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.support import require_supported_layout
@@ -42,12 +45,23 @@ from evenload.types.work import WorkCurve
 class PackCosts:
     """Costs of one (model, coefficients, layout); immutable.
 
+    Args:
+        keeps_short_whole: short slices of a shared pack stay whole on one rank (`plan.options.cp_sharding` "mixed").
+
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
     """
 
-    def __init__(self, model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        layout: ParallelLayout,
+        *,
+        keeps_short_whole: bool = True,
+    ) -> None:
         require_supported_layout(model, layout)
+        self.keeps_short_whole = keeps_short_whole
         self.model = model
         self.coefficients = coefficients
         self.layout = layout
@@ -56,21 +70,33 @@ class PackCosts:
             "forward": self._stage_matrix("forward"),
             "backward": self._stage_matrix("backward"),
         }
-        # Per stage: seconds a token and a pack of the forward's linear work, which recomputing pays again.
-        self.linear_again_s = self._linear_seconds("forward")
+        # Per stage: seconds a token and a pack of the forward's linear work that recomputing pays again.
+        self.linear_again_s = self._linear_again_seconds()
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
         """The same numbers for the core (`cost.pipeline_tasks`)."""
-        return native_table(self.model, self.coefficients, self.layout, self.stage_seconds, self.linear_again_s)
+        return native_table(
+            self.model,
+            self.coefficients,
+            self.layout,
+            self.stage_seconds,
+            self.linear_again_s,
+            keeps_short_whole=self.keeps_short_whole,
+        )
 
     def pack_seconds(
-        self, columns: SliceColumns, direction: Direction, policy: NDArray[np.int8] | None = None
+        self,
+        columns: SliceColumns,
+        direction: Direction,
+        policy: NDArray[np.int8] | None = None,
+        is_cut: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.float64]:
-        """Seconds of every pack on every virtual stage; float64[num_packs, P].
+        """Seconds of every pack on every virtual stage, where it is shared the mean over ranks; float64[num_packs, P].
 
         Args:
             policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+            is_cut: bool[num_documents], in this direction or in the other; None = those cut in these columns.
 
         Raises:
             ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
@@ -79,30 +105,62 @@ class PackCosts:
         features = self._features(columns)
         seconds = _weighted(features, matrix)
         if (columns.cp > 1).any():
-            hidden_s = self.coefficients.context_hidden_share * self._attention_seconds(features, direction)
-            seconds += np.maximum(0.0, self.context_seconds(columns, direction) - hidden_s)
-        if policy is not None and policy.any():
-            tokens = self._policy_tokens(columns, policy)
-            if direction == "backward":
-                again = tokens[:, RECOMPUTE]
-                seconds += np.outer(again, self.linear_again_s[0]) + np.outer(again > 0, self.linear_again_s[1])
-            if tokens[:, OFFLOAD].any():
-                seconds = np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD]))
-        return seconds
+            ranks = np.ones(columns.num_packs, np.int64)
+            np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
+            is_local = ~self._is_sharded(columns.slice_tokens(), columns.cp)
+            travelling = self._travelling_tokens(columns, is_cut)
+            seconds += self.waiting_seconds(columns, direction, ranks, *travelling, is_local)
+        return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
+
+    def under_policy(
+        self, seconds: NDArray[np.float64], columns: SliceColumns, direction: Direction, policy: NDArray[np.int8]
+    ) -> NDArray[np.float64]:
+        """Seconds of packs whose documents are all replayed -> the same under their policies; float64[num_packs, P]."""
+        if not policy.any():
+            return seconds
+        tokens = self._policy_tokens(columns, policy)
+        if direction == "backward":
+            again = tokens[:, RECOMPUTE]
+            more_s = np.outer(again, self.linear_again_s[0]) + np.outer(again > 0, self.linear_again_s[1])
+            seconds = seconds + more_s
+        return np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD])) if tokens[:, OFFLOAD].any() else seconds
 
     def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
         return _weighted(self._features(columns), self.stage_seconds[direction])
 
+    def waiting_seconds(
+        self,
+        columns: SliceColumns,
+        direction: Direction,
+        ranks: NDArray[np.int64],
+        whole_tokens: NDArray[np.float64],
+        cut_tokens: NDArray[np.float64],
+        is_local: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """What keys and values of shared documents cost that attention does not hide; float64[num_packs, P].
+
+        Args:
+            ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
+            is_local: bool[num_slices], of documents that lie whole on the rank.
+        """
+        layer_s, plain_s = context_seconds(
+            self.model, self.coefficients, self.layout.tp, ranks, whole_tokens, cut_tokens, direction
+        )
+        hiding_s = self._attention_seconds(self._features(columns, is_local), direction)
+        if self.coefficients.context_exchange == "ring":
+            # All rounds but the last have a transfer under way.
+            all_s = self._attention_seconds(self._features(columns), direction)
+            hiding_s = hiding_s + (all_s - hiding_s) * ((ranks - 1) / ranks)[:, None]
+        hidden_s = self.coefficients.context_hidden_share * hiding_s
+        return np.maximum(0.0, np.outer(layer_s, self.layers()) - hidden_s) + np.outer(plain_s, self.layers())
+
     def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-        """Transfers of K and V of every pack's shared slices, hidden or not; float64[num_packs, P]."""
-        ranks, rows = columns.cp, columns.slice_tokens()
-        # In a ring a slice's keys and values travel with those of its prefix.
-        travelling = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
-        gathered = columns.pack_sums(np.where(self._is_sharded(rows, ranks), travelling, 0))
-        pack_ranks = np.ones(columns.num_packs, np.int64)
-        np.maximum.at(pack_ranks, columns.pack_of_slice(), ranks)
-        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, pack_ranks, gathered, direction)
+        """Transfers of K and V of every pack's shared slices that attention may hide; float64[num_packs, P]."""
+        ranks = np.ones(columns.num_packs, np.int64)
+        np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
+        travelling = self._travelling_tokens(columns, None)
+        layer_s, _ = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
         return np.outer(layer_s, self.layers())
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -195,6 +253,13 @@ class PackCosts:
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
 
+    def _linear_again_seconds(self) -> tuple[NDArray, NDArray]:
+        """As `_linear_seconds`, of what recomputing makes again."""
+        model, tp, layers = self.model, self.layout.tp, self.layers()
+        layer, share = self.coefficients.forward, recomputed_share(model)
+        token_s, pack_s = recompute_seconds(model, self.coefficients, tp)
+        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
+
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a bidirectional model, by a `ConfigError`."""
         if not self.model.causal and columns.start.any():
@@ -217,8 +282,21 @@ class PackCosts:
         """Layers of every virtual stage."""
         return np.array(self.layout.stage_counts, np.int64)
 
+    def _travelling_tokens(
+        self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Tokens of every pack's sharded slices, of documents that are never cut and of others; float64[num_packs]."""
+        rows = columns.slice_tokens()
+        if is_cut is None:
+            is_cut = np.zeros(int(columns.doc.max(initial=-1)) + 1, bool)
+            is_cut[columns.doc[columns.start > 0]] = True
+        # In a ring a slice's keys and values travel with those of its prefix.
+        sent = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
+        sent = np.where(self._is_sharded(rows, columns.cp), sent, 0)
+        return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
+
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
-        """Of packs with these features; float64[num_packs, P]."""
+        """Of packs with these features, without prefixes; float64[num_packs, P]."""
         of_pairs = [_pairs(index) for index in range(len(self.windows))]
         return _weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
 
@@ -240,17 +318,24 @@ class PackCosts:
 
     def _is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Slices that are cut over their ranks; the others stay whole on one of them."""
-        return (ranks > 1) & (rows >= 2 * ranks * self.coefficients.attention_tile)
+        shortest = 2 * ranks * self.coefficients.attention_tile if self.keeps_short_whole else 0
+        return (ranks > 1) & (rows >= shortest)
 
     def _pass(self, direction: Direction) -> PassCoefficients:
         return self.coefficients.forward if direction == "forward" else self.coefficients.backward
 
-    def _features(self, columns: SliceColumns) -> NDArray[np.float64]:
-        """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window."""
+    def _features(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+        """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window.
+
+        Args:
+            chosen: bool[num_slices] that count; None = all.
+        """
         self.require_sliceable(columns)
         pack = columns.pack_of_slice()
         stop = columns.start + columns.slice_tokens()
         slices = self._slice_features(columns.start, stop, columns.cp)
+        if chosen is not None:
+            slices = slices * chosen[:, None]
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
         for column in range(slices.shape[1]):
@@ -290,15 +375,17 @@ class PackCosts:
         out[:, 0] = rows * share
         out[:, 1] = np.where(sharded, 2.0, share)
         chunk = -(-rows // (2 * ranks))
-        # Chunks i and 2·ranks - 1 - i of a rank end, on average, here: the rows they lack to tiles see so many keys.
+        # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
+        # many keys.
+        chunk_start = start + rows * (2 * ranks - 1) / (4.0 * ranks)
         chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
         for index, window in enumerate(self.windows):
             last_row_keys = np.minimum(stop, window) if window else stop
             chunk_keys = np.minimum(chunk_end, window) if window else chunk_end
             missing = np.where(sharded, 2 * (-chunk % tile) * chunk_keys, (-rows % tile) * last_row_keys * share)
             out[:, _pairs(index)] = slice_pairs(start, stop, window) * share + missing
-            prefix = np.minimum(start, window) if window else start
-            out[:, _prefix(index)] = np.where(sharded, prefix, prefix * share)
+            prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
+            out[:, _prefix(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
         return out
 
     def _work(self, direction: Direction, stage: int | None, recomputed_share: float) -> WorkCurve:

@@ -6,11 +6,10 @@ One thing after the other is taken away, and each difference is that cause's sha
                ─ tiles and constants ─ padding = useful work
 
 So a cause is what would be saved if it went away after those before it in the chain; only copies and transfers
-of keys and values depend on the order (they hide behind the rest), and they come first. Seconds are of one rank of
-the group that shares a pack.
+of keys and values depend on the order (they hide behind the rest), and they come first.
 
-DACP (Skrull): some documents of a pack lie whole on one rank. Causes are then means over the ranks, and what the
-slowest rank takes beyond its transfers and beyond the mean is `cp_imbalance_s`.
+Causes of a pack that several ranks share are means over its ranks, each by its own rows (`cost.ranked_packs`); what the
+slowest takes beyond the mean is `cp_imbalance_s`.
 
 O(slices + packs · stages) numpy, seven times the price of `pack_seconds`; for chosen plans, not for candidates.
 """
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import OFFLOAD, REPLAY
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.ranked_packs import RankedPacks, rank_waiting_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
@@ -51,18 +51,14 @@ def split_pack_seconds(
     columns: SliceColumns,
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
-    owner: NDArray[np.int64] | None = None,
-    pack_s: NDArray[np.float64] | None = None,
+    ranked: RankedPacks | None = None,
 ) -> PackSplit:
     """Seconds of every pack on every virtual stage by cause.
 
     Args:
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
-        owner: int64[num_slices], the rank that computes a slice whole, -1 = all share it (DACP); None = all shared.
-        pack_s: float64[num_packs, P], seconds as planned; needed with `owner`, because how the ranks' compute and
-            transfers overlap is the planner's.
+        ranked: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
     """
-    view = _Shared(columns) if owner is None else _Owned(columns, owner, costs.layout.cp, policy)
     coefficients, layout = costs.coefficients, costs.layout
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
@@ -70,93 +66,32 @@ def split_pack_seconds(
         for name in ("forward", "backward")
     }
     ideal = msgspec.structs.replace(without_tp, attention_tile=1, head_pack_s=0.0, **passes)
-    compute_s = view.compute_seconds(costs, direction)
-    without_tp_s = view.compute_seconds(PackCosts(costs.model, without_tp, layout), direction)
+    rows = columns if ranked is None else ranked.rows
+    mean = (lambda rank_s: rank_s) if ranked is None else ranked.mean
     ideal_costs = PackCosts(costs.model, ideal, layout)
-    ideal_s = view.compute_seconds(ideal_costs, direction)
-    useful_s = view.without_padding().compute_seconds(ideal_costs, direction) if columns.pad_to.any() else ideal_s
-    waiting_s = view.waiting_seconds(costs, direction)
-    kept = None if policy is None else np.where(policy == OFFLOAD, REPLAY, policy).astype(np.int8)
-    recomputed_s = view.seconds(costs, direction, kept) if kept is not None and kept.any() else compute_s + waiting_s
-    copied = policy is not None and bool((policy == OFFLOAD).any())
-    planned_s = view.seconds(costs, direction, policy) if copied else recomputed_s
-    imbalance_s = np.zeros_like(compute_s)
-    if owner is not None:
-        assert pack_s is not None, "packs with owners need their planned seconds"
-        imbalance_s = pack_s - planned_s
+    ideal_s = mean(ideal_costs.compute_seconds(rows, direction))
+    # Ideal work divides evenly, so that its mean over ranks needs no rows.
+    unpadded = dataclasses.replace(columns, pad_to=np.zeros_like(columns.pad_to))
+    useful_s = ideal_costs.compute_seconds(unpadded, direction) if columns.pad_to.any() else ideal_s
+    rank_compute_s = costs.compute_seconds(rows, direction)
+    compute_s = mean(rank_compute_s)
+    without_tp_s = mean(PackCosts(costs.model, without_tp, layout).compute_seconds(rows, direction))
+    if ranked is None:
+        rank_waiting_s = costs.pack_seconds(columns, direction) - rank_compute_s
+    else:
+        rank_waiting_s = rank_waiting_seconds(costs, ranked, direction)
+    replayed_s = recomputed_s = planned_s = rank_compute_s + rank_waiting_s
+    if policy is not None:
+        kept = np.where(policy == OFFLOAD, REPLAY, policy).astype(np.int8)
+        recomputed_s, planned_s = (costs.under_policy(replayed_s, rows, direction, codes) for codes in (kept, policy))
+    slowest_s = planned_s if ranked is None else ranked.slowest(planned_s)
     return PackSplit(
         useful_s=useful_s,
         kernels_s=without_tp_s - ideal_s,
         padding_s=ideal_s - useful_s,
-        recompute_s=recomputed_s - compute_s - waiting_s,
-        offload_s=planned_s - recomputed_s,
+        recompute_s=mean(recomputed_s - replayed_s),
+        offload_s=mean(planned_s - recomputed_s),
         tp_communication_s=compute_s - without_tp_s,
-        cp_communication_s=waiting_s,
-        cp_imbalance_s=imbalance_s,
+        cp_communication_s=mean(rank_waiting_s),
+        cp_imbalance_s=slowest_s - mean(planned_s),
     )
-
-
-class _Shared:
-    """Packs all of whose slices are shared alike."""
-
-    def __init__(self, columns: SliceColumns) -> None:
-        self.columns = columns
-
-    def without_padding(self) -> "_Shared":
-        return _Shared(dataclasses.replace(self.columns, pad_to=np.zeros_like(self.columns.pad_to)))
-
-    def compute_seconds(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
-        return costs.compute_seconds(self.columns, direction)
-
-    def waiting_seconds(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
-        return costs.pack_seconds(self.columns, direction) - self.compute_seconds(costs, direction)
-
-    def seconds(self, costs: PackCosts, direction: Direction, policy: NDArray[np.int8] | None) -> NDArray[np.float64]:
-        return costs.pack_seconds(self.columns, direction, policy)
-
-
-class _Owned(_Shared):
-    """Packs of which some slices lie whole on one rank of `cp`; seconds are means over the ranks.
-
-    Transfers of shared slices hide behind the local ones of the rank that has most of them, as `skrull` plans.
-    """
-
-    def __init__(
-        self, columns: SliceColumns, owner: NDArray[np.int64], cp: int, policy: NDArray[np.int8] | None
-    ) -> None:
-        super().__init__(columns)
-        local, pack = owner >= 0, columns.pack_of_slice()
-        self.cp, self.policy = cp, policy
-        self.shared = columns.assigned(~local, pack, columns.num_packs)
-        self.local = columns.assigned(local, pack * cp + np.where(local, owner, 0), columns.num_packs * cp)
-        self.nothing = columns.assigned(np.zeros_like(local), pack, columns.num_packs)
-
-    def without_padding(self) -> "_Owned":
-        return self  # such packs are never padded
-
-    def compute_seconds(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
-        shared_s = costs.compute_seconds(self.shared, direction)
-        return (
-            shared_s
-            + self._local(costs.compute_seconds(self.local, direction)).mean(axis=1)
-            - self._once(costs, direction)
-        )
-
-    def waiting_seconds(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
-        # Behind local work as planned, also where a part of it is recompute.
-        slowest_s = self._local(costs.pack_seconds(self.local, direction, self.policy)).max(axis=1)
-        return np.maximum(0.0, costs.context_seconds(self.shared, direction) - slowest_s)
-
-    def seconds(self, costs: PackCosts, direction: Direction, policy: NDArray[np.int8] | None) -> NDArray[np.float64]:
-        exposed_s = costs.pack_seconds(self.shared, direction) - costs.compute_seconds(self.shared, direction)
-        shared_s = costs.pack_seconds(self.shared, direction, policy) - exposed_s
-        local_s = self._local(costs.pack_seconds(self.local, direction, policy)).mean(axis=1)
-        return shared_s + local_s - self._once(costs, direction) + self.waiting_seconds(costs, direction)
-
-    def _local(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[num_packs · cp, P] as [num_packs, cp, P]."""
-        return seconds.reshape(self.columns.num_packs, self.cp, seconds.shape[1])
-
-    def _once(self, costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
-        """The constant of a pack, which shared and local slices pay together."""
-        return costs.compute_seconds(self.nothing, direction)

@@ -46,6 +46,30 @@ def weight_share(model: ModelSpec) -> float:
     return 0.0 if model.adapter_parameters_per_layer else WEIGHT_SHARE
 
 
+def weight_seconds(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    layout: ParallelLayout,
+    tokens: NDArray[np.int64],
+    backward_s: NDArray[np.float64],
+    copy_s: NDArray[np.float64] | None,
+) -> NDArray[np.float64]:
+    """What W defers of every backward; float64[m_b, P].
+
+    Args:
+        tokens: int64[m_b], of the rank.
+        backward_s: float64[m_b, P], whole backwards.
+        copy_s: float64[m_b, P], of what comes back from the host; None = nothing does.
+    """
+    share, per_layer = weight_share(model), coefficients.backward
+    layer_s = tokens * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s
+    weight_s = share * np.outer(layer_s, np.array(layout.stage_counts, np.float64))
+    # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
+    weight_s = np.minimum(weight_s, share * backward_s)
+    # I needs all that comes back from the host; while it waits, a part of W's work is done.
+    return weight_s if copy_s is None else np.minimum(weight_s, backward_s - copy_s)
+
+
 def divide_backward(
     model: ModelSpec,
     layout: ParallelLayout,

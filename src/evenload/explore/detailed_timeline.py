@@ -28,6 +28,7 @@ from evenload.simulate.critical_path import critical_path, p2p_transfers
 from evenload.simulate.simulate import Simulation, simulate
 from evenload.simulate.timeline import join_timelines, memory_ledger, to_timeline
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns
+from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS, SIDE_KINDS, SideTasks, Timeline
@@ -87,8 +88,8 @@ def _inside(
     """Recompute and copies of every action that has them."""
     if columns.policy is None:
         return
-    owner = None if columns.owners is None else columns.owners[1]
-    again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, owner, tasks.backward_s)
+    _, ranked = ranked_where_shared(costs, columns.forward, columns.backward, columns.shardings)
+    again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
     for kinds, name, seconds in (
         ("BI", "recompute", again.recompute_s),
         ("F", "offload", _copy_seconds(costs, columns, 0)),

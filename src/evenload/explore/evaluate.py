@@ -266,8 +266,8 @@ def _sharding_of(proposal: Proposal) -> str:
     """The rules by which ranks share packs; "" where none do. Documents whole on a rank beside shared ones are "dacp"
     where the strategy named the ranks, else "mixed"."""
     found = set()
-    for choice, packs in zip(proposal.choices, proposal.plan.pack_plans, strict=True):
-        by_rank = "mixed" if choice.candidate.owner is None else "dacp"
+    by_rank = "dacp" if strategy_named(proposal.plan.strategy).assigns_ranks else "mixed"
+    for packs in proposal.plan.pack_plans:
         shared = [pack for pack in packs.forward if any(piece.cp > 1 for piece in pack.slices)]
         found |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
     return " + ".join(sorted(found))

@@ -24,12 +24,15 @@ from evenload.plan.problem.step_problem import ReplicaChoice
 from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
+from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import Direction
+from evenload.types.micropack import Direction, PackSharding
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.time_split import TimeSplit
 from evenload.types.timeline import KINDS
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def split_proposal(proposal: Proposal) -> TimeSplit:
@@ -42,8 +45,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     """Seconds of a step by cause."""
     found = [choice.candidate for choice in choices]
     groups = len(found) * costs.layout.pp
-    num_documents = [len(choice.documents) for choice in choices]
-    parts = [_split_packs(costs, found, num_documents, direction) for direction in ("forward", "backward")]
+    parts = _split_packs(costs, found, [len(choice.documents) for choice in choices])
     work_s = {
         name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__
     }
@@ -75,18 +77,16 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
             simulation=simulate(tasks, actions),
             excess_bytes=0,
             policy=packs.policy,
-            owner=None if packs.owners is None else packs.owners[0],
+            shardings=packs.shardings,
         )
         choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
 
 
-def _split_packs(
-    costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int], direction: Direction
-) -> PackSplit:
-    """All replicas' packs of one direction at once: numpy calls cost more than their work here."""
+def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
+    """All replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    columns = SliceColumns.concat([getattr(one, direction) for one in found], first_doc)
+    sides = [SliceColumns.concat([getattr(one, way) for one in found], first_doc) for way in _DIRECTIONS]
     policy = None
     if any(one.policy is not None for one in found):
         policies = [
@@ -94,12 +94,14 @@ def _split_packs(
             for one, count in zip(found, num_documents, strict=True)
         ]
         policy = np.concatenate(policies)
-    owner = None
-    if any(one.owner is not None for one in found):
-        owners = [np.full(one.forward.num_slices, -1) if one.owner is None else one.owner for one in found]
-        owner = np.concatenate(owners)
-    pack_s = np.concatenate([getattr(one.tasks, f"{direction}_s") for one in found])
-    return split_pack_seconds(costs, columns, direction, policy, owner, pack_s)
+    shardings: list[PackSharding] = [
+        sharding for one in found for sharding in (one.shardings or ("",) * one.forward.num_packs)
+    ]
+    ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
+    return [
+        split_pack_seconds(costs, columns, direction, policy, of_ranks)
+        for columns, direction, of_ranks in zip(sides, _DIRECTIONS, ranked, strict=True)
+    ]
 
 
 def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:

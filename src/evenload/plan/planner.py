@@ -5,8 +5,6 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -26,18 +24,17 @@ from evenload.plan.deferral.delay import (
     state_after,
     trained_documents,
 )
-from evenload.plan.problem.candidate import Candidate, imbalance, with_times_that_run
+from evenload.plan.problem.candidate import imbalance, with_times_that_run
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.policy_order import policies_in_order
-from evenload.plan.sharing.cp_sharding import pack_shardings
-from evenload.plan.sharing.sharding_cost import sharding_cost
+from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import ActivationPolicy, PackPlan, PackSharding
+from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
 from evenload.types.scaled_units import format_bytes
@@ -120,10 +117,11 @@ class StepPlanner:
         options: PlanOptions | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self.costs = PackCosts(model, coefficients, layout)
+        self.options = options or PlanOptions()
+        keeps_short_whole = self.options.cp_sharding == "mixed"
+        self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=keeps_short_whole)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
-        self.options = options or PlanOptions()
         self.host = host or HostMemory(coefficients.devices_per_node)
         self._after_pipeline_s = self.costs.reduction_seconds() + self.costs.optimizer_seconds()
 
@@ -179,7 +177,7 @@ class StepPlanner:
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
-            for choice in answer.choices
+            for choice in choices_as_run(problem, answer.choices)
         )
         plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
@@ -268,7 +266,7 @@ class StepPlanner:
                 PackPlan(
                     dp_rank=dp_rank,
                     forward=found.forward.packs(
-                        "forward", slices, _slowest_stage(found.tasks.forward_s), self._shardings(found)
+                        "forward", slices, _slowest_stage(found.tasks.forward_s), found.shardings or ()
                     ),
                     backward=found.backward.packs("backward", backward_slices, _slowest_stage(found.tasks.backward_s)),
                     policies=_policies(doc_ids, found.policy),
@@ -315,14 +313,6 @@ class StepPlanner:
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
             )
         )
-
-    def _shardings(self, found: Candidate) -> tuple[PackSharding, ...]:
-        """Which ranks compute which tokens of every forward pack."""
-        if found.owner is not None:
-            owner = found.owner.tolist()
-            return tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(found.forward.pack_offset.tolist()))
-        rule, price = self.options.cp_sharding, functools.partial(sharding_cost, self.costs)
-        return pack_shardings(rule, found.forward, found.backward, price)
 
     def _proposal(
         self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None, beyond_host: str

@@ -15,7 +15,7 @@ from evenload.cost.memory import pipeline_bytes
 from evenload.cost.owned_bytes import owned_pipeline_bytes
 from evenload.cost.split_backward import divide_backward
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.micropack import MicroPack, PackPlan, PackSharding
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
@@ -29,6 +29,7 @@ class ReplicaColumns:
         num_tokens: int64[n], of the plan's documents.
         policy: int8[n], indices into `POLICIES`; None = all replay.
         owners: int64[num_slices] forward and backward, the rank that computes a slice whole, -1 = all; None = all.
+        shardings: of every forward pack.
     """
 
     forward: SliceColumns
@@ -36,6 +37,7 @@ class ReplicaColumns:
     num_tokens: NDArray[np.int64]
     policy: NDArray[np.int8] | None
     owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None
+    shardings: tuple[PackSharding, ...]
 
 
 def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
@@ -47,6 +49,7 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
         num_tokens=np.array([document.num_tokens for document in plan.documents], np.int64),
         policy=_policy(packs, index),
         owners=_owners(packs, plan.layout.cp),
+        shardings=tuple(pack.sharding for pack in packs.forward),
     )
 
 

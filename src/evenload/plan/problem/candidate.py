@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
+from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
@@ -27,8 +28,8 @@ class Candidate:
         excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
         policy: int8[k] of the replica's documents, indices into `cost.activation.POLICIES`; None = all replay.
         schedule: name of the rule that ordered the packs.
-        owner: int64[num_slices] of both directions alike: the context rank that computes a slice whole, -1 = all share
-            it; None = `plan.options.cp_sharding` decides.
+        shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
+            None = not decided yet, and seconds are means over ranks (`plan.sharing.as_run`).
     """
 
     label: str
@@ -40,7 +41,7 @@ class Candidate:
     excess_bytes: int
     policy: NDArray[np.int8] | None = None
     schedule: str = ""
-    owner: NDArray[np.int64] | None = None
+    shardings: tuple[PackSharding, ...] | None = None
 
     @property
     def makespan_s(self) -> float:

@@ -11,7 +11,8 @@ needs prices to run it. `per_sequence` is no choice where a slice is cut otherwi
 its forward, and the backward packs would be as uneven as they fall.
 
 Predicted seconds are of one stage, forward and backward: linear work, attention with incomplete tiles at their full
-price, a constant a piece, and the transfers of keys and values that attention does not hide. Skrull's owners (DACP)
+price, a constant a piece, and the transfers of keys and values that attention of slices whole on one rank does not
+hide (in a ring also attention of the others, but in the last round). Skrull's owners (DACP)
 come from `plan.sharing.dacp`. O(slices · cp) numpy for all packs; below 1 ms for a pack of 256K tokens.
 """
 
@@ -203,11 +204,13 @@ class _Packs:
         compute_s = of_ranks(seconds)
         if self.cp == 1:
             return compute_s
-        attention_s = of_ranks(seconds - cost.work.linear_s * (ranges.stop - ranges.start) - cost.work.slice_s)
-        sent = self.stop if cost.prefix_travels else self.stop - self.start
-        gathered = np.bincount(self.pack, weights=np.where(travels, sent, 0), minlength=self.num_packs)
-        gather_s = cost.gather_s_per_token * gathered[:, None]
-        return compute_s + np.maximum(0.0, gather_s - cost.hidden_share * attention_s)
+        range_attention_s = seconds - cost.work.linear_s * (ranges.stop - ranges.start) - cost.work.slice_s
+        while_gathering = (self.cp - 1) / self.cp if cost.is_ring else 0.0
+        hiding_s = of_ranks(range_attention_s * np.where(travels[ranges.piece], while_gathering, 1.0))
+        sent = self.stop if cost.is_ring else self.stop - self.start
+        gathered = np.bincount(self.pack, weights=np.where(travels, sent, 0), minlength=self.num_packs)[:, None]
+        exposed_s = np.maximum(0.0, cost.gather_s_per_token * gathered - cost.hidden_share * hiding_s)
+        return compute_s + exposed_s + cost.place_s_per_token * gathered
 
 
 def _range_seconds(start: NDArray[np.int64], stop: NDArray[np.int64], cost: ShardingCost) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ together, on each direction's slowest stage.
 
 from dataclasses import dataclass
 
-from evenload.cost.group_comm import context_token_bytes, ring_home
+from evenload.cost.group_comm import context_traffic, ring_home
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.micropack import Direction
 from evenload.types.work import WorkCurve
@@ -22,15 +22,17 @@ class ShardingCost:
         work: seconds of a token range on one stage.
         tile: query rows of one attention block.
         gather_s_per_token: transfer of one token's keys and values to all ranks of the group.
-        hidden_share: of a rank's attention, behind which transfers hide.
-        prefix_travels: with every slice go the keys and values of its prefix (a ring).
+        place_s_per_token: copying them into place, which nothing hides.
+        hidden_share: of the attention that runs meanwhile, behind which transfers hide.
+        is_ring: keys and values travel round the ranks, with those of the slice's prefix.
     """
 
     work: WorkCurve
     tile: int = 1
     gather_s_per_token: float = 0.0
+    place_s_per_token: float = 0.0
     hidden_share: float = 0.8
-    prefix_travels: bool = False
+    is_ring: bool = False
 
 
 def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
@@ -39,9 +41,11 @@ def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
     # `forward_work` is of one of the layout's context ranks; pieces are priced whole.
     curves = (costs.forward_work(), costs.backward_work())
     link = coefficients.group_link(ranks, stride=layout.tp)
-    token_bytes = sum(context_token_bytes(costs.model, layout.tp, direction) for direction in _DIRECTIONS)
+    # As if no document were cut: what travels is alike under all rules but for what stays whole.
+    traffic = [context_traffic(costs.model, coefficients, layout.tp, way, is_cut=False) for way in _DIRECTIONS]
     home_bytes = sum(ring_home(costs.model, coefficients, layout.tp, direction)[0] for direction in _DIRECTIONS)
-    moved_bytes = (token_bytes * (ranks - 1) + home_bytes) / ranks
+    moved_bytes = (sum(one.token_bytes for one in traffic) * (ranks - 1) + home_bytes) / ranks
+    most_layers = int(costs.layers().max())
     return ShardingCost(
         work=WorkCurve(
             linear_s=sum(curve.linear_s for curve in curves) * layout.cp,
@@ -51,7 +55,8 @@ def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
             slice_s=sum(curve.slice_s for curve in curves),
         ),
         tile=coefficients.attention_tile,
-        gather_s_per_token=int(costs.layers().max()) * moved_bytes / link.bandwidth_bytes_per_s,
+        gather_s_per_token=most_layers * moved_bytes / link.bandwidth_bytes_per_s,
+        place_s_per_token=most_layers * sum(one.placed_bytes for one in traffic) * coefficients.copy_s_per_byte,
         hidden_share=coefficients.context_hidden_share,
-        prefix_travels=coefficients.context_exchange == "ring",
+        is_ring=coefficients.context_exchange == "ring",
     )

@@ -7,8 +7,9 @@
        ZB-H1
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
-So `auto` is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where
-the longest document alone, through all stages and back, takes longer than what was found.
+The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken. So `auto`
+is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where the longest
+document alone, through all stages and back, takes longer than what was found.
 
 Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
 clock instead and is off by default, because the plan then depends on the machine.
@@ -28,6 +29,7 @@ from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
 from evenload.plan.search.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.search.trial_space import Setting, Trial, trial_under
+from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
@@ -98,7 +100,8 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    return min(plans, key=lambda planned: step_score(planned[1]))
+    as_run = [(problem, choices_as_run(problem, choices)) for problem, choices in plans]
+    return min(as_run, key=lambda planned: step_score(planned[1]))
 
 
 def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.owned_bytes import owned_pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.ranked_packs import rank_seconds
 from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -28,7 +29,8 @@ from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
 from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
-from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.types.columns import whole_document_columns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PackBytes, PipelineTasks
 
@@ -40,7 +42,8 @@ BUCKETS_TRIED = 64
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
+    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1] of the slowest
+    rank, bytes."""
 
     owner: NDArray[np.int64]
     forward_s: NDArray[np.float64]
@@ -135,7 +138,14 @@ def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) ->
     assert np.isfinite(owned.seconds).all(), "GDS forms only micro-batches that DACP finds owners for"
     columns = whole_document_columns(groups, num_tokens)
     columns = dataclasses.replace(columns, cp=np.where(owned.owner == SHARED, problem.layout.cp, 1))
-    forward_s, backward_s = (_seconds(costs, columns, owned.owner, direction, policy) for direction in _DIRECTIONS)
+    owner = owned.owner.tolist()
+    shardings = [tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist())]
+    forward_s, backward_s = (
+        costs.pack_seconds(columns, direction, policy)
+        if packs is None
+        else packs.slowest(rank_seconds(costs, packs, direction, policy))
+        for packs, direction in zip(ranked_where_shared(costs, columns, columns, shardings), _DIRECTIONS, strict=True)
+    )
     owners = (owned.owner, owned.owner)
     held = owned_pipeline_bytes(costs.model, costs.layout, columns, columns, num_tokens, policy, owners)
     found = []
@@ -167,7 +177,9 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
     label = f"{len(groups)} micro-batches, {shared} of {len(documents)} documents shared"
     found = scheduled_candidate(label, columns, columns, tasks, ONE_F_ONE_B, problem.cap_bytes, policy)
     if cp > 1:
-        found = dataclasses.replace(found, owner=priced.owner)
+        owner = priced.owner.tolist()
+        shardings = tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist()))
+        found = dataclasses.replace(found, shardings=shardings)
     return ReplicaChoice(documents, found)
 
 
@@ -175,26 +187,6 @@ def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[
     """Transfers of every document's keys and values, forward and backward, were it shared."""
     alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, costs.layout.cp)
     return sum(costs.context_seconds(alone, direction).sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
-
-
-def _seconds(
-    costs: PackCosts,
-    columns: SliceColumns,
-    owner: NDArray[np.int64],
-    direction: Direction,
-    policy: NDArray[np.int8] | None,
-) -> NDArray[np.float64]:
-    """Of every micro-batch on its slowest rank (eq. 2); float64[num_packs, 1]."""
-    shared = columns.assigned(owner == SHARED, columns.pack_of_slice(), columns.num_packs)
-    cp, local = costs.layout.cp, owner != SHARED
-    locals_ = columns.assigned(local, columns.pack_of_slice() * cp + np.where(local, owner, 0), columns.num_packs * cp)
-    gather_s = costs.context_seconds(shared, direction)
-    waiting_s = costs.pack_seconds(shared, direction) - costs.compute_seconds(shared, direction)
-    shared_s = costs.pack_seconds(shared, direction, policy) - waiting_s
-    local_s = costs.pack_seconds(locals_, direction, policy).reshape(columns.num_packs, cp).max(axis=1)[:, None]
-    # Matrix products of local and shared tokens run together, so the constant of a pack is paid once.
-    once_s = costs.compute_seconds(columns.assigned(np.zeros(len(owner), bool), columns.pack_of_slice(), 1), direction)
-    return np.maximum(gather_s, local_s) + shared_s - once_s
 
 
 SKRULL = Strategy(
