@@ -1,12 +1,14 @@
 """Attention of shared packs as one rank of a `GlooPool`, without a model around it."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import Scoring, work_dtype
-from evenload.runtime.comm.cp_groups import create_context_groups
+from evenload.runtime.comm.cp_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.rank_packs import RankPacks
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
@@ -59,12 +61,92 @@ def attend_shared_packs(
     return results
 
 
+class _Recorder:
+    """Rows attended to while transfers of the group were under way, and while none was."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.rows = {True: 0, False: 0}
+
+    def take(self) -> tuple[int, int]:
+        """(covered, not covered) since the last time."""
+        found, self.rows = (self.rows[True], self.rows[False]), {True: 0, False: 0}
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _RecordedTransfer(Transfer):
+    recorder: _Recorder
+
+    def wait(self) -> torch.Tensor:
+        result = super().wait()
+        self.recorder.under_way -= 1
+        return result
+
+
+class _RecordedGroup(ContextGroup):
+    recorder: _Recorder
+
+    def _start(self, what, sent, result, start):
+        transfer = super()._start(what, sent, result, start)
+        self.recorder.under_way += 1
+        fields = {name: getattr(transfer, name) for name in ("result", "works", "sent", "group", "what")}
+        return _RecordedTransfer(**fields, recorder=self.recorder)
+
+
+class _RecordedBackend:
+    """A backend that tells the recorder what it attends to."""
+
+    def __init__(self, backend, recorder: _Recorder) -> None:
+        self._backend, self._recorder = backend, recorder
+
+    def forward(self, q, seen, scoring):
+        self._count(seen)
+        return self._backend.forward(q, seen, scoring)
+
+    def backward(self, grad, q, seen, out, lse, scoring):
+        self._count(seen)
+        return self._backend.backward(grad, q, seen, out, lse, scoring)
+
+    def _count(self, seen) -> None:
+        self._recorder.rows[self._recorder.under_way > 0] += sum(one.rows.stop - one.rows.start for one in seen)
+
+
+def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
+    """Per direction and pack the rows that this rank attended to while keys, values or their gradients travelled, and
+    those while nothing did; a row of a ring counts once for every rank whose keys it sees."""
+    decoded, rank, dtype, recorder = decode_plan(plan), dist.get_rank(), torch.float64, _Recorder()
+    watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
+    groups = create_context_groups(decoded.layout, rank, dist.new_group, watch)
+    for group in groups.values():
+        group.__class__ = _RecordedGroup
+        group.recorder = recorder  # type: ignore[attr-defined]
+    dp_rank = rank // decoded.layout.cp
+    packs = RankPacks(decoded, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
+    of_replica = decoded.pack_plans[dp_rank]
+    store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
+    lengths = {document.doc_id: document.num_tokens for document in decoded.documents}
+    given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
+    packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
+    backend = _RecordedBackend(select_backend("reference", "cpu"), recorder)
+    call = AttentionCall(backend, store, 0, Scoring(DIM**-0.5, 0))  # type: ignore[arg-type]
+    found: list[list[tuple[int, int]]] = []
+    for listed in (of_replica.forward, of_replica.backward):
+        found.append([])
+        for pack in listed:
+            _attend(pack.direction, packs.load(pack), store, given, None, call, dtype)
+            found[-1].append(recorder.take())
+    return found
+
+
 def _attend(direction, pack, store, given, found, call, dtype) -> None:
     def rows(name):
         heads = GROUPS if name in "kv" else HEADS
         return torch.cat([torch.empty(0, heads, DIM, dtype=dtype), *(given[d][name][a:b] for d, a, b in pack.ranges)])
 
     def spread(name, values):
+        if found is None:
+            return
         for place, (doc, start, stop) in rows_of(pack.ranges):
             assert found[doc][name][start:stop].isnan().all(), "computed twice"
             found[doc][name][start:stop] = values[place]
