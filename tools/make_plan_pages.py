@@ -36,7 +36,7 @@ STRATEGIES = ("plan", TABLE, *MODEL, "--layout", "dp=4,pp=4,tp=4", *CONTEXT,
               "--strategy", "padded,best_fit,fixed_greedy,balanced,wlb,slimpack,auto")  # fmt: skip
 SEARCH = ("plan", TABLE, *MODEL, "--search-layout", *CONTEXT, "--strategy", "best_fit,slimpack,auto")
 LENGTHS = ("lengths", TABLE, "--window", "131072")
-README_WIDTH, GUIDE_WIDTH = 112, 118
+README_WIDTH, GUIDE_WIDTH = 118, 118
 _SHOWN_LAYOUTS = 6
 
 

@@ -59,6 +59,8 @@ def test_json_adds_up(outputs):
         assert sum(row["time_split"].values()) == pytest.approx(mean_s, rel=1e-9)
         assert row["time_split"]["useful_s"] == pytest.approx(row["lower_bound_s"], rel=1e-9)
         assert row["fraction_of_bound"] == pytest.approx(row["lower_bound_s"] / mean_s)
+        interval = found["step_time_interval"]
+        assert row["step_time_interval_s"] == [mean_s * interval["low"], mean_s * interval["high"]]
         assert row["speedup_over_best_fit"] == pytest.approx(best_fit_s / mean_s)
     assert found["best"] == min(found["strategies"], key=lambda row: row["mean_step_time_s"])["name"]
 
@@ -74,11 +76,20 @@ def test_table_and_page_show_the_json(outputs):
         expected = [format_cell(column, row) for column in COLUMNS if row.get(column.key) is not None]
         assert set(in_page[row["name"]]) <= set(expected)
         (line,) = [line for line in table.splitlines() if re.match(rf"\s*▶?\s*{row['name']} ", line)]
-        for key in ("mean_step_time_s", "fraction_of_bound", "peak_memory_bytes", "num_packs_forward", "time_split"):
+        for key in (
+            "mean_step_time_s",
+            "step_time_interval_s",
+            "fraction_of_bound",
+            "peak_memory_bytes",
+            "num_packs_forward",
+            "time_split",
+        ):
             (column,) = [column for column in COLUMNS if column.key == key]
             assert format_cell(column, row) in line, key
             assert format_cell(column, row) in in_page[row["name"]], key
     assert f"{found['best']}: critical path" in table
+    assert "from published errors of comparable simulators, not from our ledger" in table
+    assert found["step_time_interval"]["basis"] in html.unescape(page)
 
 
 def unpacked(page: str, block: dict) -> dict[str, np.ndarray]:

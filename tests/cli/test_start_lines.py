@@ -1,7 +1,11 @@
-from evenload.cli.run_lines import data_line, first_plan_line, strategy_line
+from evenload.cli.run_lines import data_line, first_plan_line, interval_line, strategy_line
 from evenload.data.config import DataConfig
+from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import STRATEGIES
+from evenload.report.units import format_seconds
 from plan_building import random_plan
+
+INTERVAL = PredictionInterval(low=0.9, high=1.2, basis="a ledger")
 
 
 def test_every_strategy_says_what_it_does():
@@ -28,7 +32,7 @@ def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():
 
 def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
     plan = random_plan(3, num_layers=4, pp=2, dp=2)
-    line = first_plan_line(plan, 64)
+    line = first_plan_line(plan, 64, INTERVAL)
     tokens = sum(document.num_tokens for document in plan.documents)
     forward = sum(len(replica.forward) for replica in plan.pack_plans)
     cut = {piece.doc_id for r in plan.pack_plans for pack in r.forward for piece in pack.slices if piece.start}
@@ -36,3 +40,12 @@ def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
     assert f"{len(cut)} documents cut, 0 shared" in line
     assert "100.0% of computed tokens are real" in line
     assert "(limit 64)" in line
+    assert f"predicted {format_seconds(plan.predicted.step_time_s)}; 90 % interval of step times: 0.90 to 1.20" in line
+    assert line.endswith("times the predicted (a ledger)")
+
+
+def test_a_run_ends_with_how_well_its_predictions_held():
+    assert interval_line([], INTERVAL) == ""
+    line = interval_line([0.9, 1.0, 1.3, 1.2], INTERVAL)
+    assert line.startswith("steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval")
+    assert line.endswith("of 0.90 to 1.20 times")

@@ -12,8 +12,9 @@ from evenload.types.layout import even_layout
 from evenload.types.time_split import TimeSplit
 
 FIXED_KEYS = [
-    *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "lower_bound_s", "fraction_of_bound"),
-    *("speedup_over_best_fit", "tokens_per_s_per_device", "bubble_fraction"),
+    *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "step_time_interval_s"),
+    *("lower_bound_s", "fraction_of_bound", "speedup_over_best_fit", "tokens_per_s_per_device"),
+    "bubble_fraction",
     *("imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens", "cap_violations"),
     *(
         "peak_memory_bytes",

@@ -5,6 +5,7 @@ import pytest
 from evenload.report.units import (
     format_change,
     format_count,
+    format_interval,
     format_layout,
     format_percent,
     format_plain,
@@ -33,6 +34,21 @@ from evenload.types.scaled_units import MISSING, format_bytes
 )
 def test_seconds_have_three_digits_and_a_fitting_unit(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("low_s", "high_s", "text"),
+    [
+        (1.82, 2.84, "1.82-2.84 s"),
+        (0.9, 1.15, "0.90-1.15 s"),
+        (90.0, 140.0, "90.0-140 s"),
+        (0.0123, 0.0456, "12.3-45.6 ms"),
+        (0.0, 0.0456, "0 s - 45.6 ms"),
+        (1.0, math.inf, "1.00 s - inf"),
+    ],
+)
+def test_intervals_are_in_the_unit_of_their_end(low_s, high_s, text):
+    assert format_interval((low_s, high_s)) == text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import typer
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult, StrategyRuns, ranked_pairs
 from evenload.cli.output_file import calibration_cache, require_writable, write_output
+from evenload.explore.prediction_interval import prediction_interval
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
                 f"{other.strategy} / {fastest.strategy}: measured {other.measured_s / fastest.measured_s:.3f}, "
                 f"predicted {other.predicted_s / fastest.predicted_s:.3f}"
             )
+    interval = prediction_interval(result.coefficients, result.inputs.layout)
+    inside = sum(interval.low <= one.measured_s / one.predicted_s <= interval.high for one in runs)
+    lines.append(f"{interval.describe()}; here {inside} of {len(runs)}")
     right, pairs = ranked_pairs(runs, CLOSE)
     if pairs:
         lines.append(f"order predicted right: {right} of {pairs} pairs that differ by more than {CLOSE:.0%}")

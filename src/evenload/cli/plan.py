@@ -22,6 +22,7 @@ from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation, evaluate_strategies
+from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.worst_batch import WorstBatch, find_worst
 from evenload.plan.planner import StepPlanner
@@ -91,6 +92,7 @@ def run_plan(asked: PlanArguments) -> None:
         unit=table.unit,
         worst=_worst(asked, inputs, layout, table.lengths, strategies, evaluation),
         memory_cap_bytes=inputs.memory_cap_bytes,
+        interval=prediction_interval(coefficients, layout),
     )
     _show(console, found)
     _write(asked, found)
@@ -157,7 +159,7 @@ def _show(console: Console, found: Comparison) -> None:
         _say(console, *(f"{row['name']}: not feasible: {row['why']}" for row in found.rows))
     _say(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in found.left_out))
     if found.evaluation.best:
-        _say(console, bound_line(found.evaluation))
+        _say(console, found.interval.describe(), bound_line(found.evaluation))
     _say(console, *(f"{row['name']}: {row['note']}" for row in found.rows if row["note"]))
     _say(console, *(worst_line(one, found.memory_cap_bytes, found.unit) for one in found.worst))
 
@@ -170,6 +172,7 @@ def _write(asked: PlanArguments, found: Comparison) -> None:
             "inputs": found.said,
             "strategies": found.rows,
             "best": evaluation.best,
+            "step_time_interval": msgspec.to_builtins(found.interval),
             "left_out": [msgspec.to_builtins(one) for one in found.left_out],
         }
         if asked.worst is not None:

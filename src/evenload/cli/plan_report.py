@@ -11,6 +11,7 @@ from evenload.data.length_profile import profile_lengths
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import LayoutResult
+from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.strategy import LeftOutStrategy
@@ -33,6 +34,7 @@ class Comparison:
     worst: tuple[WorstBatch, ...]
     unit: LengthUnit
     memory_cap_bytes: int
+    interval: PredictionInterval
 
 
 def plan_report(found: Comparison) -> RunReport:
@@ -44,7 +46,7 @@ def plan_report(found: Comparison) -> RunReport:
     lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
         title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
-        facts=_facts(found.said, found.unit),
+        facts=(*_facts(found.said, found.unit), ("predicted step times", found.interval.describe())),
         sections=tuple(
             RunSection(
                 name=name,

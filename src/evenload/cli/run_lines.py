@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from evenload.data.config import DataConfig
+from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
+from evenload.report.units import format_seconds
 from evenload.types.plan import StepPlan
 
 _NUM_STEPS = 3
@@ -63,7 +65,7 @@ def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy
     )
 
 
-def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
+def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionInterval) -> str:
     packs = [pack for replica in plan.pack_plans for pack in replica.forward]
     tokens = sum(document.num_tokens for document in plan.documents)
     padding = sum(pack.num_padding_tokens for pack in packs)
@@ -77,7 +79,20 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int) -> str:
         f"{sum(len(replica.backward) for replica in plan.pack_plans)} backward packs of at most {largest:,} tokens "
         f"(limit {max_pack_tokens:,}) | {tokens / computed if computed else 1.0:.1%} of computed tokens are real | "
         f"{len(cut)} documents cut, {len(shared)} shared by ranks, {len(plan.left_out)} left for later | activations "
-        f"{', '.join(policies) or 'replay'}"
+        f"{', '.join(policies) or 'replay'} | predicted {format_seconds(plan.predicted.step_time_s)}; "
+        f"{interval.describe()}"
+    )
+
+
+def interval_line(ratios: Sequence[float], interval: PredictionInterval) -> str:
+    """How well predictions held; `ratios` are measured over predicted seconds of the steps after the first, "" where
+    there are none."""
+    if not ratios:
+        return ""
+    inside = sum(interval.low <= ratio <= interval.high for ratio in ratios)
+    return (
+        f"steps after the first took {median(ratios):.2f} times their predicted time; {inside:,} of {len(ratios):,} "
+        f"lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
     )
 
 

@@ -7,10 +7,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
-from evenload.cli.run_lines import data_line, first_plan_line, prediction_line, resumed_line, strategy_line
+from evenload.cli.run_lines import (
+    data_line,
+    first_plan_line,
+    interval_line,
+    prediction_line,
+    resumed_line,
+    strategy_line,
+)
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
+from evenload.explore.prediction_interval import prediction_interval
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
@@ -67,6 +75,7 @@ def _run_steps(
     """The last step's report, on rank 0 and if any step ran."""
     last: StepReport | None = None
     ratios: list[float] = []
+    interval = prediction_interval(costs, trainer.mesh.layout)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
@@ -75,13 +84,16 @@ def _run_steps(
             if report is not None:
                 files.add_step(report)
                 if last is None:
-                    console.print(first_plan_line(report.plan, trainer.config.max_pack_tokens), soft_wrap=True)
+                    limit = trainer.config.max_pack_tokens
+                    console.print(first_plan_line(report.plan, limit, interval), soft_wrap=True)
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_events(report, console)
                 _warn(console, prediction_line(ratios, costs.device, trainer.config.train.cost_file))
             last = report
+    if held := interval_line(ratios, interval):
+        console.print(held, soft_wrap=True)
     return last
 
 

@@ -1,10 +1,12 @@
 """One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
 
 `StrategyResult` has the keys that `--json` promises, what was run (`cuts`, `schedule`, `sharding`), `note`, and
-`time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise;
-`max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima, `cap_violations`, `deferred_tokens`
-(tokens that came later than their batch, each once) and `dropped_tokens` sums. A strategy that defers documents trains
-the last ones with the last batch, so that all strategies train the same tokens in these steps.
+`time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise.
+`step_time_interval_s` is where nine of ten measured step times lie, by our ledger of errors or by what others published
+(`explore.prediction_interval`); `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima,
+`cap_violations`, `deferred_tokens` (tokens that came later than their batch, each once) and `dropped_tokens` sums. A
+strategy that defers documents trains the last ones with the last batch, so that all strategies train the same tokens in
+these steps.
 Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
 cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
 between steps, `layout` is that of most steps, step times include the switches, and the note counts them.
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.progress import OnProgress, no_progress
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
@@ -43,6 +46,7 @@ class StrategyResult(Frozen):
     why: str
     step_time_s: tuple[float, ...] = ()
     mean_step_time_s: float | None = None
+    step_time_interval_s: tuple[float, float] | None = None
     lower_bound_s: float
     fraction_of_bound: float | None = None
     speedup_over_best_fit: float | None = None
@@ -148,6 +152,7 @@ def _evaluate(
             layout=layout,
         ), ()
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    interval = prediction_interval(planner.costs.coefficients, planner.layout)
     trained = sum(int(tokens.sum()) for tokens in lengths)
     return StrategyResult(
         name=name,
@@ -155,6 +160,7 @@ def _evaluate(
         why=next((proposal.why for proposal in proposals if not proposal.feasible), ""),
         step_time_s=tuple(step_time_s),
         mean_step_time_s=float(np.mean(step_time_s)),
+        step_time_interval_s=interval.of(float(np.mean(step_time_s))),
         lower_bound_s=float(np.mean(lower_bound_s)),
         fraction_of_bound=sum(lower_bound_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,

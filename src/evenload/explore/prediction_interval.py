@@ -58,10 +58,8 @@ class PredictionInterval(Frozen):
         return step_time_s * self.low, step_time_s * self.high
 
     def describe(self) -> str:
-        """One sentence without a full stop."""
-        return (
-            f"90 % of step times are measured at {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
-        )
+        """In words, with what it rests on."""
+        return f"90 % interval of step times: {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
 
 
 def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) -> PredictionInterval:

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from evenload.report.units import format_count, format_layout, format_percent, format_ratio, format_seconds
+from evenload.report.units import (
+    format_count,
+    format_interval,
+    format_layout,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import MISSING, format_bytes
 from evenload.types.time_split import TimeSplit
@@ -45,6 +52,12 @@ def format_losses(time_split: object) -> str:
 COLUMNS = (
     Column("measured_step_time_s", "step\nmeasured", format_seconds, "median measured seconds of an optimizer step"),
     Column("mean_step_time_s", "step\npredicted", format_seconds, "mean simulated seconds of an optimizer step"),
+    Column(
+        "step_time_interval_s",
+        "90 % of\nsteps",
+        format_interval,
+        "where nine of ten measured step times lie, predicted",
+    ),
     Column("fraction_of_bound", "of bound", format_percent, "lower bound over predicted step time; 100 % is ideal"),
     Column(
         "speedup_over_best_fit",

@@ -42,6 +42,17 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds:.3g} s"
 
 
+def format_interval(seconds: tuple[float, float]) -> str:
+    """From and to, in the unit of the latter: `(0.82, 1.28)` is "0.82-1.28 s"."""
+    low_s, high_s = seconds
+    shown = format_seconds(high_s)
+    number, space, unit = shown.rpartition(" ")
+    factor = next((unit_s for unit_s, name in _SECOND_UNITS if name == unit), None)
+    if not space or factor is None or low_s == 0:
+        return f"{format_seconds(low_s)} - {shown}"
+    return f"{three_digits(low_s / factor)}-{number} {unit}"
+
+
 def format_percent(fraction: float | None) -> str:
     """A share of one: `0.0734` is "7.3 %"."""
     return MISSING if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
