@@ -47,5 +47,7 @@ def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
 def test_a_run_ends_with_how_well_its_predictions_held():
     assert interval_line([], INTERVAL) == ""
     line = interval_line([0.9, 1.0, 1.3, 1.2], INTERVAL)
-    assert line.startswith("steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval")
+    assert line.startswith(
+        "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
+    )
     assert line.endswith("of 0.90 to 1.20 times")
