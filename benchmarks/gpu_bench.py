@@ -36,7 +36,7 @@ def bench(case: Case, device: str = "cuda", ledger: Path = LEDGER) -> int:
     """The exit code of `evenload bench` on a case."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_run(case, Path(folder), BATCHES, device)
-        sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--ledger", str(ledger))
+        sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--ledger", str(ledger), "--case", case.name)
         command = [sys.executable, "-m", "evenload.cli.main", "bench", str(config), "--strategy", STRATEGIES, *sizes]
         return subprocess.run(command, check=False).returncode
 

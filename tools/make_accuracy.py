@@ -185,7 +185,7 @@ def _intervals(rows: Sequence[LedgerRow]) -> str:
     ]
     for one in intervals_of(rows):
         lines.append(
-            f"| measured, on a CPU | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
+            f"| measured, on a {one.processor.upper()} | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
             f"{one.rows} rows of {one.cases} cases |"
         )
     for costs, error, source in (

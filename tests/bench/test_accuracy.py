@@ -114,9 +114,9 @@ def test_only_pairs_of_the_same_batches_that_differ_are_ranked():
     assert any("4 of 5 pairs" in said for said in beyond_limits(as_recorded(*rows)))
 
 
-def many(layout: str, cases: int, ratio: float):
+def many(layout: str, cases: int, ratio: float, device: str = "EPYC, 1 thread a process"):
     return [
-        row(case=f"{layout} {case}", layout=layout, batch=batch, measured_s=ratio, predicted_s=1.0)
+        row(case=f"{layout} {case}", layout=layout, batch=batch, measured_s=ratio, predicted_s=1.0, device=device)
         for case in range(cases)
         for batch in range(4)
     ]
@@ -132,6 +132,13 @@ def test_kinds_with_enough_cases_have_intervals_of_their_own():
     inside, total = coverage(rows)
     assert total == len(rows)
     assert inside == len(rows)
+
+
+def test_cpus_say_nothing_of_gpus():
+    rows = [*many("pp=2", 4, 1.1), *many("pp=2", 4, 0.8, device="NVIDIA H100")]
+    found = {(one.processor, one.layout): (one.low, one.high) for one in intervals_of(rows)}
+    assert found == {("cpu", "any layout"): (1.1, 1.1), ("gpu", "any layout"): (0.8, 0.8)}
+    assert coverage(rows) == (32, 32)
 
 
 def test_disturbed_rows_and_data_sheets_make_no_intervals():

@@ -1,6 +1,10 @@
+import pytest
+import torch
+
 from evenload.cli.run_lines import data_line, first_plan_line, interval_line, strategy_line
+from evenload.cli.worker_setup import device_name
 from evenload.data.config import DataConfig
-from evenload.explore.prediction_interval import PredictionInterval
+from evenload.explore.prediction_interval import PredictionInterval, processor_of
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.units import format_seconds
 from plan_building import random_plan
@@ -51,3 +55,9 @@ def test_a_run_ends_with_how_well_its_predictions_held():
         "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
     )
     assert line.endswith("of 0.90 to 1.20 times")
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_cpu_is_known_by_the_name_that_calibration_gives_it(threads):
+    assert processor_of(device_name(torch.device("cpu"), threads)) == "cpu"
+    assert processor_of("NVIDIA H100 80GB HBM3") == "gpu"

@@ -16,8 +16,8 @@ from evenload.explore.prediction_interval import (
 from evenload.types.layout import even_layout
 
 CPU = sample_coefficients(device="AMD EPYC, 1 thread a process")
-OF_ALL = KindInterval(layout=ANY_LAYOUT, low=0.9, high=1.2, rows=90, cases=9)
-OF_PIPELINES = KindInterval(layout="pp", low=0.95, high=1.05, rows=50, cases=5)
+OF_ALL = KindInterval(processor="cpu", layout=ANY_LAYOUT, low=0.9, high=1.2, rows=90, cases=9)
+OF_PIPELINES = KindInterval(processor="cpu", layout="pp", low=0.95, high=1.05, rows=50, cases=5)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def test_measured_costs_carry_the_ledgers_interval_of_their_layout(ledger):
 def test_measured_costs_without_rows_say_so(ledger):
     ledger()
     found = prediction_interval(CPU, even_layout(4))
-    assert "our ledger has too few rows yet" in found.basis
+    assert "measured costs of a CPU, too few rows in docs/accuracy.md: from published errors" in found.basis
     assert found.low == pytest.approx(1 / 1.135)
 
 
 def test_rows_of_cpus_do_not_speak_for_gpus(ledger):
     ledger(OF_ALL, OF_PIPELINES)
     found = prediction_interval(sample_coefficients(device="NVIDIA H100 80GB HBM3"), even_layout(4, pp=2))
-    assert "a device that our ledger has no rows of" in found.basis
+    assert "measured costs of a GPU, too few rows in docs/accuracy.md: from published errors" in found.basis
 
 
 def test_kinds_of_layouts_are_named_by_their_dimensions():

@@ -17,7 +17,7 @@ from evenload.bench.error_intervals import case_interval, left_out_coverage
 from evenload.bench.ledger import LedgerRow, read_inputs
 from evenload.bench.recorded import plan_again
 from evenload.errors import EvenloadError
-from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval
+from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, Processor, processor_of
 
 STEP_LIMIT, BIAS_LIMIT, RANKING_LIMIT, APART = 0.10, 0.03, 0.95, 0.05
 """Most error of a step time, most of their mean, least share of pairs in the right order, and how much measured step
@@ -126,12 +126,18 @@ def ranked(found: Iterable[Again]) -> Ranking:
     return Ranking(right, pairs)
 
 
-def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[str, dict[str, list[float]]]:
-    """Measured / predicted of rows that limits hold for, with measured costs: by layout, then by case."""
-    found: dict[str, dict[str, list[float]]] = {}
+Kind = tuple[Processor, str]
+"""What an interval speaks for: a processor, and a kind of layout."""
+CaseRatios = dict[str, list[float]]
+"""Measured / predicted of the rows of every case."""
+
+
+def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[Kind, CaseRatios]:
+    """Of rows that limits hold for, with measured costs."""
+    found: dict[Kind, CaseRatios] = {}
     for row in rows:
         if held_to_limits(row) and row.costs != "analytic":
-            of_kind = found.setdefault(kind_of(row), {})
+            of_kind = found.setdefault((processor_of(row.device), kind_of(row)), {})
             ratio = row.step_time_s / row.predicted_step_time_s
             of_kind.setdefault(f"{row.case}, {row.layout}", []).append(ratio)
     return found
@@ -140,12 +146,14 @@ def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[str, dict[str, list[float]]
 def intervals_of(rows: Iterable[LedgerRow]) -> tuple[KindInterval, ...]:
     """What `evenload.explore.prediction_interval` is to know: of kinds of layouts with enough cases, and of all."""
     found = []
-    for kind, ratios in _offered(ledger_ratios(rows)).items():
+    for (processor, layout), ratios in _offered(ledger_ratios(rows)).items():
         interval = case_interval(ratios)
         if interval is not None:
             count = sum(map(len, ratios.values()))
             low, high = (round(factor, 4) for factor in interval)
-            found.append(KindInterval(layout=kind, low=low, high=high, rows=count, cases=len(ratios)))
+            found.append(
+                KindInterval(processor=processor, layout=layout, low=low, high=high, rows=count, cases=len(ratios))
+            )
     return tuple(found)
 
 
@@ -158,13 +166,15 @@ def coverage(rows: Iterable[LedgerRow]) -> tuple[int, int]:
         if kind in offered:
             found = left_out_coverage(ratios)
             inside, total = inside + found[0], total + found[1]
-    others = {case for kind, ratios in by_kind.items() if kind not in offered for case in ratios}
-    everything = offered.get(ANY_LAYOUT, {})
-    for case in others & set(everything):
-        found = case_interval({name: values for name, values in everything.items() if name != case})
-        if found is not None:
-            total += len(everything[case])
-            inside += sum(found[0] <= ratio <= found[1] for ratio in everything[case])
+    for kind, ratios in by_kind.items():
+        if kind in offered:
+            continue
+        everything = offered[kind[0], ANY_LAYOUT]
+        for case, values in ratios.items():
+            found = case_interval({name: others for name, others in everything.items() if name != case})
+            if found is not None:
+                total += len(values)
+                inside += sum(found[0] <= ratio <= found[1] for ratio in values)
     return inside, total
 
 
@@ -174,10 +184,12 @@ def kind_of(row: LedgerRow) -> str:
     return " ".join(axis for axis in ("dp", "cp", "pp", "tp") if axis in axes) or "one device"
 
 
-def _offered(by_kind: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
-    """Ratios of every interval that is given out, by case."""
-    kinds = {kind: ratios for kind, ratios in by_kind.items() if len(ratios) >= KIND_CASES}
-    return kinds | {ANY_LAYOUT: {case: values for ratios in by_kind.values() for case, values in ratios.items()}}
+def _offered(by_kind: dict[Kind, CaseRatios]) -> dict[Kind, CaseRatios]:
+    """Ratios of every interval that is given out."""
+    found = {kind: ratios for kind, ratios in by_kind.items() if len(ratios) >= KIND_CASES}
+    for (processor, _), ratios in by_kind.items():
+        found.setdefault((processor, ANY_LAYOUT), {}).update(ratios)
+    return found
 
 
 def _sums(found: Iterable[Again]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:

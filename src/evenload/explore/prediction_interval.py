@@ -2,7 +2,7 @@
 
 What the public ledger of errors (docs/accuracy.md) supports: `prediction_errors.json` beside this file is made from its
 rows (`tools/make_accuracy.py`, by `bench.error_intervals`) and holds an interval for measured costs of each kind of
-layout, and one for all of them together. It speaks for CPUs, because the ledger has no other rows.
+layout, and one for all of them together, of CPUs and of GPUs apart.
 
 Where it holds nothing, the interval is a prior that says so: the largest error that comparable simulators published
 about themselves or each other, taken both ways.
@@ -14,6 +14,7 @@ about themselves or each other, taken both ways.
 import re
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from evenload.types.layout import ParallelLayout
 
 DATA_SHEET_ERROR, MEASURED_ERROR = 0.218, 0.135
 """Largest published |predicted / measured - 1| of comparable simulators."""
+Processor = Literal["cpu", "gpu"]
 ANY_LAYOUT = "any layout"
 """The kind of layout that stands for all."""
 _FILE = Path(__file__).with_name("prediction_errors.json")
@@ -34,11 +36,13 @@ class KindInterval(Frozen):
     """The interval of one kind of case, from rows of the ledger.
 
     Args:
+        processor: that rows were measured on.
         layout: as `layout_kind` says it, or `ANY_LAYOUT`.
         low, high: nine of ten measured step times lie between these factors of the predicted one.
         rows, cases: that it was made from.
     """
 
+    processor: Processor
     layout: str
     low: float
     high: float
@@ -66,17 +70,22 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
     """Of step times predicted with these costs in this layout."""
     if coefficients.source == "analytic":
         return _published(DATA_SHEET_ERROR, "costs of a data sheet")
-    if _CPU.search(coefficients.device) is None:
-        return _published(MEASURED_ERROR, "measured costs of a device that our ledger has no rows of")
-    known = {one.layout: one for one in ledger_intervals()}
+    processor = processor_of(coefficients.device)
+    known = {one.layout: one for one in ledger_intervals() if one.processor == processor}
     found = known.get(layout_kind(layout)) or known.get(ANY_LAYOUT)
     if found is None:
-        return _published(MEASURED_ERROR, "measured costs, and our ledger has too few rows yet")
+        return _published(MEASURED_ERROR, f"measured costs of a {processor.upper()}, too few rows in docs/accuracy.md")
     return PredictionInterval(
         low=found.low,
         high=found.high,
-        basis=f"measured costs, {found.layout}: {found.rows} rows of {found.cases} cases in docs/accuracy.md, on CPUs",
+        basis=f"measured costs of a {processor.upper()}, {found.layout}: {found.rows} rows of {found.cases} cases in "
+        "docs/accuracy.md",
     )
+
+
+def processor_of(device: str) -> Processor:
+    """Whether measured costs, by the name of their device, are of a CPU."""
+    return "gpu" if _CPU.search(device) is None else "cpu"
 
 
 def layout_kind(layout: ParallelLayout) -> str:
