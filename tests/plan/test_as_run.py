@@ -1,0 +1,86 @@
+"""Candidates as they run: rules of sharding apart, the slowest rank, nothing where nobody shares."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.coefficients import PassCoefficients
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.sharing.cp_sharding import share_packs
+from evenload.plan.sharing.sharding_cost import sharding_cost
+from evenload.types.cluster import LinkSpec
+from evenload.types.columns import whole_document_columns
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+
+FREE = LinkSpec(bandwidth_bytes_per_s=1e18, latency_s=0.0)
+
+
+def planner(cp: int, rule: str, link: LinkSpec = FREE, **changes) -> StepPlanner:
+    """Backward takes twice forward in every part, so that one rank is the slowest in both."""
+    passes = {
+        name: PassCoefficients(linear_s_per_token=factor * 1.0, attention_s_per_pair=factor * 0.1)
+        for name, factor in (("forward", 1.0), ("backward", 2.0))
+    }
+    free = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
+    coefficients = sample_coefficients(intra_node=link, devices_per_node=8, **passes, **free, **changes)
+    options = PlanOptions(cp_sharding=rule, policy="replay", max_pack_tokens=1000)  # type: ignore[arg-type]
+    return StepPlanner(sample_model(num_layers=1), coefficients, even_layout(1, cp=cp), None, options)
+
+
+def documents(lengths: list[int]) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    st.integers(2, 5),
+    st.sampled_from(["per_sequence", "per_document", "adaptive", "mixed"]),
+)
+def test_a_pack_takes_what_its_slowest_rank_takes_under_the_rule(lengths, cp, rule):
+    """As `share_packs` counts it from the geometry alone: WLB's imbalance is in the predicted time."""
+    found = planner(cp, rule)
+    proposal = found.propose(0, documents(lengths), "best_fit")
+    [choice] = proposal.choices
+    packs = choice.candidate.forward
+    shared = share_packs(rule, packs.start, packs.stop, cp, sharding_cost(found.costs, cp), packs.pack_offset)
+    tasks = choice.candidate.tasks
+    np.testing.assert_allclose((tasks.forward_s + tasks.backward_s)[:, 0], shared.rank_s.max(axis=1))
+
+
+def test_rules_of_sharding_have_times_of_their_own():
+    """One long and many short documents, by hand: as one sequence the rank with the long one's end waits for nobody."""
+    lengths = [64, *([8] * 8)]
+    seconds = {}
+    for rule in ("per_sequence", "per_document"):
+        [choice] = planner(2, rule).propose(0, documents(lengths), "best_fit").choices
+        seconds[rule] = float(choice.candidate.tasks.forward_s.sum())
+    # per document: 64 tokens a rank and half of all pairs each.
+    assert seconds["per_document"] == pytest.approx(64 + 0.1 * (64 * 65 / 2 + 8 * 36) / 2)
+    # As one sequence in chunks of 32: rank 0 has rows 0..31 of the long document and the last four short ones.
+    first, second = 32 * 33 / 2, 64 * 65 / 2 - 32 * 33 / 2
+    assert seconds["per_sequence"] == pytest.approx(64 + 0.1 * max(first + 4 * 36, second + 4 * 36))
+
+
+def test_candidates_that_nobody_shares_are_not_priced_again():
+    found = planner(1, "mixed")
+    columns = whole_document_columns([[0, 1]], np.array([5, 9]))
+    [choice] = found.propose(0, documents([5, 9]), "best_fit").choices
+    expected = found.costs.pack_seconds(columns, "forward").sum()
+    assert choice.candidate.shardings == ("",) * choice.candidate.forward.num_packs
+    assert choice.candidate.tasks.forward_s.sum() == pytest.approx(expected)
+
+
+def test_the_step_waits_for_the_slowest_rank_of_every_pack():
+    """The plan's own numbers are those of its slowest ranks, and the step time is their sum on one stage."""
+    found = planner(3, "per_sequence")
+    proposal = found.propose(0, documents([70, 9, 9, 9, 30, 5]), "best_fit")
+    [choice] = proposal.choices
+    tasks = choice.candidate.tasks
+    total_s = float(tasks.forward_s.sum() + tasks.backward_s.sum())
+    assert proposal.plan.predicted.per_replica_s[0] == pytest.approx(total_s)
+    assert [row[0] for row in proposal.plan.times[0].forward_s] == tasks.forward_s[:, 0].tolist()
