@@ -102,17 +102,11 @@ def main() -> None:
 
 def measured(case: str, cache: Path) -> BenchResult | None:
     """Run a case; None where it failed, or where other work disturbed the calibration."""
-    layout, _, size = case.split("-")
-    shape = even_layout(SIZES[size].layers, **LAYOUTS[layout])
     with tempfile.TemporaryDirectory() as folder:
         config = write_run(case, Path(folder))
-        names = []
-        for name in STRATEGIES:
-            try:
-                strategy_named(name).require_layout(shape)
-                names.append(name)
-            except ConfigError as error:
-                print(f"left out: {error}")
+        names, left_out = strategies_of(case)
+        for _, why in left_out:
+            print(f"left out: {why}")
         answer = Path(folder) / "result.json"
         sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--json", str(answer))
         done = subprocess.run(
@@ -126,6 +120,20 @@ def measured(case: str, cache: Path) -> BenchResult | None:
         if done.returncode or NOISY in done.stderr:
             return None
         return msgspec.json.decode(answer.read_bytes(), type=BenchResult)
+
+
+def strategies_of(case: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Those that the layout of a case can run, and the others with the reason."""
+    layout, _, size = case.split("-")
+    shape = even_layout(SIZES[size].layers, **LAYOUTS[layout])
+    names, left_out = [], []
+    for name in STRATEGIES:
+        try:
+            strategy_named(name).require_layout(shape)
+            names.append(name)
+        except ConfigError as error:
+            left_out.append((name, str(error)))
+    return tuple(names), tuple(left_out)
 
 
 def show_packs(result: BenchResult) -> None:
