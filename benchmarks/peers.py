@@ -26,6 +26,7 @@ Replicas = list[list[list[int]]]
 """Per data-parallel replica its packs, each a list of document indices."""
 
 GRAIN_BINS = 64
+WINDOWS = "a window of the token limit each, accumulated over what the replica was dealt"
 WINDOW = 1000
 """Documents that TRL and ms-swift pack at a time (`datasets.map`'s batch)."""
 
@@ -66,12 +67,14 @@ class Peer(NamedTuple):
         package: its name on PyPI.
         load: imports it; raises ImportError where it is not installed.
         how: what to know about its row.
+        micro_batches: by which rule its users get their number of micro-batches a replica; `pack` follows it.
     """
 
     name: str
     package: str
     load: Callable[[], Calls]
     how: str
+    micro_batches: str = WINDOWS
 
 
 def deal(bins: list[list[int]], dp: int) -> Replicas:
@@ -251,8 +254,14 @@ def _prtpy() -> Calls:
 
 
 PEERS = (
-    Peer("verl", "verl", _verl, "Karmarkar-Karp over DP and micro-batches; its module loaded alone"),
-    Peer("megatron-core balanced CP", "megatron-core", _megatron, "one document per pack; barriers not charged"),
+    Peer(
+        "verl", "verl", _verl, "Karmarkar-Karp over DP and micro-batches; its module loaded alone",
+        "as few as hold the fullest replica's tokens, on every replica the same, at least the pipeline's stages",
+    ),
+    Peer(
+        "megatron-core balanced CP", "megatron-core", _megatron, "one document per pack; barriers not charged",
+        "a document each",
+    ),
     Peer("trl bfd", "trl", _trl, "1000 documents at a time, as datasets.map; copies tokens"),
     Peer("grain first-fit 64", "grain", _grain, "copies tokens"),
     Peer("axolotl multipack", "axolotl", lambda: _axolotl(sequential=False), "numba, compiled in the warm-up"),
@@ -260,5 +269,5 @@ PEERS = (
     Peer("LLaMA-Factory knapsack", "llamafactory", _llamafactory, "its module loaded alone; whole batch"),
     Peer("binpacking (ms-swift)", "binpacking", _binpacking, "1000 documents at a time"),
     Peer("prtpy first-fit decreasing", "prtpy", _prtpy, ""),
-)
+)  # fmt: skip
 """In the order of the table."""

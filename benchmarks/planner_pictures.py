@@ -14,7 +14,7 @@ GRID = "rgba(128,134,145,0.25)"
 ROW_PX, MARGIN_PX, PANEL_PX, LABELS_PX = 24, 150, 260, 240
 
 
-def draw_planners(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_planners(rows: list[dict[str, Any]], setting: str, path: Path) -> None:
     """Bars: simulated fraction of the lower bound within memory, a panel a case; hollow where no policy fits."""
     there = {(row["case"], row["documents"]) for row in rows}
     panels = [case for case in SHOWN_CASES if case in there]
@@ -52,7 +52,7 @@ def draw_planners(rows: list[dict[str, Any]], path: Path) -> None:
     figure.update_layout(
         title={
             "text": "Simulated share of the lower bound of a step (of 100%), and time to plan it"
-            "<br><sup>llama-7b on 32 H100, DP 8 x PP 4. Blue: Evenload, grey: peers. "
+            f"<br><sup>{setting}. Blue: Evenload, grey: peers. "
             "Within 80 GB by storing, recomputing or offloading; hollow: does not fit, shown as if it did.</sup>",
             "x": 0.01,
         },

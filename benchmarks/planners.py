@@ -1,13 +1,15 @@
 """Evenload's strategies beside public packers: the same lengths, one cost model, one simulator, one process.
 
-Every planner gets one global batch and a token limit of a pack, for llama-7b on 32 H100 (DP 8 x PP 4). Cases: the
+Every planner gets one global batch and a token limit of a pack, for llama-7b on 32 H100: DP 8 x PP 4, and DP 8 x TP 4,
+where nothing but the micro-batches themselves is to be planned. There is one table for each. How many micro-batches a
+peer makes is what its users get: `Peer.micro_batches` says by which rule. Cases: the
 lognormal lengths of our peer study (median 1,200, sigma 1.4, clipped to 32..32,768, seed 0), and the tables of
 `examples/lengths` cut to contexts of 32K and 128K. Step times are SIMULATED; planning times are measured here,
 median of 3 after a warm-up. A peer's time is that of its packing call alone; Evenload's covers assignment, packing,
 pricing, schedules, simulation, choice and the sealed plan.
 
     pip install 'evenload[bench]' && pip install --no-deps -r benchmarks/peers.txt
-    python benchmarks/planners.py [--quick] [--append] [--picture]
+    python benchmarks/planners.py [--quick] [--append] [--picture] [--layout pp4|pp1]
 """
 
 import argparse
@@ -22,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,18 +43,17 @@ from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
-from evenload.types.layout import even_layout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model_catalog import model_from
 from peers import PEERS, Batch, Calls, Replicas, deal
 from planner_score import Score, score_choices, whole_document_choices, whole_documents_within
 from results import commit_name, cpu_name
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "planners.csv"
-PICTURE = HERE / "results" / "planners.png"
+RESULTS = HERE / "results"
 TABLES = ("github_dirs", "docs", "stdlib", "books")
 CONTEXTS = (32_768, 131_072)
-DP, PP = 8, 4
+MODEL = "llama-7b"
 DOCUMENTS = 512
 REPEATS = 3
 SLOW_S = 5.0
@@ -65,6 +66,33 @@ FIGURES = ("plan_ms", *Score.__dataclass_fields__)
 COLUMNS = (*FACTS, "case", "documents", "capacity", "planner", "version", *FIGURES, "note")
 
 RowDict = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """A layout of 32 devices.
+
+    Args:
+        name: in words, for titles.
+        file: in benchmarks/results, of its rows and of its picture.
+        sizes: of the layout.
+    """
+
+    name: str
+    file: str
+    sizes: dict[str, int]
+
+    @property
+    def csv(self) -> Path:
+        return (RESULTS / self.file).with_suffix(".csv")
+
+    def layout(self, num_layers: int) -> ParallelLayout:
+        return even_layout(num_layers, **self.sizes)
+
+
+SETTINGS = {
+    "pp4": Setting("DP 8 x PP 4", "planners", {"dp": 8, "pp": 4}),
+    "pp1": Setting("DP 8 x TP 4, no pipeline", "planners_pp1", {"dp": 8, "tp": 4}),
+}
 
 
 def lognormal_lengths(count: int) -> NDArray[np.int64]:
@@ -116,11 +144,16 @@ def load_peers() -> tuple[list[tuple[str, str, str, Calls]], list[str]]:
 
 
 def measure_case(
-    name: str, lengths: NDArray[np.int64], capacity: int, peers: list[tuple[str, str, str, Calls]]
+    setting: Setting,
+    name: str,
+    lengths: NDArray[np.int64],
+    capacity: int,
+    peers: list[tuple[str, str, str, Calls]],
 ) -> list[RowDict]:
     """One row a planner; a planner that refuses the case has a note and no figures."""
-    model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
-    layout = even_layout(model.num_layers, dp=DP, pp=PP)
+    model = model_from(MODEL)
+    layout = setting.layout(model.num_layers)
+    cluster = cluster_from(f"h100x{layout.world_size}")
     room_bytes = usable_bytes(cluster)
     coefficients = analytic_coefficients(model, cluster, layout)
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=capacity))
@@ -128,7 +161,7 @@ def measure_case(
     limited = StepPlanner(model, coefficients, layout, room_bytes, options)
     costs = planner.costs
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
-    batch = Batch(lengths, capacity, DP, PP)
+    batch = Batch(lengths, capacity, layout.dp, layout.pp)
     rows: list[RowDict] = []
 
     def add(planner_name: str, package: str, note: str, plan_ms: float | None, score: Score | None) -> None:
@@ -160,7 +193,7 @@ def measure_case(
         return score_choices(choices, fitting, lengths, costs, capacity)
 
     packing_ms = median_ms(lambda: best_fit_decreasing(lengths, capacity))
-    score = judge(deal(best_fit_decreasing(lengths, capacity), DP))
+    score = judge(deal(best_fit_decreasing(lengths, capacity), layout.dp))
     add("evenload best_fit_decreasing", ours, "packing call alone, as the peers'", packing_ms, score)
 
     for peer_name, package, how, calls in peers:
@@ -175,12 +208,10 @@ def measure_case(
     return rows
 
 
-def print_rows(rows: list[RowDict], console: Console) -> None:
+def print_rows(setting: Setting, rows: list[RowDict], console: Console) -> None:
     """One table a case."""
     for case in dict.fromkeys((row["case"], row["documents"], row["capacity"]) for row in rows):
-        table = Table(
-            title=f"{case[0]}, {case[1]} documents, packs of {case[2]:,} tokens, DP {DP} x PP {PP}, simulated"
-        )
+        table = Table(title=f"{case[0]}, {case[1]} documents, packs of {case[2]:,} tokens, {setting.name}, simulated")
         table.add_column("planner")
         heads = ("plan ms", "packs", "fill", "dropped", "over cap", "pack fwd", "pack bwd", "DP", "step s", "of bound")
         for head in (*heads, "GiB", "in 80 GB"):
@@ -203,13 +234,13 @@ def print_rows(rows: list[RowDict], console: Console) -> None:
         console.print(table)
 
 
-def append_csv(rows: list[RowDict]) -> None:
+def append_csv(path: Path, rows: list[RowDict]) -> None:
     """Append rows with date, commit and machine; writes the header of a new file."""
     load = f"{os.getloadavg()[0]:.1f}"
     values = (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), os.cpu_count(), load)
     facts = dict(zip(FACTS, values, strict=True))
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
             writer.writeheader()
@@ -222,26 +253,28 @@ def main() -> None:
     """Measure, print, and append and draw when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smallest case only: does it work at all?")
-    parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
-    parser.add_argument("--picture", action="store_true", help=f"draw benchmarks/results/{PICTURE.name}")
+    parser.add_argument("--append", action="store_true", help="append the rows to benchmarks/results")
+    parser.add_argument("--picture", action="store_true", help="draw them, into the same folder")
+    parser.add_argument("--layout", choices=SETTINGS, help="only this one")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of the peers' imports
     logging.disable(logging.WARNING)
     peers, missing = load_peers()
     console = Console(width=190)
-    rows: list[RowDict] = []
-    for name, lengths, capacity in cases(options.quick):
-        found = measure_case(name, lengths, capacity, peers)
-        print_rows(found, console)
-        rows += found
+    for setting in [SETTINGS[options.layout]] if options.layout else SETTINGS.values():
+        rows: list[RowDict] = []
+        for name, lengths, capacity in cases(options.quick):
+            found = measure_case(setting, name, lengths, capacity, peers)
+            print_rows(setting, found, console)
+            rows += found
+        if options.append:
+            append_csv(setting.csv, rows)
+        if options.picture:
+            from planner_pictures import draw_planners
+
+            draw_planners(rows, f"{MODEL} on 32 H100, {setting.name}", setting.csv.with_suffix(".png"))
     for reason in missing:
         console.print(f"left out: {reason}")
-    if options.append:
-        append_csv(rows)
-    if options.picture:
-        from planner_pictures import draw_planners
-
-        draw_planners(rows, PICTURE)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
-from planners import DP, HERE, NEED_SOLVER, PP, lognormal_lengths, median_ms
+from planners import HERE, MODEL, NEED_SOLVER, lognormal_lengths, median_ms
 from results import Row, append_rows
 
+DP, PP = 8, 4
 DOCUMENTS = (512, 2_048, 8_192, 32_768, 100_000)
 CAPACITY = 32_768
 GIVE_UP_S = 2.5
@@ -33,7 +34,7 @@ PICTURE = HERE / "results" / "planning_growth.png"
 
 def measure(quick: bool) -> dict[str, dict[int, float]]:
     """Per strategy, documents to milliseconds."""
-    model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
+    model, cluster = model_from(MODEL), cluster_from(f"h100x{DP * PP}")
     times_ms: dict[str, dict[int, float]] = {}
     for strategy in STRATEGIES:
         if strategy in NEED_SOLVER or STRATEGIES[strategy].changes_layout:

@@ -4,8 +4,10 @@ python tools/make_benchmarks.py             writes the file; tests/docs compares
 """
 
 import csv
+import runpy
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,11 +34,11 @@ analytic cost model of H100, for every planner alike; no GPU was used. Compare t
 ## Beside other planners
 
     pip install 'evenload[bench]' && pip install --no-deps -r benchmarks/peers.txt
-    python benchmarks/planners.py [--quick] [--append] [--picture]
+    python benchmarks/planners.py [--quick] [--append] [--picture] [--layout pp4|pp1]
 
-One global batch, one process, one cost model, one simulator; llama-7b on 32 H100, DP 8 x PP 4. Packs of whole documents
-run in 1F1B, and packs of planners without an own data-parallel assignment are dealt round robin in the planner's
-order. Every plan is checked: each document once, each token once each way.
+One global batch, one process, one cost model, one simulator; llama-7b on 32 H100. Packs of whole documents run in 1F1B,
+and packs of planners without an own data-parallel assignment are dealt round robin in the planner's order. Every plan
+is checked: each document once, each token once each way.
 
 | column | meaning |
 |---|---|
@@ -49,7 +51,21 @@ order. Every plan is checked: each document once, each token once each way.
 | GiB | peak memory when all activations are stored |
 | in 80 GB | of bound again, within 75 GB: activations stored, recomputed or offloaded, the fastest way that fits |
 
+How many micro-batches a replica gets under a peer is what its users get:
+"""
+PIPELINE = """\
+### DP 8 x PP 4
+
 ![Simulated share of the lower bound](../benchmarks/results/planners.png)
+"""
+NO_PIPELINE = """\
+### DP 8 x TP 4, no pipeline
+
+Without a pipeline micro-batches run one after the other and never wait for each other: their number and their evenness
+inside a replica do not matter, and a peer's usual number is as good as any. What is left to a planner is the evenness
+of replicas, the constant of a micro-batch, and memory.
+
+![Simulated share of the lower bound](../benchmarks/results/planners_pp1.png)
 """
 GROWTH = """\
 ## Planning time over batch size
@@ -77,9 +93,11 @@ WLB = """\
 
     python benchmarks/paper_wlb.py [--quick] [--append]
 
-**Simulated.** The layouts of its Table 1, batches of PP x DP windows, 32 steps. Speed-ups are over the loader's windows
-as they come (its Plain-4D). The paper reports a mean of 1.23 (64K: 1.15, 128K: 1.30), its adaptive context-parallel
-sharding included, which is not in these ratios: all rows are costed with the same sharding.
+**Simulated.** The layouts of its Table 1, batches of PP x DP windows, 32 steps. Plain-4D is the loader's windows as
+they come, each shared per sequence by the context ranks; Fixed-4D packs a global batch anew, per sequence or per
+document throughout, whichever is faster; "adaptive" and both `wlb` choose the sharding for every micro-batch. The paper
+measured 1.03 for Fixed-4D and 1.23 for WLB-LLM (64K: 1.15, 128K: 1.30; Fig. 12), and 1.05 of the sharding alone at 7B
+and 128K.
 """
 
 SKRULL = """\
@@ -126,7 +144,8 @@ def benchmarks_page() -> str:
     return (
         "\n".join(
             [
-                *(PLANNERS, *_planners(), GROWTH, *_growth(), ABLATION, *_ablation(), SLIMPACK, *_slimpack()),
+                *(PLANNERS, *_peers(), PIPELINE, *_planners("planners.csv"), NO_PIPELINE),
+                *(*_planners("planners_pp1.csv"), GROWTH, *_growth(), ABLATION, *_ablation(), SLIMPACK, *_slimpack()),
                 *(WLB, *_wlb(), DELAY, *_delay(), SKRULL, *_skrull(), FLEXPIPE, *_flexpipe()),
             ]
         ).rstrip("\n")
@@ -134,15 +153,26 @@ def benchmarks_page() -> str:
     )
 
 
-def _planners() -> Iterable[str]:
-    rows = _latest("planners.csv", ("case", "documents"))
+def _peers() -> Iterable[str]:
+    """From benchmarks/peers.py, which imports no peer by itself."""
+    names: dict[str, list[str]] = {}
+    for peer in runpy.run_path(str(ROOT / "benchmarks" / "peers.py"))["PEERS"]:
+        names.setdefault(peer.micro_batches, []).append(peer.name)
+    yield from _head(("micro-batches of a replica", "peers"))
+    for rule, of_rule in names.items():
+        yield _line(rule, ", ".join(of_rule))
+    yield ""
+
+
+def _planners(file: str) -> Iterable[str]:
+    rows = _latest(file, ("case", "documents"))
     yield from _provenance(rows)
     heads = ("planner", "plan ms", "packs", "fill", "left", "over", "fwd", "bwd", "DP", "of bound", "GiB", "in 80 GB")
     for case, documents in SHOWN_CASES:
         mine = [row for row in rows if (row["case"], row["documents"]) == (case, documents)]
         if not mine:
             continue
-        yield f"### {case}, {documents} documents, packs of {int(mine[0]['capacity']):,} tokens\n"
+        yield f"#### {case}, {documents} documents, packs of {int(mine[0]['capacity']):,} tokens\n"
         yield from _head(heads)
         for row in mine:
             name = f"{row['planner']} {'' if row['planner'].startswith('evenload') else row['version']}".strip()
@@ -156,7 +186,7 @@ def _planners() -> Iterable[str]:
                 f"{float(row['dp']):.4f}", _percent(row["fraction"]), f"{float(row['peak_gib']):.0f}", within,
             )  # fmt: skip
         yield ""
-    yield "The other tables of `examples/lengths`, at both contexts, are in `benchmarks/results/planners.csv`.\n"
+    yield f"The other tables of `examples/lengths`, at both contexts, are in `benchmarks/results/{file}`.\n"
 
 
 def _growth() -> Iterable[str]:
@@ -208,6 +238,7 @@ def _slimpack() -> Iterable[str]:
 def _wlb() -> Iterable[str]:
     rows = _latest("paper_wlb.csv", ("benchmark",))
     yield from _provenance(rows)
+    yield from _wlb_means(rows)
     yield from _head(("setting", "strategy", "x Plain-4D", "of bound", "imbalance", "mean delay of a token, steps"))
     for case in dict.fromkeys(row["case"] for row in rows):
         figures = {row["metric"]: float(row["value"]) for row in rows if row["case"] == case}
@@ -216,6 +247,20 @@ def _wlb() -> Iterable[str]:
             f"{setting}, {layout}", strategy, f"{figures['speed-up']:.2f}", f"{figures['of bound']:.1%}",
             f"{figures['imbalance forward']:.3f}", f"{figures['mean token delay']:.2f}",
         )  # fmt: skip
+    yield ""
+
+
+def _wlb_means(rows: Table) -> Iterable[str]:
+    """Geometric means over the settings of each context, as the paper's Fig. 12 has them."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in (row for row in rows if row["metric"] == "speed-up"):
+        setting, _, strategy, _ = row["case"].split(", ")
+        found.setdefault(strategy, {}).setdefault(setting.split()[1], []).append(float(row["value"]))
+    yield from _head(("x Plain-4D, geometric mean", "64K", "128K", "all"))
+    for strategy, by_context in found.items():
+        every = [value for values in by_context.values() for value in values]
+        cells = (by_context.get("64K", []), by_context.get("128K", []), every)
+        yield _line(strategy, *(f"{geometric_mean(values):.3f}" if values else "" for values in cells))
     yield ""
 
 
