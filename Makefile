@@ -38,7 +38,7 @@ test: .venv/dev  ## everything CI checks
 FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule simulate stepplan types)
 
 test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore tests/report/test_report_in_browser.py
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore-glob '*_in_browser.py'
 
 check: .venv/dev  ## lint, format, types, import rules
 	$(BIN)/ruff check

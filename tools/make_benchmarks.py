@@ -204,17 +204,8 @@ def _growth() -> Iterable[str]:
 def _slimpack() -> Iterable[str]:
     rows = _latest("paper_slimpack.csv", ("case",))
     yield from _provenance(rows)
-    heads = (
-        "model, context, lengths",
-        "strategy",
-        "layout",
-        "of bound",
-        "x best_fit",
-        "x pp >= 4",
-        "x median",
-        "paper",
-    )
-    yield from _head((*heads, "lost to"))
+    baselines = ("x best_fit", "x pp >= 4", "x median", "paper")
+    yield from _head(("model, context, lengths", "strategy", "layout", "of bound", *baselines, "lost to"))
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         shares = {

@@ -90,5 +90,12 @@ def test_it_is_written_as_it_is(tmp_path):
     found = find_worst(make_planner(), TABLE, BatchRule(num_documents=2, context=256), "best_fit", 2, seed=0)
     assert set(msgspec.to_builtins(found)) == {
         *("strategy", "searched", "drawn", "longest", "documents", "tokens", "peak_memory_bytes"),
-        *("policies", "fits", "why", "fitting_policy"),
+        *("policies", "fits", "why", "fitting_policy", "leaves_out_deferred"),
     }
+
+
+@pytest.mark.parametrize(("strategy", "defers"), [("best_fit", False), ("wlb", True), ("fixed_greedy", False)])
+def test_it_is_said_where_documents_of_earlier_steps_may_come_on_top(strategy, defers):
+    """fixed_greedy puts documents off only where its window is longer than a step."""
+    rule = BatchRule(num_documents=3, context=256)
+    assert find_worst(make_planner(), TABLE, rule, strategy, 1, seed=0).leaves_out_deferred == defers

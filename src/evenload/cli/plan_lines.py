@@ -97,6 +97,10 @@ def worst_line(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> st
     verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
     if worst.fitting_policy:
         verdict += f"; --policy {worst.fitting_policy} fits it"
+    if worst.leaves_out_deferred:
+        verdict += (
+            f". Documents that {worst.strategy} has put off in earlier steps may come on top; they are not counted"
+        )
     return in_unit(
         f"{worst.strategy}: the worst of {worst.searched} global batches searched ({worst.drawn}: {worst.documents:,} "
         f"documents of {longest}{more} tokens, {worst.tokens:,} in all) takes {format_bytes(worst.peak_memory_bytes)} "

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from evenload.explore.progress import OnProgress, no_progress
 from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 
 _EXCHANGED = 8
@@ -40,6 +41,8 @@ class WorstBatch(Frozen):
         fits: within the limit.
         why: it does not, in words.
         fitting_policy: under which it would, where the asked one does not; "" = none does, or none had to be tried.
+        leaves_out_deferred: the strategy puts documents off, and a step of training may hold such of earlier batches
+            beside this one's, which are not counted.
     """
 
     strategy: str
@@ -53,6 +56,7 @@ class WorstBatch(Frozen):
     fits: bool
     why: str
     fitting_policy: str
+    leaves_out_deferred: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,8 @@ def find_worst(
 ) -> WorstBatch:
     """Search `count` global batches for the one that needs most memory.
 
-    Documents are not deferred, so that a batch is planned as it is drawn.
+    Documents are not deferred, so that a batch is planned as it is drawn; what a strategy that defers documents may
+    train beside a batch depends on all steps before it, and is not searched.
 
     Args:
         lengths: int64[n], the table.
@@ -153,6 +158,7 @@ def _described(planner: StepPlanner, worst: _Found, strategy: str, searched: int
         fits=worst.proposal.feasible,
         why=worst.proposal.why,
         fitting_policy="" if worst.proposal.feasible else _fitting_policy(planner, worst, strategy),
+        leaves_out_deferred=strategy_named(strategy).delays(planner.options),
     )
 
 
