@@ -6,11 +6,12 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from evenload.report.palette import LIMIT, MEASURED, PREDICTED, series_style
+from evenload.report.palette import MEASURED, PREDICTED, series_style
 from picture import write_png
 
 SHOWN_CASES = (("lognormal 32K", 512), ("lognormal 32K", 2048), ("github_dirs 32K", 512), ("github_dirs 128K", 512))
 GRID = "rgba(128,134,145,0.25)"
+TARGET = "#d1364c"
 ROW_PX, MARGIN_PX, PANEL_PX, LABELS_PX = 24, 150, 260, 240
 
 
@@ -103,7 +104,7 @@ def draw_growth(times_ms: dict[str, dict[int, float]], path: Path) -> None:
                 y=[limit_ms],
                 name=f"target: {limit_ms} ms at {count}",
                 mode="markers",
-                marker={"symbol": "line-ew-open", "size": 16, "color": LIMIT},
+                marker={"symbol": "line-ew-open", "size": 16, "color": TARGET},
                 showlegend=count == 512,
             )
         )
