@@ -55,8 +55,6 @@ How many micro-batches a replica gets under a peer is what its users get:
 """
 PIPELINE = """\
 ### DP 8 x PP 4
-
-![Simulated share of the lower bound](../benchmarks/results/planners.png)
 """
 NO_PIPELINE = """\
 ### DP 8 x TP 4, no pipeline
@@ -64,8 +62,6 @@ NO_PIPELINE = """\
 Without a pipeline micro-batches run one after the other and never wait for each other: their number and their evenness
 inside a replica do not matter, and a peer's usual number is as good as any. What is left to a planner is the evenness
 of replicas, the constant of a micro-batch, and memory.
-
-![Simulated share of the lower bound](../benchmarks/results/planners_pp1.png)
 """
 GROWTH = """\
 ## Planning time over batch size
@@ -166,6 +162,8 @@ def _peers() -> Iterable[str]:
 
 def _planners(file: str) -> Iterable[str]:
     rows = _latest(file, ("case", "documents"))
+    if (picture := (RESULTS / file).with_suffix(".png")).is_file():
+        yield f"![Simulated share of the lower bound](../benchmarks/results/{picture.name})\n"
     yield from _provenance(rows)
     heads = ("planner", "plan ms", "packs", "fill", "left", "over", "fwd", "bwd", "DP", "of bound", "GiB", "in 80 GB")
     for case, documents in SHOWN_CASES:
