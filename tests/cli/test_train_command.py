@@ -195,6 +195,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert "a second signal ends the run at once" in output
+    # Costs of another device are used, and it is said.
+    assert "evenload: warning: costs measured on" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     steps = int(re.search(r"stopped by Ctrl-C after (\d+) steps; nothing is lost. Go on with:", output)[1])  # type: ignore[index]
     assert output.splitlines()[-1].endswith("-m evenload.cli.main train config.toml train.steps=100000")

@@ -5,7 +5,7 @@ Each function makes what it needs once and returns work to be timed again and ag
 everything can be interleaved.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from evenload.types.token_range import Range
 Work = Mapping[int, Callable[[], object]]
 """Work by its size, such as rows."""
 
-HEAD_ROWS = (64, 512, 2048)
+HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
+QUICK_HEAD_ROWS = (64, 512, 2048)
 MATMUL_TOKENS = (16, 128, 1024, 4096)
 ATTENTION_GRID = ((64, 0), (192, 0), (256, 768), (1024, 0), (1024, 3072), (2048, 0), (4096, 0))
 """(queries, prefix)."""
@@ -29,7 +30,13 @@ _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25
 
 
-def head_work(stage: PipelineStage, vocab_size: int) -> Work:
+def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
+    """Rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
+    row_flops = 6.0 * model.embedding_parameters / tp
+    return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
+
+
+def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK_HEAD_ROWS) -> Work:
     """Final norm, logits, loss and their gradient, by rows. Last stage only."""
 
     def of(rows: int) -> Callable[[], object]:
@@ -38,7 +45,7 @@ def head_work(stage: PipelineStage, vocab_size: int) -> Work:
         targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
         return lambda: stage.head(hidden, targets, 1, ranges)
 
-    return {rows: of(rows) for rows in HEAD_ROWS}
+    return {count: of(count) for count in rows}
 
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:

@@ -51,12 +51,13 @@ class PassWork:
         self._stage, self._model, self._mesh, self.rounds = stage, model, mesh, rounds
         device, dtype, tp = stage.device, stage.dtype, mesh.layout.tp
         self._kernels: dict[str, Callable[[], object]] = {}
+        # Kernels by themselves, and the head, are no larger than what the layers are timed with.
+        most_flops = max(round_flops(GRID[index], model) for index in rounds)
         if last.model.is_last:
-            self._kernels |= {f"head:{rows}": work for rows, work in kernels.head_work(last, model.vocab_size).items()}
+            heads = kernels.head_work(last, model.vocab_size, kernels.head_rows(model, tp, most_flops))
+            self._kernels |= {f"head:{rows}": work for rows, work in heads.items()}
         if stage.model.is_first and tp == 1:
             self._kernels["embedding"] = kernels.embedding_work(stage, model.vocab_size, EMBEDDED_ROWS)
-        # Kernels by themselves are no larger than what the layers are timed with.
-        most_flops = max(round_flops(GRID[index], model) for index in rounds)
         products = kernels.matmul_work(model, tp, device, dtype, most_flops)
         self._kernels |= {f"matmul:{tokens}": work for tokens, work in products.items()}
         attention = {

@@ -1,5 +1,7 @@
 """What a measured cost file is, in a line: what was measured, when, on what, and how far its predictions were off."""
 
+import re
+
 from evenload.cost.coefficients import CostCoefficients
 from evenload.report.units import format_percent
 from evenload.types.cluster import ClusterSpec
@@ -33,9 +35,25 @@ def measured_line(costs: CostCoefficients) -> str:
 
 def other_device_line(costs: CostCoefficients, cluster: ClusterSpec) -> str:
     """That seconds are of another device than the cluster's, as far as names tell; "" where they agree."""
-    if cluster.device.name.lower() in costs.device.lower():
+    # "H100" of "H100-80GB", which its driver calls "NVIDIA H100 80GB HBM3".
+    if re.split(r"[-\s]", cluster.device.name.lower())[0] in costs.device.lower():
         return ""
     return (
         f"the seconds were measured on {costs.device} and are taken as they are; cluster {cluster.name} has "
         f"{cluster.device.name}, so if that is another device, step times are not of it"
     )
+
+
+def cost_file_warnings(costs: CostCoefficients, file: str, device_name: str) -> list[str]:
+    """What may make predictions of a run wrong though its `train.cost_file` is of its model and layout."""
+    lines = []
+    if costs.device != device_name:
+        lines.append(
+            f"costs measured on {costs.device} (train.cost_file {file}), this is {device_name}: predicted seconds are "
+            "of the former"
+        )
+    if costs.is_changed:
+        lines.append(
+            f"train.cost_file {file} was changed after evenload profile had measured it: its errors may no longer hold"
+        )
+    return lines

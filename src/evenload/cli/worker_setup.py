@@ -15,6 +15,7 @@ from rich.console import Console
 
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
+from evenload.cli.cost_lines import cost_file_warnings
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
@@ -124,12 +125,8 @@ def _found_or_measured(
     if found[0] is not None:
         if configured is not None:
             require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
-            if found[0].device != name:
-                console.print(
-                    f"costs measured on {found[0].device} (train.cost_file {configured}), this is {name}: predicted "
-                    "seconds are of the former",
-                    soft_wrap=True,
-                )
+            for line in cost_file_warnings(found[0], configured, name):
+                console.print(f"evenload: warning: {line}", soft_wrap=True, markup=False)
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens

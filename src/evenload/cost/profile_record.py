@@ -139,8 +139,9 @@ class Profile(Frozen):
 
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing."""
+    default changes nothing. Nor does the way in which keys and values travel, which is a run's to choose."""
     tree = _said(coefficients)
+    tree.pop("context_exchange", None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
     return hashlib.sha256(msgspec.json.encode(tree, order="deterministic")).hexdigest()[:16]
