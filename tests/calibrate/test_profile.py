@@ -86,7 +86,7 @@ def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
     assert found.embedding_s_per_token > 0
     assert found.head_s_per_token > 0
     assert found.optimizer_s_per_parameter > 0
-    assert record.copy_s_per_byte > 0
+    assert found.copy_s_per_byte > 0
     assert found.p2p_bandwidth_bytes_per_s is None
     assert found.intra_node is None
     assert record.transfers == ()

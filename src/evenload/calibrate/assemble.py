@@ -74,9 +74,11 @@ def coefficients_of(
         host_link=median_link(links, "host"),
         # A group over more devices than took part may cross other links, which are not known.
         devices_per_node=len(ranks),
-        tensor_exposed_share=0.0 if tp > 1 else 0.5,
-        # Whole backwards are timed; what W makes again comes on top, and is waited for where it starts.
-        weight_gather_exposed_share=1.0 if tp > 1 else 0.5,
+        # The runtime waits for every one of them where it starts. Under tp they are in the layers' seconds already, but
+        # for what W makes again: whole backwards are timed.
+        tensor_exposed_share=0.0 if tp > 1 else 1.0,
+        weight_gather_exposed_share=1.0,
+        copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         measured_on=MeasuredOn(model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
     )
 

@@ -238,7 +238,6 @@ def _recorded(
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
         kernels=results.rates(task.timed, task.tp),
         transfers=curves,
-        copy_s_per_byte=statistics.median(rank.copy_s_per_byte for rank in ranks),
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],

@@ -101,7 +101,6 @@ class Profile(Frozen):
         waited_share, spread: how much the machine was disturbed, see `calibrate.disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
-        copy_s_per_byte: to read one byte of rows and write it elsewhere on the device, by an index.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
         held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
             say), at the peak of the longest round; counted_bytes: that its tensors needed.
@@ -124,7 +123,6 @@ class Profile(Frozen):
     packs: tuple[TimedPack, ...]
     kernels: tuple[KernelRate, ...]
     transfers: tuple[TransferCurve, ...]
-    copy_s_per_byte: float
     activation_bytes: dict[str, int]
     held_bytes: int
     counted_bytes: int
