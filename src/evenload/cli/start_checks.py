@@ -30,7 +30,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)
     layout = layout_of(config, spec.num_layers)
-    require_trainable(config.plan.strategy, layout, config.plan.options)
+    require_trainable(config.plan.strategy, layout, config.plan.options, feedback=config.plan.feedback)
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")

@@ -15,6 +15,7 @@ from evenload.cli.run_lines import (
     resumed_line,
     strategy_line,
 )
+from evenload.cli.speed_line import speed_line
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
@@ -105,6 +106,9 @@ def _warn(console: Console, text: str) -> None:
 def _show_events(report: StepReport, console: Console) -> None:
     """What a user should see of a step, and what became of a checkpoint in the background."""
     _warn(console, report.warning)
+    if report.new_speeds is not None:
+        line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
+        console.print(line, soft_wrap=True, markup=False)
     _warn(console, f"{report.failed_save}; training goes on" if report.failed_save else "")
     if (saved := report.saved) is not None:
         console.print(

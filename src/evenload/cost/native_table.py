@@ -27,6 +27,7 @@ def native_table(
     linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
     *,
     keeps_short_whole: bool,
+    slowness: float = 1.0,
 ) -> _native.CostTable:
     """The numbers of one `PackCosts`.
 
@@ -34,6 +35,7 @@ def native_table(
         stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
         linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
         keeps_short_whole: see `PackCosts`.
+        slowness: factor on the seconds of weight gradients; the stages' seconds have theirs already.
     """
     table = _native.CostTable()
     table.num_stages, table.num_ranks = layout.num_stages, layout.pp
@@ -77,8 +79,8 @@ def native_table(
     table.logits_bytes_per_row = rates.logits_per_row.tolist()
     table.head_rows = HEAD_ROWS
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
-    table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
-    table.weight_pack_s, table.weight_share = coefficients.backward.pack_s, weight_share(model)
+    table.weight_token_s = slowness * (coefficients.backward.linear_s_per_token / layout.tp)
+    table.weight_pack_s, table.weight_share = slowness * coefficients.backward.pack_s, weight_share(model)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
     table.weight_held_bytes = table.weight_new_bytes = held

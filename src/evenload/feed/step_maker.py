@@ -27,6 +27,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
+from evenload.types.rank_speeds import RankSpeeds
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,6 +71,8 @@ class StepMaker:
         max_pack_tokens: limit that every plan is checked against.
         planner_state: of the step before the first.
         may_delay: strategies that defer documents may do so; else every step trains its whole batch.
+        speeds_of: with which speeds of ranks a step is planned; asked once a step, on rank 0; None = as the
+            coefficients say.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
@@ -83,13 +86,14 @@ class StepMaker:
         max_pack_tokens: int,
         planner_state: DelayState | None = None,
         may_delay: bool = True,
+        speeds_of: Callable[[int], RankSpeeds | None] = lambda step: None,
         waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         self.loader = loader
         self.planner = planner
         self.planner_state = planner_state or DelayState()
         self._strategy, self._may_delay = strategy, may_delay
-        self._waiting = waiting
+        self._speeds_of, self._waiting = speeds_of, waiting
         self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
 
     def next(self) -> PlannedStep | None:
@@ -152,6 +156,7 @@ class StepMaker:
             self._strategy,
             state=self.planner_state if self._may_delay else None,
             is_last=batch.is_last,
+            speeds=self._speeds_of(batch.step),
         )
         plan = encode_plan(proposal.require_feasible())
         return _Answer(plan=plan, state=proposal.state or DelayState(), plan_time_s=time.perf_counter() - start_s)

@@ -15,6 +15,7 @@ from evenload.cost.activation import OFFLOAD, POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import (
     DelayedChoice,
@@ -37,6 +38,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
+from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.scaled_units import format_bytes
 
 
@@ -152,6 +154,7 @@ class StepPlanner:
         *,
         state: DelayState | None = None,
         is_last: bool = False,
+        speeds: RankSpeeds | None = None,
     ) -> Proposal:
         """As `plan`, with figures, and without refusing a plan that exceeds memory.
 
@@ -160,28 +163,36 @@ class StepPlanner:
                 the new ones and all that wait, and a delaying strategy may defer some, as `LeftOut` with reason
                 "deferred". None = the step stands alone and trains all documents.
             is_last: the data has ended: nothing may be deferred.
+            speeds: of the ranks where they differ; None = all as fast as the coefficients say. They decide where and
+                when documents are computed, never which. Where more work for faster replicas does not fit memory and
+                equal work does, the step is planned without them, which its `speeds` then say.
 
         Raises:
-            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents.
+            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents;
+                or the speeds are of another layout, or of no use to the strategy.
         """
-        found = strategy_named(strategy)
-        first = self._problem(step, documents)
+        chosen = strategy_named(strategy)
+        first = self._problem(step, documents, speeds)
         arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, is_last)
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
-        others = tuple(STRATEGIES.values()) if found.tries_others else ()
+        others = tuple(STRATEGIES.values()) if chosen.tries_others else ()
         problem, answer, beyond_host = self._within_host_memory(
-            problems, lambda asked: found.plan_step(asked, arrivals, others)
+            problems, lambda asked: chosen.plan_step(asked, arrivals, others)
         )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
             for choice in choices_as_run(problem, answer.choices)
         )
-        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
+        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps, speeds)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        return self._proposal(plan, choices, after, beyond_host)
+        found = self._proposal(plan, choices, after, beyond_host)
+        if speeds is not None and not found.feasible:
+            equal = self.propose(step, documents, strategy, left_out, state=state, is_last=is_last)
+            return equal if equal.feasible else found
+        return found
 
     def _within_host_memory(
         self,
@@ -225,7 +236,7 @@ class StepPlanner:
         ]
         return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
 
-    def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
+    def _problem(self, step: int, documents: tuple[Document, ...], speeds: RankSpeeds | None = None) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         if len(np.unique(doc_ids)) != len(doc_ids):
@@ -243,7 +254,8 @@ class StepPlanner:
         cap = None
         if self.memory_cap_bytes is not None:
             cap = np.full(self.layout.pp, self.memory_cap_bytes, dtype=np.int64)
-        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options)
+        speed_costs = None if speeds is None else SpeedCosts(self.costs, speeds)
+        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, speeds=speed_costs)
 
     def _step_plan(
         self,
@@ -254,6 +266,7 @@ class StepPlanner:
         problem: StepProblem,
         choices: tuple[ReplicaChoice, ...],
         age_steps: np.ndarray,
+        speeds: RankSpeeds | None,
     ) -> StepPlan:
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
@@ -311,6 +324,7 @@ class StepPlanner:
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
+                speeds=speeds,
             )
         )
 

@@ -127,4 +127,5 @@ def step_row(
         "deferred_documents": len(deferred),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),
+        "rank_speeds": None if plan.speeds is None else plan.speeds.describe(),
     }

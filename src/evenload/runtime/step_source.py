@@ -11,6 +11,7 @@ from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Mesh
@@ -32,6 +33,7 @@ class StepSource:
     Args:
         num_steps: most steps to make; None = until the data ends.
         planner_state: after the step before the first.
+        track: what rank 0 knows of the speed of ranks; None = plans do not follow it.
 
     Raises:
         ConfigError: a strategy that the runtime cannot run.
@@ -48,8 +50,9 @@ class StepSource:
         num_steps: int | None,
         max_pack_tokens: int,
         planner_state: DelayState,
+        track: SpeedTrack | None = None,
     ) -> None:
-        require_trainable(strategy, mesh.layout, planner.options)
+        require_trainable(strategy, mesh.layout, planner.options, feedback=track is not None)
         maker = StepMaker(
             loader,
             planner,
@@ -57,6 +60,7 @@ class StepSource:
             replicas=[mesh.layout.dp_rank(rank) for rank in range(mesh.layout.world_size)],
             max_pack_tokens=max_pack_tokens,
             planner_state=planner_state,
+            speeds_of=(lambda step: None) if track is None else track.for_step,
             waiting=mesh.watch.waiting,
         )
         self._loader = loader

@@ -17,6 +17,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
@@ -37,6 +38,7 @@ from evenload.runtime.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.types.plan import StepPlan
+from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.timeline import Timeline
 
 
@@ -51,6 +53,8 @@ class StepReport:
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         warning: what else should be seen, such as a batch without labels.
+        new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
+        speeds_from_step: the first step that is planned with them.
     """
 
     row: dict[str, int | float | str | None]
@@ -60,6 +64,8 @@ class StepReport:
     saved: SavedCheckpoint | None = None
     failed_save: str = ""
     warning: str = ""
+    new_speeds: RankSpeeds | None = None
+    speeds_from_step: int = 0
 
 
 class Trainer:
@@ -147,6 +153,9 @@ class Trainer:
             self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
         )
         last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
+        track = None
+        if self.config.plan.feedback:
+            track = SpeedTrack(self.mesh.layout, self.config.data.prefetch_steps)
         source = StepSource(
             self._loader,
             planner,
@@ -156,6 +165,7 @@ class Trainer:
             num_steps=None if last_step is None else max(0, last_step - self.steps_done),
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
+            track=track,
         )
         self._saves.begin()
         while not self.stop_signal:
@@ -173,6 +183,8 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
             )
+            if track is not None and report is not None and track.note(report.plan, report.measured):
+                report = replace(report, new_speeds=track.speeds, speeds_from_step=step + 1 + track.steps_ahead)
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state

@@ -1,16 +1,20 @@
 """`StepProblem` in, `ReplicaChoice` out: what every strategy function maps."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import ConfigError, DataError
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.options import PlanOptions
+from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout
+from evenload.types.replica_block import ReplicaBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,8 @@ class StepProblem:
         costs: seconds; also carries the model and the layout.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
         policy: int8[n], activation policy of every document (`cost.activation.POLICIES`); None = all replay.
+        speeds: costs by replica where ranks differ in speed; None = `costs` everywhere. `costs` and `document_s` stay
+            those of the coefficients, so that what a step trains never depends on speeds.
     """
 
     doc_ids: NDArray[np.int64]
@@ -30,6 +36,7 @@ class StepProblem:
     cap_bytes: NDArray[np.int64] | None
     options: PlanOptions
     policy: NDArray[np.int8] | None = None
+    speeds: SpeedCosts | None = None
     document_s: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +46,31 @@ class StepProblem:
     def layout(self) -> ParallelLayout:
         """Of the run."""
         return self.costs.layout
+
+    def of_replica(self, dp_rank: int) -> "StepProblem":
+        """The same step as one replica runs it: with the costs of its ranks."""
+        return self if self.speeds is None else self._with_costs(self.speeds.of_replica(dp_rank))
+
+    def of_block(self, block: ReplicaBlock) -> "StepProblem":
+        """The same step as replicas run it that share packs: with the costs of the slowest."""
+        return self if self.speeds is None else self._with_costs(self.speeds.of_block(block))
+
+    def _with_costs(self, costs: PackCosts) -> "StepProblem":
+        return replace(self, costs=costs, speeds=None)
+
+    @functools.cached_property
+    def paces(self) -> NDArray[np.float64] | None:
+        """Seconds of a replica over those of one that is as fast as the coefficients say; float64[dp], None = all 1.
+
+        A full pipeline runs at the pace of its busiest rank, so that rank's work on the whole batch is what counts.
+        """
+        if self.speeds is None:
+            return None
+        everything = whole_document_columns([range(len(self.num_tokens))], self.num_tokens, self.layout.cp)
+        stage_s = sum(self.costs.pack_seconds(everything, direction)[0] for direction in ("forward", "backward"))
+        rank_s = np.bincount(self.layout.stage_to_rank, weights=stage_s, minlength=self.layout.pp)
+        factors = [self.speeds.speeds.factors(dp_rank) for dp_rank in range(self.layout.dp)]
+        return (np.array(factors) * rank_s).max(axis=1) / rank_s.max()
 
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
         """The policies of some documents, as candidates want them."""

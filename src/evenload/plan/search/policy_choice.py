@@ -80,10 +80,15 @@ def rank_policies(
 
 def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:
     """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
-    replicas = [documents for documents in assign_replicas(problem.document_s, problem.layout.dp) if len(documents)]
-    heaviest = max(replicas, key=lambda documents: float(problem.document_s[documents].sum()))
-    longest = max(replicas, key=lambda documents: int(problem.num_tokens[documents].max()))
-    apart = [ReplicaSearch(problem, documents, worth=rules.worth) for documents in (heaviest, longest)]
+    assigned = assign_replicas(problem.document_s, problem.layout.dp, problem.paces)
+    replicas = [
+        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth)
+        for replica, documents in enumerate(assigned)
+        if len(documents)
+    ]
+    heaviest = max(replicas, key=lambda search: search.work_s)
+    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
+    apart = [heaviest, longest]
     estimates = [_rated(apart if longest is not heaviest else apart[:1], rules, max)]
     merge = merge_documents(problem) if problem.options.dp_merge else None
     if merge:
@@ -91,12 +96,13 @@ def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:
             range(problem.layout.dp), key=lambda replica: sum(len(merge.blocks[b]) for b in merge.blocks_of(replica))
         )
         shared = [
-            ReplicaSearch(problem, merge.blocks[block], block[1] * problem.layout.cp, rules.worth)
+            ReplicaSearch(problem.of_block(block), merge.blocks[block], block[1] * problem.layout.cp, rules.worth)
             for block in merge.blocks_of(fullest)
         ]
         own = [merge.own[fullest]] if len(merge.own[fullest]) else []
+        alone = problem.of_replica(fullest)
         estimates.append(
-            _rated([*shared, *(ReplicaSearch(problem, documents, worth=rules.worth) for documents in own)], rules, sum)
+            _rated([*shared, *(ReplicaSearch(alone, documents, worth=rules.worth) for documents in own)], rules, sum)
         )
     return min(estimates)
 

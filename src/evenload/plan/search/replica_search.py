@@ -45,8 +45,8 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
-KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
-"""By the ranks that share documents, and the documents."""
+KnownScores = dict[tuple[int, tuple[float, ...] | None, bytes], dict["Trial", "TrialScore | None"]]
+"""By the ranks that share documents, their slowness, and the documents."""
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
 
 
@@ -75,7 +75,7 @@ class ReplicaSearch:
         self.problem = problem
         self.pool = known
         self.ranks = problem.layout.cp if ranks is None else ranks
-        key = (self.ranks, documents.tobytes())
+        key = (self.ranks, problem.costs.slowness, documents.tobytes())
         self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
         self.worth = worth
         self.documents = documents
@@ -178,9 +178,9 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
     """Rate trials that were not rated yet, all that the core knows in one call; how many were.
 
     Args:
-        wanted: searches of one problem, each with documents, and their trials.
+        wanted: searches of one step, each with documents, and their trials.
     """
-    jobs: list[tuple[ReplicaSearch, list[Trial]]] = []
+    by_costs: dict[int, list[tuple[ReplicaSearch, list[Trial]]]] = {}
     count = 0
     for search, trials in wanted:
         by_setting: dict[Setting, list[Trial]] = {}
@@ -196,8 +196,9 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
             else:
                 search.add(trial, score_of(search.build(trial)))
         if by_setting:  # one cut, one price for all of a setting
+            jobs = by_costs.setdefault(id(search.problem.costs), [])
             jobs.append((search, [trial for same in by_setting.values() for trial in same]))
-    if jobs:
+    for jobs in by_costs.values():
         _score_in_core(jobs)
     return count
 
@@ -211,6 +212,7 @@ def score_of(found: Candidate | None) -> TrialScore | None:
 
 
 def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
+    """Of searches with the same costs."""
     problem = jobs[0][0].problem
     count = sum(len(trials) for _, trials in jobs)
     rules, empty = cut_rules(problem), np.empty(0, np.int8)

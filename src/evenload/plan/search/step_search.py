@@ -168,14 +168,16 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
             assigned by the time that the shared ones leave it.
     """
     blocks = {
-        block: ReplicaSearch(problem, documents, block.size * problem.layout.cp, rules.worth, rules.known)
+        block: ReplicaSearch(
+            problem.of_block(block), documents, block.size * problem.layout.cp, rules.worth, rules.known
+        )
         for block, documents in merge.blocks.items()
     }
     _rate_first(list(blocks.values()), rules)
     if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in blocks.values()):
         return None
     load_s = np.array([_start_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
-    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
+    own = merge.deal_own(problem.document_s / pipeline_share, load_s, problem.paces)
     return _search(problem, own, blocks, rules)
 
 
@@ -185,7 +187,10 @@ def _search(
     blocks: dict[ReplicaBlock, ReplicaSearch],
     rules: SearchRules,
 ) -> FoundStep | None:
-    searches = [ReplicaSearch(problem, documents, worth=rules.worth, known=rules.known) for documents in replicas]
+    searches = [
+        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth, known=rules.known)
+        for replica, documents in enumerate(replicas)
+    ]
     found = FoundStep(searches, blocks)
     busy = [search for search in searches if len(search.documents)]
     if not busy:
@@ -324,7 +329,7 @@ def _move(found: FoundStep, slow: int, fast: int, wanted_s: float) -> bool:
     trials = one.ranking()[:MOVED_TRIALS]
     lighter = ReplicaSearch(problem, np.delete(one.documents, moved), worth=one.worth, known=one.pool)
     joined = np.sort(np.append(other.documents, one.documents[moved]))
-    heavier = ReplicaSearch(problem, joined, worth=one.worth, known=one.pool)
+    heavier = ReplicaSearch(other.problem, joined, worth=one.worth, known=one.pool)
     score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
     if not (_has_trial(lighter) and _has_trial(heavier)):
         return False

@@ -8,8 +8,9 @@
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
 The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken. So `auto`
-is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where the longest
-document alone, through all stages and back, takes longer than what was found.
+is never worse than any of them on the same step and layout (for ranks of different speeds: than any that balances
+them). A strategy of whole documents cannot win where the longest document alone, through all stages and back, takes
+longer than what was found.
 
 Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
 clock instead and is off by default, because the plan then depends on the machine.
@@ -89,6 +90,8 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     for rival in others:
         if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
             continue
+        if problems[0].speeds is not None and not rival.balances_speeds:
+            continue
         try:
             if plans and not _may_win(rival, problems, plans[0][1]):
                 continue
@@ -123,7 +126,9 @@ def _may_win(rival: Strategy, problems: Sequence[StepProblem], found: tuple[Repl
     if excess:
         return True
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
-    if rival.keeps_whole and not splits and float(problems[0].document_s.max(initial=0.0)) >= makespan_s:
+    speeds = problems[0].speeds
+    least_s = float(problems[0].document_s.max(initial=0.0)) * (1.0 if speeds is None else speeds.speeds.least_factor())
+    if rival.keeps_whole and not splits and least_s >= makespan_s:
         return False
     if len(problems) == 1 or not rival.ignores_memory:
         return True
@@ -180,4 +185,5 @@ AUTO = Strategy(
     cuts_documents=True,
     shares_documents=True,
     tries_others=True,
+    balances_speeds=True,
 )

@@ -95,6 +95,9 @@ class PlanConfig(Frozen):
 
     Args:
         strategy: a name of `evenload plan`; the same data is trained whatever it is.
+        feedback: the measured seconds of trained steps correct the predicted ones of coming steps, so that a replica
+            with a slow rank gets less work (`balanced`, `slimpack` and `auto`; `docs/training.md`). It never changes
+            what a step trains. Not saved with checkpoints: a resumed run measures anew. `evenload bench` leaves it out.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
             machine, or its container, has.
@@ -102,6 +105,7 @@ class PlanConfig(Frozen):
     """
 
     strategy: str = "slimpack"
+    feedback: bool = False
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     options: PlanOptions = PlanOptions()
