@@ -266,7 +266,7 @@ class StepPlanner:
         problem: StepProblem,
         choices: tuple[ReplicaChoice, ...],
         age_steps: np.ndarray,
-        speeds: RankSpeeds | None,
+        speeds: RankSpeeds | None = None,
     ) -> StepPlan:
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):

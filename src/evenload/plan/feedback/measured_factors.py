@@ -13,6 +13,7 @@ the busiest of them.
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.stepplan.validate_groups import block_of
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.timeline import KINDS, Timeline
@@ -56,21 +57,16 @@ def rank_work_s(plan: StepPlan) -> NDArray[np.float64]:
         packs = plan.pack_plans[dp_rank]
         for listed, rows in ((packs.forward, times.forward_s), (packs.backward, times.backward_s)):
             for pack, row in zip(listed, rows, strict=True):
-                factors = _planned_factors(plan, dp_rank, _num_replicas(plan, pack.slices))
+                factors = _planned_factors(plan, block_of(plan, dp_rank, pack))
                 np.add.at(work_s[dp_rank], list(layout.stage_to_rank), np.array(row) / factors)
     return work_s
 
 
-def _planned_factors(plan: StepPlan, dp_rank: int, replicas: int) -> NDArray[np.float64]:
-    """With which the packs were priced that so many replicas share; by virtual stage."""
+def _planned_factors(plan: StepPlan, block: ReplicaBlock) -> NDArray[np.float64]:
+    """With which packs were priced that these replicas share; by virtual stage."""
     if plan.speeds is None:
         return np.ones(plan.layout.num_stages)
-    block = ReplicaBlock(dp_rank // replicas * replicas, replicas)
     return np.array(plan.speeds.block_factors(block))[list(plan.layout.stage_to_rank)]
-
-
-def _num_replicas(plan: StepPlan, slices: tuple) -> int:
-    return max((max(1, piece.cp // plan.layout.cp) for piece in slices), default=1)
 
 
 def _predicted_seconds(plan: StepPlan, dp_rank: int) -> dict[str, NDArray[np.float64]]:
@@ -78,7 +74,7 @@ def _predicted_seconds(plan: StepPlan, dp_rank: int) -> dict[str, NDArray[np.flo
     packs, times = plan.pack_plans[dp_rank], plan.times[dp_rank]
     shape = (-1, plan.layout.num_stages)
     alone = [
-        np.array([_num_replicas(plan, pack.slices) == 1 for pack in listed], bool)
+        np.array([block_of(plan, dp_rank, pack).size == 1 for pack in listed], bool)
         for listed in (packs.forward, packs.backward)
     ]
     rows = {
