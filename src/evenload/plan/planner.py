@@ -7,7 +7,6 @@ once, for the chosen candidates.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
-from evenload.types.plan import DEFERRED, LeftOut, PackTimes, Prediction, StepPlan, seal
+from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
 from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.scaled_units import format_bytes
 
@@ -286,16 +285,7 @@ class StepPlanner:
                 )
             )
             schedules.append(found.actions.to_schedule())
-            times.append(
-                PackTimes(
-                    forward_s=_rows(found.tasks.forward_s),
-                    backward_s=_rows(found.tasks.backward_s),
-                    p2p_forward_s=tuple(found.tasks.p2p_forward_s.tolist()),
-                    p2p_backward_s=tuple(found.tasks.p2p_backward_s.tolist()),
-                    input_s=_rows(found.tasks.split.input_s) if found.tasks.split else (),
-                    weight_s=_rows(found.tasks.split.weight_s) if found.tasks.split else (),
-                )
-            )
+            times.append(found.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
         trained = trained_documents(choices)
         if len(trained) < len(documents):
@@ -394,7 +384,3 @@ def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
 
 def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:
     return pack_s.max(axis=1) if len(pack_s) else np.zeros(0)
-
-
-def _rows(seconds: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))

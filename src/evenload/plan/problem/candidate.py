@@ -7,6 +7,7 @@ beats any beyond it; within memory the shorter makespan wins, beyond it the smal
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS
 
 
@@ -51,6 +53,18 @@ class Candidate:
     def score(self) -> tuple[int, float]:
         """Smaller is better."""
         return self.excess_bytes, self.makespan_s
+
+    def pack_times(self) -> PackTimes:
+        """The seconds that a plan records."""
+        tasks, split = self.tasks, self.tasks.split
+        return PackTimes(
+            forward_s=_rows(tasks.forward_s),
+            backward_s=_rows(tasks.backward_s),
+            p2p_forward_s=tuple(tasks.p2p_forward_s.tolist()),
+            p2p_backward_s=tuple(tasks.p2p_backward_s.tolist()),
+            input_s=_rows(split.input_s) if split else (),
+            weight_s=_rows(split.weight_s) if split else (),
+        )
 
 
 def with_times_that_run(found: Candidate, tp: int) -> Candidate:
@@ -107,3 +121,7 @@ def imbalance(pack_s: NDArray[np.float64]) -> float:
         return 1.0
     slowest = pack_s.max(axis=1)
     return float(slowest.max() / slowest.mean()) if slowest.any() else 1.0
+
+
+def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
+    return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))
