@@ -137,7 +137,7 @@ def test_costs_at_a_speed_are_scaled_but_for_transfers():
     packs = SliceColumns.from_ranges([[(0, 0, 600)], [(1, 0, 300)]])
     layout = even_layout(4, dp=2, pp=2)
     plain = PackCosts(sample_model(num_layers=4), COSTS, layout)
-    slow = PackCosts(sample_model(num_layers=4), COSTS, layout, (1.5, 1.0))
+    slow = PackCosts(sample_model(num_layers=4), COSTS, layout, slowness=(1.5, 1.0))
     for direction in ("forward", "backward"):
         assert slow.pack_seconds(packs, direction) == pytest.approx(plain.pack_seconds(packs, direction) * [1.5, 1.0])
     assert slow.reduction_seconds() == plain.reduction_seconds()

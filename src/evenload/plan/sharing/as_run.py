@@ -23,15 +23,19 @@ from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.pipeline import PipelineTasks, SplitBackward
+from evenload.types.replica_block import ReplicaBlock
 
 
 def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
     """The same choices with candidates as they run."""
-    return tuple(replace(choice, candidate=as_run(problem, choice.candidate)) for choice in choices)
+    return tuple(
+        replace(choice, candidate=as_run(problem, choice.candidate, dp_rank)) for dp_rank, choice in enumerate(choices)
+    )
 
 
-def as_run(problem: StepProblem, found: Candidate) -> Candidate:
-    """The candidate with shardings, its slowest ranks' seconds and their simulation; itself where it has them."""
+def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation; itself where it has
+    them."""
     if found.shardings is not None:
         return found
     costs = problem.costs
@@ -41,12 +45,41 @@ def as_run(problem: StepProblem, found: Candidate) -> Candidate:
     forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings)
     if forward is None or backward is None:
         return found
-    tasks = replace(found.tasks, forward_s=forward.slowest(rank_seconds(costs, forward, "forward", found.policy)))
-    tasks = with_slowest_backward(costs, tasks, backward, found.policy)
+    tasks = found.tasks
+    # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
+    for num_ranks in np.unique(np.concatenate([forward.num_ranks(), backward.num_ranks()])).tolist():
+        size = max(1, num_ranks // costs.layout.cp)
+        of_block = problem.of_block(ReplicaBlock(dp_rank // size * size, size)).costs
+        forward_s = forward.slowest(rank_seconds(of_block, forward, "forward", found.policy))
+        priced = with_slowest_backward(of_block, replace(tasks, forward_s=forward_s), backward, found.policy)
+        tasks = _with_rows(tasks, priced, forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks)
     simulation = simulate(tasks, found.actions)
     cap_bytes = problem.cap_bytes
     excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
     return replace(found, tasks=tasks, simulation=simulation, excess_bytes=excess)
+
+
+def _with_rows(
+    tasks: PipelineTasks, other: PipelineTasks, forward: NDArray[np.bool_], backward: NDArray[np.bool_]
+) -> PipelineTasks:
+    """With the seconds of some forward and backward packs from other tasks of the same packs."""
+
+    def chosen(mine: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(backward[:, None], others, mine)
+
+    split = tasks.split
+    if split is not None and other.split is not None:
+        split = replace(
+            split,
+            input_s=chosen(split.input_s, other.split.input_s),
+            weight_s=chosen(split.weight_s, other.split.weight_s),
+        )
+    return replace(
+        tasks,
+        forward_s=np.where(forward[:, None], other.forward_s, tasks.forward_s),
+        backward_s=chosen(tasks.backward_s, other.backward_s),
+        split=split,
+    )
 
 
 def with_slowest_backward(
