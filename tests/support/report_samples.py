@@ -185,6 +185,8 @@ def make_row(step: int, **values):
         "data_wait_s": 0.0012,
         "peak_memory_bytes": 61 * 2**30,
         "predicted_peak_memory_bytes": 60 * 2**30,
+        "peak_process_bytes": 66 * 2**30,
+        "predicted_process_bytes": 65 * 2**30,
         "deferred_documents": 0,
         "layout": "dp=2 pp=4 cp=1 tp=1",
     }

@@ -40,6 +40,8 @@ METRIC_KEYS = (
     "data_wait_s",
     "peak_memory_bytes",
     "predicted_peak_memory_bytes",
+    "peak_process_bytes",
+    "predicted_process_bytes",
     "deferred_documents",
     "mean_token_delay_steps",
     "layout",

@@ -89,6 +89,8 @@ def step_row(
     plan_time_s: float,
     data_wait_s: float,
     peak_memory_bytes: int,
+    peak_process_bytes: int | None,
+    predicted_process_bytes: int | None,
 ) -> dict[str, int | float | str | None]:
     """One row.
 
@@ -96,6 +98,8 @@ def step_row(
         peak_flops_per_s: of one device.
         data_wait_s: seconds the step waited for its batch and plan.
         peak_memory_bytes: of the fullest rank.
+        peak_process_bytes: of the fullest process, all that it holds; None = not known.
+        predicted_process_bytes: the same as `cost.process_memory` predicts it; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -124,6 +128,8 @@ def step_row(
         "data_wait_s": data_wait_s,
         "peak_memory_bytes": peak_memory_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
+        "peak_process_bytes": peak_process_bytes,
+        "predicted_process_bytes": predicted_process_bytes,
         "deferred_documents": len(deferred),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.process_memory import process_bytes
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.plan.deferral.delay import DelayState
@@ -34,6 +35,7 @@ from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.process_memory import forget_peak_process_bytes, peak_process_bytes, resident_bytes
 from evenload.runtime.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
@@ -99,6 +101,8 @@ class Trainer:
         )
         self._saves = Saves(config.train, writer, self._position)
         self._is_time_to_save = False
+        self._fixed_bytes: int | None = None
+        self._predicted_process_bytes = 0
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.stop_signal = 0
@@ -252,6 +256,9 @@ class Trainer:
             dist.barrier(group=mesh.control)
         zero_s = seconds_now(mesh.device)
         forget_peak_bytes(mesh.device)
+        if self._fixed_bytes is None:
+            self._fixed_bytes = self._bytes_beside_tensors()
+        forget_peak_process_bytes(mesh.device)
         self._optimizer.zero_gradients()
         run = self._executor.run(prepared.step)
         with watch.waiting("the sum of gradients", replicas):
@@ -269,13 +276,16 @@ class Trainer:
             warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
 
-        static = self._optimizer.static_bytes() + self._frozen_bytes
+        static = self._static_bytes()
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
         # Rank 0 looks at its clock; the others do as it says.
         is_time_to_save = float(mesh.rank == 0 and self._saves.is_time())
         # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
-        told = (step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), is_time_to_save)
+        told = (
+            *(step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), is_time_to_save),
+            *(float(peak_process_bytes(mesh.device) or 0), float(self._fixed_bytes or 0)),
+        )
         peaks = torch.tensor(told, dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
@@ -285,6 +295,10 @@ class Trainer:
         self.stop_signal, self._is_time_to_save = int(peaks[3]), bool(peaks[4])
         if measured is None:
             return None
+        if fixed_bytes := int(peaks[6]):
+            self._predicted_process_bytes = max(
+                self._predicted_process_bytes, process_bytes(self.model, plan, fixed_bytes)
+            )
         row = step_row(
             plan,
             measured,
@@ -296,6 +310,18 @@ class Trainer:
             plan_time_s=planned.plan_time_s,
             data_wait_s=float(peaks[2]),
             peak_memory_bytes=int(peaks[1]),
+            peak_process_bytes=int(peaks[5]) or None,
+            predicted_process_bytes=self._predicted_process_bytes or None,
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning)
+
+    def _static_bytes(self) -> int:
+        """Weights, gradients and optimizer state of this rank."""
+        return self._optimizer.static_bytes() + self._frozen_bytes
+
+    def _bytes_beside_tensors(self) -> int:
+        """Main memory that this process holds before its first step beside weights, gradients and optimizer state:
+        interpreter, libraries, process groups, loader. 0 where it is not known, or tensors are on a GPU."""
+        resident = None if self.mesh.device.type == "cuda" else resident_bytes()
+        return 0 if resident is None else max(0, resident - self._static_bytes())
