@@ -4,8 +4,9 @@ Every case is `evenload train` on a small Llama with random weights, by real pro
 step's `peak_process_bytes` (the most that any process held, Linux's VmHWM, forgotten before every step) is compared
 with its `predicted_process_bytes`; beside it stands what the ranks' own count says (`peak_memory_bytes`) and its
 prediction.
-Prints the table and appends a row a case to benchmarks/accuracy/process_memory.csv. The two constants of
-`cost.process_memory` were chosen on `one-short`, `one-long` and `one-long-recompute`; the others are out of sample.
+Prints the table and appends a row a case to benchmarks/accuracy/process_memory.csv. The shares of
+`cost.process_memory` were chosen on `one-short`, `one-long` and `one-long-recompute`, its threshold on `one-wide`; the
+others are out of sample.
 
     python benchmarks/process_memory.py [--case NAME ...] [--dry-run]
 

@@ -42,6 +42,15 @@ def test_after_the_pipeline_the_update_may_need_more() -> None:
     assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after
 
 
+def test_large_buffers_of_the_update_come_on_top_of_what_is_kept() -> None:
+    model = sample_model(vocab_size=1_000_000)  # 64 MB in fp64
+    plan = planned(model, 2)
+    static = int(static_bytes(model, plan.layout).max())
+    kept = round((1 + ALLOCATOR_SHARE) * (plan.predicted.peak_memory_bytes - static))
+    assert kept > 0
+    assert process_bytes(model, plan, FIXED) == FIXED + FIRST_USE_BYTES + static + kept + 64_000_000
+
+
 def test_more_fixed_bytes_are_more_bytes() -> None:
     model = msgspec.structs.replace(sample_model(), bytes_per_element=4)
     plan = planned(model, 100)

@@ -3,11 +3,10 @@
     fixed       interpreter, libraries, process groups, loader: measured by the run itself before its first step
     static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
     first use   what kernels load when they first run
-    step        the larger of
-                    activations and buffers at their simulated peak, and what the C library's allocator holds beyond it:
-                    freed tensors below its threshold stay with the process, in pieces that others do not fill
-                    after the pipeline: shards of reduced gradients, gloo's copy of the largest unit's gradients, and
-                    the norm's fp64 copy of a shard
+    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it:
+                freed tensors below its threshold stay with the process, in pieces that others do not fill
+    update      shards of reduced gradients, gloo's copy of the largest unit's gradients, and the norm's fp64 copy of a
+                shard: above the threshold on top of what is kept of the step, below it out of that
 
 The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc). What is kept of a
 step is still there in the next, so a run's prediction never falls. On a GPU nothing of this holds: the fixed part is
@@ -27,6 +26,8 @@ ALLOCATOR_SHARE = 0.3
 """Of activations and buffers at their peak, held by the allocator beyond them."""
 FIRST_USE_BYTES = 44 * 2**20
 """Of oneDNN, MKL and autograd's threads."""
+MAPPED_BYTES = 32 * 2**20
+"""Above it glibc maps memory for a tensor alone and unmaps it at once (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 
 def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
@@ -40,11 +41,12 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     activations = plan.predicted.peak_memory_bytes - static
     copies, element = layout.dp * layout.cp, max(model.bytes_per_element, 4)
     unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
-    after = 8 * -(-unit // copies)
+    after = [8 * -(-unit // copies)]
     if copies > 1:
-        after += element * (int(trained_parameters_per_rank(model, layout).max()) // copies + unit)
-    step = max(round((1 + ALLOCATOR_SHARE) * activations), after)
-    return fixed_bytes + static + FIRST_USE_BYTES + step
+        after += [element * (int(trained_parameters_per_rank(model, layout).max()) // copies), element * unit]
+    mapped = sum(one for one in after if one > MAPPED_BYTES)
+    kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
+    return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped
 
 
 def _trained_embedding(model: ModelSpec, tp: int) -> int:
