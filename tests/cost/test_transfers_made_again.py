@@ -53,7 +53,7 @@ def ring_and_gathered(packs, direction: str, size: int):
     for exchange in ("ring", "all_gather"):
         coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
         costs = PackCosts(sample_model(num_layers=1), coefficients, even_layout(1, cp=size))
-        found.append(costs.context_seconds(packs, direction)[:, 0].tolist())
+        found.append(costs.context_seconds(packs, direction)[0][:, 0].tolist())
     return found
 
 

@@ -165,13 +165,17 @@ class PackCosts:
         hidden_s = self.coefficients.context_hidden_share * hiding_s
         return np.maximum(0.0, np.outer(layer_s, self.layers()) - hidden_s) + np.outer(plain_s, self.layers())
 
-    def context_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-        """Transfers of K and V of every pack's shared slices that attention may hide; float64[num_packs, P]."""
+    def context_seconds(
+        self, columns: SliceColumns, direction: Direction
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Of K and V of every pack's shared slices: (transfers that attention may hide, copies and transfers that nothing
+        hides); float64[num_packs, P] each."""
         ranks = np.ones(columns.num_packs, np.int64)
         np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
         travelling = self._travelling_tokens(columns, None)
-        layer_s, _ = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
-        return np.outer(layer_s, self.layers())
+        found = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
+        hidden_s, plain_s = (np.outer(layer_s, self.layers()) for layer_s in found)
+        return hidden_s, plain_s
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs, P].
