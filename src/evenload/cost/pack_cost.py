@@ -168,7 +168,7 @@ class PackCosts:
     def context_seconds(
         self, columns: SliceColumns, direction: Direction
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Of K and V of every pack's shared slices: (transfers that attention may hide, copies and transfers that nothing
+        """K and V of every pack's shared slices: (transfers that attention may hide, copies and transfers that nothing
         hides); float64[num_packs, P] each."""
         ranks = np.ones(columns.num_packs, np.int64)
         np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
