@@ -68,7 +68,8 @@ class ThreadHostCopies(HostCopies):
 
 
 class CudaHostCopies(HostCopies):
-    """On a side stream and in pinned memory. Not run on hardware yet."""
+    """On a side stream and in pinned memory. Not run on hardware yet; tests/runtime/test_copy_streams.py runs its order
+    of streams and events on the least favourable devices."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
