@@ -20,8 +20,9 @@ FlashAttention 3 and 4 take the place of version 2 behind the same operators
 installed; that is all `varlen_cuda_fa3` and `varlen_cuda_fa4` do.
 
 Written from torch 2.13's sources. tests/attention/test_varlen_calls.py runs every call made here against the
-operators' schema with kernels written out on the CPU, tests/runtime/test_stages_on_meta.py those of whole stages in bf16
-by the operators' meta kernels; the GPU kernels themselves are tested by tests/gpu, which has not run on hardware yet.
+operators' schema with kernels written out on the CPU, tests/runtime/test_stages_on_meta.py those of whole stages in
+bf16 by the operators' meta kernels; the GPU kernels themselves are tested by tests/gpu, which has not run on hardware
+yet.
 """
 
 import functools
