@@ -218,7 +218,7 @@ def picture(rows: Sequence[LedgerRow]) -> str:
         parts.append(
             f'<line class="{"zero" if tick == 0 else "grid"}" x1="{x}" y1="{TOP - 6}" x2="{x}" y2="{height - 28}"/>'
         )
-        parts.append(f'<text class="tick" x="{x}" y="{height - 12}">{tick * 10:+d} %</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{height - 12}">{f"{tick * 10:+d}" if tick else 0} %</text>')
     for index, (kind, mine) in enumerate(groups):
         y = TOP + ROW * index + ROW // 2
         parts.append(f'<text class="name" x="12" y="{y - 3}">{escape(kind[0])}</text>')
