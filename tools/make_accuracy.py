@@ -214,11 +214,11 @@ def picture(rows: Sequence[LedgerRow]) -> str:
         f'height="{height - TOP - 22}"/>'
     ]
     for tick in range(-3, 4):
-        x = _x(tick / 10)
+        x, label = _x(tick / 10), f"{tick * 10:+d}" if tick else "0"
         parts.append(
             f'<line class="{"zero" if tick == 0 else "grid"}" x1="{x}" y1="{TOP - 6}" x2="{x}" y2="{height - 28}"/>'
         )
-        parts.append(f'<text class="tick" x="{x}" y="{height - 12}">{f"{tick * 10:+d}" if tick else 0} %</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{height - 12}">{label} %</text>')
     for index, (kind, mine) in enumerate(groups):
         y = TOP + ROW * index + ROW // 2
         parts.append(f'<text class="name" x="12" y="{y - 3}">{escape(kind[0])}</text>')
