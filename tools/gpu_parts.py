@@ -42,12 +42,15 @@ class Outcome:
     seconds: float
 
 
+_PROFILE = ("-m", "evenload.cli.main", "profile", "--model", "llama3.2-1b", "--device", "cuda", "--minutes", "1.5")
+
 PARTS = (
     Part("install", 120, (_PYTHON, "tools/gpu_install.py")),
     Part("tests", 300, (_PYTHON, "-m", "pytest", "tests/gpu", "-q", "--durations=0")),
-    Part("quick", 180, (_PYTHON, "benchmarks/gpu_training.py", "--quick")),
+    Part("quick", 150, (_PYTHON, "benchmarks/gpu_training.py", "--quick")),
     Part("training", 480, (_PYTHON, "benchmarks/gpu_training.py", "--append")),
-    Part("bench", 360, (_PYTHON, "benchmarks/gpu_bench.py")),
+    Part("bench", 300, (_PYTHON, "benchmarks/gpu_bench.py")),
+    Part("profile", 150, (_PYTHON, *_PROFILE, "-o", "benchmarks/results/gpu_profile.json")),
 )
 """The tests come first, then a small run of the measurements: what breaks, breaks early."""
 

@@ -51,9 +51,9 @@ def profile_command(
     in turn, again and again, until the minutes are over; a call that was interrupted goes on where it stopped
     (COST.json.partial).
 
-    [bold]Example[/bold]: evenload profile --model qwen2.5-0.5b --layout pp=2 -o cost.json, then
-    evenload plan lengths.npy --model qwen2.5-0.5b --cluster my_machine.toml --layout pp=2 --cost cost.json, or
-    train.cost_file = "cost.json" in a run's config.toml.
+        evenload profile --model qwen2.5-0.5b --layout pp=2 -o cost.json
+
+    Then `evenload plan ... --layout pp=2 --cost cost.json`, or train.cost_file = "cost.json" in a run's config.toml.
 
     The file says what it was measured on, and how far predictions were off on packs that the fit had not seen.
     """

@@ -1,0 +1,43 @@
+"""Bytes that tokens leave, counted on layers of every kind of model that is trained, are those the cost model says."""
+
+import msgspec
+import pytest
+import torch
+
+from evenload.attention.backends import select_backend
+from evenload.calibrate.memory_counts import activation_bytes
+from evenload.cost.activation import POLICIES, activation_bytes_per_token
+from evenload.errors import EvenloadError
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.hf_config import model_from_hf_config
+from reference_training import tiny_config
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe")
+
+
+def stage_and_model(kind):
+    config = tiny_config(kind)
+    part = build_stage_model(
+        config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
+    )
+    flatten_units(part, dp=1)
+    backend = select_backend("auto", "cpu", attention_soft_cap(config))
+    return PipelineStage(part, backend), model_from_hf_config(config.to_dict(), kind, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counted_bytes_are_the_cost_models(kind):
+    stage, model = stage_and_model(kind)
+    counted = activation_bytes(stage, model, 1)
+    assert counted == {policy: activation_bytes_per_token(model, policy) for policy in POLICIES}
+    assert counted["replay"] > counted["recompute"] > counted["offload"] == 0
+
+
+def test_other_bytes_than_said_are_an_error():
+    stage, model = stage_and_model("llama")
+    wider = msgspec.structs.replace(model, ffn_hidden_size=model.ffn_hidden_size + 1)
+    with pytest.raises(EvenloadError, match="predicted memory would be wrong"):
+        activation_bytes(stage, wider, 1)
