@@ -54,6 +54,8 @@ def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path,
     common += ["--strategy", "best_fit,auto"]
     assert run(*common, "--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / "measured.json")) == 0
     shown = capsys.readouterr().out
+    assert "cost: measured on slow, model qwen2.5-0.5b in bfloat16, layout dp=1,cp=1,pp=1,tp=1" in shown
+    assert "the seconds were measured on slow and are taken as they are; cluster h100x8 has H100-80GB" in shown
     assert "reduction of gradients over 4 devices was not measured" in shown
     assert "taken from cluster h100x8, 400 GB/s" in shown
     assert run(*common, "--json", str(tmp_path / "sheet.json")) == 0
