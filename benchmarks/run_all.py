@@ -8,6 +8,7 @@ import sys
 import attention
 import demo
 import dp_merge
+import feedback
 import loader_overlap
 import loader_ranks
 import loader_rates
@@ -29,6 +30,7 @@ def main() -> None:
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
     for module in (simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
+    run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
     else:
