@@ -1,9 +1,9 @@
 """A replica that becomes 30 % slower: what `plan.feedback` learns of it in a run, and what steps gain.
 
 Two CPU processes of one thread each train a Llama of 4 layers as `evenload train` does: costs calibrated at start,
-steps planned ahead. Then rank 1 is held back: after the forward or backward of every pack it sleeps for 30 % of what that
-took. A run with `plan.feedback` learns its speed from its own timelines. The same batches are then trained in turn,
-under three plans each, weights left as they are:
+steps planned ahead. Then rank 1 is held back: after the forward or backward of every pack it sleeps for 30 % of what
+that took. A run with `plan.feedback` learns its speed from its own timelines. The same batches are then trained in
+turn, under three plans each, weights left as they are:
 
     ignored   planned as if both replicas were equal, as without feedback
     followed  planned with the speeds that the run has learnt
