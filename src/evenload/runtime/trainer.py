@@ -188,7 +188,9 @@ class Trainer:
                 stop_signal=asked_to_stop(),
             )
             if track is not None and report is not None and track.note(report.plan, report.measured):
-                report = replace(report, new_speeds=track.speeds, speeds_from_step=step + 1 + track.steps_ahead)
+                from_step = step + 1 + track.steps_ahead
+                if last_step is None or from_step < last_step:
+                    report = replace(report, new_speeds=track.speeds, speeds_from_step=from_step)
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
