@@ -32,6 +32,7 @@ OTHER = {
     "src/evenload/explore/prediction_errors.json": "Intervals of predicted step times, made from the ledger.",
     "benchmarks/accuracy/cpu.csv": "Signed errors of predictions on CPUs, a row a batch and strategy; rows only grow.",
     "benchmarks/accuracy/gpu.csv": "The same on GPUs.",
+    "benchmarks/accuracy/process_memory.csv": "Signed errors of predicted memory of whole processes, a row a case.",
     "benchmarks/accuracy/costs": "Cost files from which current rows were predicted.",
     "benchmarks/accuracy/inputs": "Models, layouts, options and batches of current rows.",
     "benchmarks/results/loader.csv": "What the loader costs.",
