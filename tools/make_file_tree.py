@@ -38,6 +38,8 @@ OTHER = {
     "benchmarks/results/loader.csv": "What the loader costs.",
     "benchmarks/results/planners.csv": "Evenload beside other planners.",
     "benchmarks/results/planners.png": "The same, drawn.",
+    "benchmarks/results/planners_pp1.csv": "Evenload beside other planners, without a pipeline.",
+    "benchmarks/results/planners_pp1.png": "The same, drawn.",
     "benchmarks/results/planning_growth.csv": "Planning time over batch size.",
     "benchmarks/results/planning_growth.png": "The same, drawn.",
     "benchmarks/results/paper_slimpack.csv": "SlimPack's settings, simulated.",
