@@ -19,10 +19,12 @@ from evenload.types.layout import even_layout
 FREE = LinkSpec(bandwidth_bytes_per_s=1e18, latency_s=0.0)
 
 
-def planner(cp: int, rule: str, link: LinkSpec = FREE, **changes) -> StepPlanner:
+def planner(cp: int, rule: str, link: LinkSpec = FREE, prefix_s: float = 0.0, **changes) -> StepPlanner:
     """Backward takes twice forward in every part, so that one rank is the slowest in both."""
     passes = {
-        name: PassCoefficients(linear_s_per_token=factor * 1.0, attention_s_per_pair=factor * 0.1)
+        name: PassCoefficients(
+            linear_s_per_token=factor * 1.0, attention_s_per_pair=factor * 0.1, prefix_s_per_token=factor * prefix_s
+        )
         for name, factor in (("forward", 1.0), ("backward", 2.0))
     }
     free = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
@@ -40,10 +42,12 @@ def documents(lengths: list[int]) -> tuple[Document, ...]:
     st.lists(st.integers(1, 90), min_size=1, max_size=8),
     st.integers(2, 5),
     st.sampled_from(["per_sequence", "per_document", "adaptive", "mixed"]),
+    st.sampled_from([0.0, 0.5]),
 )
-def test_a_pack_takes_what_its_slowest_rank_takes_under_the_rule(lengths, cp, rule):
-    """As `share_packs` counts it from the geometry alone: WLB's imbalance is in the predicted time."""
-    found = planner(cp, rule)
+def test_a_pack_takes_what_its_slowest_rank_takes_under_the_rule(lengths, cp, rule, prefix_s):
+    """As `share_packs` counts it from the geometry alone, by which it also chooses: WLB's imbalance is in the predicted
+    time."""
+    found = planner(cp, rule, prefix_s=prefix_s)
     proposal = found.propose(0, documents(lengths), "best_fit")
     [choice] = proposal.choices
     packs = choice.candidate.forward

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evenload.errors import ConfigError
 from evenload.plan.sharing.cp_sharding import pack_shardings, share_packs
 from evenload.plan.sharing.sharding_cost import ShardingCost
-from evenload.stepplan.rank_ranges import RankRanges, ranges_by_owner, ranges_per_sequence
+from evenload.stepplan.rank_ranges import RankRanges, joined, ranges_by_owner, ranges_per_sequence
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 from evenload.types.work import WorkCurve
@@ -132,8 +132,8 @@ def test_mixed_is_never_worse_than_adaptive_and_adaptive_is_the_better_of_two(pi
 
 
 def row_by_row_seconds(found: RankRanges, cp: int, cost: ShardingCost) -> np.ndarray:
-    """Compute of every rank, counted one query row at a time; transfers left out."""
-    seconds = np.zeros(cp)
+    """Compute of every rank, counted one query row at a time; transfers left out. Rows side by side are one range."""
+    seconds, found = np.zeros(cp), joined(found)
     for rank, start, stop in zip(found.rank.tolist(), found.start.tolist(), found.stop.tolist(), strict=True):
         rows = [*range(start, stop), *[stop - 1] * (-(stop - start) % cost.tile)]  # incomplete tiles at full price
         seconds[rank] += cost.work.slice_s + cost.work.linear_s * (stop - start)
@@ -180,7 +180,8 @@ def test_tokens_beyond_whole_chunks_are_spread_over_all_documents() -> None:
     found, rank_s = share_pack("per_document", np.zeros_like(lengths), lengths, cp, ShardingCost(WORK, tile=128))
     tokens = rank_tokens(found, cp)
     assert tokens.max() - tokens.min() <= 1
-    assert rank_s.max() / rank_s.mean() <= 1.001
+    # Nearly: the last rank's two chunks are one range, whose odd token opens its tile at the end.
+    assert rank_s.max() / rank_s.mean() <= 1.004
 
 
 @pytest.mark.parametrize("table", ["github_dirs", "docs", "stdlib", "books"])
@@ -207,7 +208,7 @@ def test_ranges_and_seconds_by_hand() -> None:
     ranges = sorted(zip(found.rank.tolist(), found.start.tolist(), found.stop.tolist(), strict=True))
     assert ranges == [(0, 0, 3), (0, 8, 10), (1, 3, 6), (1, 6, 8)]
     pairs = [3 * 4 / 2 + (10 * 11 - 8 * 9) / 2, (8 * 9 - 3 * 4) / 2]
-    assert rank_s == pytest.approx([5 + 0.1 * pairs[0] + 1.0, 5 + 0.1 * pairs[1] + 1.0])
+    assert rank_s == pytest.approx([5 + 0.1 * pairs[0] + 1.0, 5 + 0.1 * pairs[1] + 0.5])  # rank 1's two are one range
     # Two documents of 4 as one sequence: the second chunk pair lies in the middle, across both.
     sequence, _ = share_pack("per_sequence", np.array([0, 0]), np.array([4, 4]), 2, cost)
     assert sorted(zip(sequence.rank.tolist(), sequence.piece.tolist(), sequence.start.tolist(), strict=True)) == [
@@ -227,7 +228,8 @@ def test_incomplete_tiles_make_short_documents_stay_whole() -> None:
 @pytest.mark.parametrize("table", ["github_dirs", "docs", "stdlib", "books"])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_per_document_rows_are_even_on_real_lengths(table, cp) -> None:
-    """max/mean <= 1.001 for one pack of about 256K tokens, with tiles and constants."""
+    """max/mean <= 1.002 for one pack of about 256K tokens, with tiles and constants; the last rank, whose two chunks are
+    one range, has a little less."""
     with gzip.open(LENGTH_TABLES / f"{table}.npy.gz") as file:
         lengths = np.minimum(np.load(file), 131_072)[:3000].astype(np.int64)
     stop = lengths[: np.searchsorted(np.cumsum(lengths), 262_144)]
@@ -235,7 +237,7 @@ def test_per_document_rows_are_even_on_real_lengths(table, cp) -> None:
     cost = ShardingCost(WorkCurve(linear_s=0.63, attention_s=((3e-5, 0),), slice_s=1.0), tile=128)
     for tile in (1, 128):
         _, rank_s = share_pack("per_document", np.zeros_like(stop), stop, cp, ShardingCost(cost.work, tile))
-        assert rank_s.max() / rank_s.mean() <= 1.001
+        assert rank_s.max() / rank_s.mean() <= 1.002
 
 
 def test_misuse_is_named() -> None:

@@ -217,6 +217,12 @@ class PackCosts:
         """
         return self._work("backward", stage, recomputed_share)
 
+    def prefix_seconds(self, direction: Direction) -> tuple[tuple[float, int], ...]:
+        """(seconds a token, window) of the prefix of a rank's token range, on the stage where it costs most."""
+        matrix = self.stage_seconds[direction]
+        found = ((float(matrix[_prefix(index)].max()), window) for index, window in enumerate(self.windows))
+        return tuple(term for term in found if term[0])
+
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank; in full,
         because the runtime starts it after the last backward."""

@@ -12,7 +12,7 @@ included), so neither packing nor padding can inflate them.
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,23 @@ from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Most bytes at once in a step.
+
+    Args:
+        peak_bytes: of tensors, on the fullest rank.
+        process_bytes: of the fullest process, all that it holds; None = not known.
+        fixed_bytes: of the fullest process beside tensors; 0 = not known.
+        predicted_process_bytes: `process_bytes` as `cost.process_memory` predicts it; None = not known.
+    """
+
+    peak_bytes: int
+    process_bytes: int | None
+    fixed_bytes: int
+    predicted_process_bytes: int | None = None
 
 
 def gather_timeline(
@@ -88,18 +105,13 @@ def step_row(
     peak_flops_per_s: float,
     plan_time_s: float,
     data_wait_s: float,
-    peak_memory_bytes: int,
-    peak_process_bytes: int | None,
-    predicted_process_bytes: int | None,
+    memory: StepMemory,
 ) -> dict[str, int | float | str | None]:
     """One row.
 
     Args:
         peak_flops_per_s: of one device.
         data_wait_s: seconds the step waited for its batch and plan.
-        peak_memory_bytes: of the fullest rank.
-        peak_process_bytes: of the fullest process, all that it holds; None = not known.
-        predicted_process_bytes: the same as `cost.process_memory` predicts it; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -126,10 +138,10 @@ def step_row(
         "pack_efficiency": tokens / (tokens + padding),
         "plan_time_s": plan_time_s,
         "data_wait_s": data_wait_s,
-        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_bytes": memory.peak_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
-        "peak_process_bytes": peak_process_bytes,
-        "predicted_process_bytes": predicted_process_bytes,
+        "peak_process_bytes": memory.process_bytes,
+        "predicted_process_bytes": memory.predicted_process_bytes,
         "deferred_documents": len(deferred),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),

@@ -29,15 +29,21 @@ from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, seconds_now
-from evenload.runtime.executor import Executor
+from evenload.runtime.device import (
+    forget_peak_bytes,
+    forget_peak_process_bytes,
+    measured_peak_bytes,
+    peak_process_bytes,
+    resident_bytes,
+    seconds_now,
+)
+from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
-from evenload.runtime.process_memory import forget_peak_process_bytes, peak_process_bytes, resident_bytes
 from evenload.runtime.rank_stages import build_rank_stages
-from evenload.runtime.step_metrics import gather_timeline, no_label_warning, step_row
+from evenload.runtime.step_metrics import StepMemory, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.types.plan import StepPlan
 from evenload.types.rank_speeds import RankSpeeds
@@ -278,7 +284,31 @@ class Trainer:
             warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
 
-        static = self._static_bytes()
+        told = self._tell(run, zero_s, step_time_s, data_wait_s, stop_signal)
+        if told is None:
+            return None
+        measured, waited_s, memory = told
+        row = step_row(
+            plan,
+            measured,
+            self.model,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            peak_flops_per_s=coefficients.peak_flops_per_s,
+            plan_time_s=planned.plan_time_s,
+            data_wait_s=waited_s,
+            memory=self._with_process(memory, plan),
+        )
+        lines = self._non_finite.ledger_lines(planned)
+        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning)
+
+    def _tell(
+        self, run: RankRun, zero_s: float, step_time_s: float, data_wait_s: float, stop_signal: int
+    ) -> tuple[Timeline, float, StepMemory] | None:
+        """What all ranks must know of a step, and its timeline, longest wait for data and memory on rank 0; None
+        elsewhere. Collective."""
+        mesh, watch, static = self.mesh, self.mesh.watch, self._static_bytes()
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
         # Rank 0 looks at its clock; the others do as it says.
@@ -297,26 +327,16 @@ class Trainer:
         self.stop_signal, self._is_time_to_save = int(peaks[3]), bool(peaks[4])
         if measured is None:
             return None
-        if fixed_bytes := int(peaks[6]):
-            self._predicted_process_bytes = max(
-                self._predicted_process_bytes, process_bytes(self.model, plan, fixed_bytes)
-            )
-        row = step_row(
-            plan,
-            measured,
-            self.model,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            peak_flops_per_s=coefficients.peak_flops_per_s,
-            plan_time_s=planned.plan_time_s,
-            data_wait_s=float(peaks[2]),
-            peak_memory_bytes=int(peaks[1]),
-            peak_process_bytes=int(peaks[5]) or None,
-            predicted_process_bytes=self._predicted_process_bytes or None,
-        )
-        lines = self._non_finite.ledger_lines(planned)
-        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning)
+        memory = StepMemory(peak_bytes=int(peaks[1]), process_bytes=int(peaks[5]) or None, fixed_bytes=int(peaks[6]))
+        return measured, float(peaks[2]), memory
+
+    def _with_process(self, memory: StepMemory, plan: StepPlan) -> StepMemory:
+        """With what the fullest process is predicted to hold by now."""
+        if not memory.fixed_bytes:
+            return memory
+        predicted_bytes = process_bytes(self.model, plan, memory.fixed_bytes)
+        self._predicted_process_bytes = max(self._predicted_process_bytes, predicted_bytes)
+        return replace(memory, predicted_process_bytes=self._predicted_process_bytes)
 
     def _static_bytes(self) -> int:
         """Weights, gradients and optimizer state of this rank."""

@@ -33,6 +33,17 @@ class RankRanges:
     stop: NDArray[np.int64]
 
 
+def joined(ranges: RankRanges) -> RankRanges:
+    """By slice, rank and position; neighbours of one slice and rank are one range, as they are one kernel call."""
+    order = np.lexsort((ranges.start, ranges.rank, ranges.piece))
+    rank, piece, start, stop = (column[order] for column in (ranges.rank, ranges.piece, ranges.start, ranges.stop))
+    is_new = np.ones(len(piece), bool)
+    is_new[1:] = (piece[1:] != piece[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    first = np.flatnonzero(is_new)
+    last = np.append(first[1:], len(piece))[: len(first)] - 1
+    return RankRanges(rank[first], piece[first], start[first], stop[last])
+
+
 def ranges_per_sequence(
     start: NDArray[np.int64], stop: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
 ) -> RankRanges:

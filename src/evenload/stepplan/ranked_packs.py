@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import RankedPacks
-from evenload.stepplan.rank_ranges import RankRanges, ranges_by_owner, ranges_per_sequence
+from evenload.stepplan.rank_ranges import RankRanges, joined, ranges_by_owner, ranges_per_sequence
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 
@@ -25,16 +25,6 @@ class _Rows(NamedTuple):
     doc: NDArray[np.int64]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
-
-    def joined(self) -> "_Rows":
-        """By slice, rank and position; neighbours of one slice and rank are one range."""
-        order = np.lexsort((self.start, self.rank, self.piece))
-        piece, rank, doc, start, stop = (column[order] for column in self)
-        is_new = np.ones(len(piece), bool)
-        is_new[1:] = (piece[1:] != piece[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-        first = np.flatnonzero(is_new)
-        last = np.concatenate([first[1:], [len(piece)]])[: len(first)] - 1
-        return _Rows(piece[first], rank[first], doc[first], start[first], stop[last])
 
 
 class _Side(NamedTuple):
@@ -75,7 +65,7 @@ def ranked_packs(
     np.maximum.at(highest, rows.doc, rows.rank)
     is_cut = np.bincount(edges // scale, minlength=num_documents) > 1
     found = [
-        _ranked(side, of_side.joined(), lowest == highest, is_cut, prefix_travels)
+        _ranked(side, _joined(of_side, side.columns.doc), lowest == highest, is_cut, prefix_travels)
         for side, of_side in zip(sides, (rows, _within(sides[1], rows, scale)), strict=True)
     ]
     return found[0], found[1]
@@ -138,6 +128,10 @@ def _forward_rows(side: _Side, shardings: Sequence[PackSharding], edges: NDArray
 def _rows_of(ranges: RankRanges, of_piece: NDArray[np.int64], doc: NDArray[np.int32]) -> _Rows:
     piece = of_piece[ranges.piece]
     return _Rows(piece, ranges.rank, doc[piece].astype(np.int64), ranges.start, ranges.stop)
+
+
+def _joined(rows: _Rows, doc: NDArray[np.int32]) -> _Rows:
+    return _rows_of(joined(RankRanges(rows.rank, rows.piece, rows.start, rows.stop)), np.arange(len(doc)), doc)
 
 
 def _offset(pack: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:

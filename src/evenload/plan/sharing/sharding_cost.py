@@ -25,6 +25,8 @@ class ShardingCost:
         place_s_per_token: copying them into place, which nothing hides.
         hidden_share: of the attention that runs meanwhile, behind which transfers hide.
         is_ring: keys and values travel round the ranks, with those of the slice's prefix.
+        prefix_s: (seconds a token, window in tokens) of what a range sees before itself, on top of its pairs; window
+            0 = all. Documents cut into more ranges pay it more often.
     """
 
     work: WorkCurve
@@ -33,6 +35,7 @@ class ShardingCost:
     place_s_per_token: float = 0.0
     hidden_share: float = 0.8
     is_ring: bool = False
+    prefix_s: tuple[tuple[float, int], ...] = ()
 
 
 def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
@@ -54,6 +57,7 @@ def sharding_cost(costs: PackCosts, ranks: int) -> ShardingCost:
             ),
             slice_s=sum(curve.slice_s for curve in curves),
         ),
+        prefix_s=tuple(term for direction in _DIRECTIONS for term in costs.prefix_seconds(direction)),
         tile=coefficients.attention_tile,
         gather_s_per_token=most_layers * moved_bytes / link.bandwidth_bytes_per_s,
         place_s_per_token=most_layers * sum(one.placed_bytes for one in traffic) * coefficients.copy_s_per_byte,
