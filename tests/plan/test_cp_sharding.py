@@ -228,8 +228,8 @@ def test_incomplete_tiles_make_short_documents_stay_whole() -> None:
 @pytest.mark.parametrize("table", ["github_dirs", "docs", "stdlib", "books"])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_per_document_rows_are_even_on_real_lengths(table, cp) -> None:
-    """max/mean <= 1.002 for one pack of about 256K tokens, with tiles and constants; the last rank, whose two chunks are
-    one range, has a little less."""
+    """max/mean <= 1.002 for one pack of about 256K tokens, with tiles and constants; the last rank, whose two chunks
+    are one range, has a little less."""
     with gzip.open(LENGTH_TABLES / f"{table}.npy.gz") as file:
         lengths = np.minimum(np.load(file), 131_072)[:3000].astype(np.int64)
     stop = lengths[: np.searchsorted(np.cumsum(lengths), 262_144)]
