@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenload.runtime.process_memory import forget_peak_process_bytes, peak_process_bytes, resident_bytes
+from evenload.runtime.device import forget_peak_process_bytes, peak_process_bytes, resident_bytes
 
 MEBIBYTE = 2**20
 CPU = torch.device("cpu")
