@@ -116,7 +116,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     code, output = run(project, *settings)
     assert code == 0, output
     assert re.search(r"trained\s+30 documents", output), output
-    assert "resumed from run/checkpoints/step-0000000" in output
+    assert f"resumed from {project}/run/checkpoints/step-0000000" in output
     latest = {row["step"]: row["loss"] for row in read_metrics(project / "run" / "metrics.jsonl")}
     assert latest == {row["step"]: row["loss"] for row in rows}
 
@@ -180,7 +180,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
     (project / "step-00000001").rename(project / "run" / "checkpoints" / "step-00000001")
     code, output = run(project, "train.steps=2")
     assert code == 0, output
-    assert "resumed from run/checkpoints/step-00000001 after 1 steps" in output
+    assert f"resumed from {project}/run/checkpoints/step-00000001 after 1 steps" in output
 
 
 @pytest.mark.long
@@ -208,10 +208,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     code, output = run(project, f"train.steps={steps}", "plan.strategy=best_fit")
     assert code == 0, output
     words = " ".join(output.split())
-    assert f"resumed from run/checkpoints/step-{steps:08d} after {steps} steps" in words
+    assert f"resumed from {project}/run/checkpoints/step-{steps:08d} after {steps} steps" in words
     assert "plan.strategy changes from slimpack to best_fit: this goes on with the same run" in words
-    assert f"nothing left to train: run holds a finished run of {steps} steps under slimpack" in words
-    assert "plan.strategy=best_fit train.output_dir=run-best_fit" in words
+    assert f"nothing left to train: {project}/run holds a finished run of {steps} steps under slimpack" in words
+    assert f"plan.strategy=best_fit train.output_dir={project}/run-best_fit" in words
     assert "ended before everything was written; that is done now" in words
     assert (project / "run" / "model" / "model.safetensors.index.json").is_file()
     assert (project / "run" / "config.json").read_bytes() == config, "the facts of the run are those of its steps"

@@ -25,7 +25,7 @@ POLICIES = ("replay", "recompute", "offload")
 MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 # Constants small enough that what documents cost decides.
 PASSES = {
-    name: msgspec.structs.replace(getattr(COSTS, name), slice_s=1e-6, pack_s=1e-5) for name in ("forward", "backward")
+    name: msgspec.structs.replace(getattr(COSTS, name), slice_s=1e-5, pack_s=3e-5) for name in ("forward", "backward")
 }
 
 
@@ -53,7 +53,7 @@ def test_a_shared_outlier_trains_and_takes_the_planned_bytes(gloo_pool, dp, pp, 
     cells may each have a row more. Peaks fall with the policy as predicted, on every rank."""
     plans = [outlier_plan(policy, dp, pp) for policy in POLICIES]
     is_cut = any(s.start for plan in plans for packs in plan.pack_plans for pack in packs.forward for s in pack.slices)
-    assert is_cut == (tolerance > 0)
+    assert is_cut == (tolerance > 0), "another cut: choose costs that leave the outlier whole"
     measured = assert_plans_equal_plain(gloo_pool, plans)
     peaks: dict[str, list[int]] = {}
     predicted_peaks: dict[str, list[int]] = {}

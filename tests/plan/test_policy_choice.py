@@ -31,7 +31,7 @@ def step_s(lengths: list[int], policy: str, strategy: str, memory: float) -> flo
 @pytest.mark.parametrize("strategy", ["slimpack", "auto"])
 @pytest.mark.parametrize(
     ("lengths", "memory"),
-    [([235_000] * 2 + [50_000] * 4, 1.2), ([220_000] * 3 + [5_000] * 60, 1.1), ([235_000] * 2 + [50_000] * 4, 1.0)],
+    [([235_000] * 2 + [50_000] * 4, 1.25), ([220_000] * 3 + [5_000] * 60, 1.1), ([235_000] * 2 + [50_000] * 4, 1.0)],
 )
 def test_choosing_policies_is_as_fast_as_the_best_single_one(lengths, memory, strategy) -> None:
     """The list schedule fits all activations by holding forwards back; the pipeline then idles a third of the step
@@ -44,4 +44,5 @@ def test_choosing_policies_is_as_fast_as_the_best_single_one(lengths, memory, st
 def test_a_step_that_fits_all_stored_can_be_much_slower_that_way() -> None:
     """Else the test above would compare nothing."""
     lengths = [235_000] * 2 + [50_000] * 4
-    assert 1.2 * step_s(lengths, "offload", "slimpack", 1.2) < step_s(lengths, "replay", "slimpack", 1.2) < float("inf")
+    stored_s = step_s(lengths, "replay", "slimpack", 1.25)
+    assert 1.1 * step_s(lengths, "offload", "slimpack", 1.25) < stored_s < float("inf")
