@@ -69,7 +69,11 @@ def test_prices_that_moved_are_told(ledger):
 
 def test_a_plan_that_is_made_no_more_is_not_held_against_its_measurement(ledger):
     (before,) = read_ledger(ledger)
-    (again,) = predicted_again(ledger, [msgspec.structs.replace(before, plan_digest="another")])
+    elsewhere = msgspec.structs.replace(before, plan_digest="of another machine, whose last bits differ")
+    assert predicted_again(ledger, [elsewhere])[0].predicted_s is not None
+    other_s = 1.5 * before.predicted_step_time_s
+    before = msgspec.structs.replace(before, plan_digest="another", predicted_step_time_s=other_s)
+    (again,) = predicted_again(ledger, [before])
     assert again.predicted_s is None
     assert again.error == before.step_time_error
     assert drifted([again]) == []

@@ -1,14 +1,15 @@
 """What a ledger says as a whole: predictions made again, the limits that they must keep, order and intervals.
 
 A prediction is made again from a row's recorded inputs by the running version, without measuring anything. It counts
-where the plan is still the one that was measured (same digest); a row whose plan is made no more says nothing about
-this version until its case is measured again.
+where the plan is still the one that was measured (same digest, or the same seconds); a row whose plan is made no more
+says nothing about this version until its case is measured again.
 
 Limits are for rows that were measured on a quiet machine with a core for every thread: beyond that, ranks take cores
 from each other, and the simulator's devices do not.
 """
 
 from collections.abc import Iterable, Sequence
+from math import isclose
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -24,6 +25,8 @@ STEP_LIMIT, BIAS_LIMIT, RANKING_LIMIT, APART = 0.10, 0.03, 0.95, 0.05
 times must differ to be a pair."""
 DRIFT_LIMIT = 0.01
 """By how much an error may differ from the recorded one."""
+ROUNDED = 1e-5
+"""To which a ledger's seconds are written down."""
 KIND_CASES = 5
 """A kind of layout with fewer cases shares the interval of all."""
 
@@ -67,7 +70,10 @@ def predicted_again(path: Path, rows: Iterable[LedgerRow]) -> tuple[Again, ...]:
         except EvenloadError:
             found.append(Again(row, None))
             continue
-        found.append(Again(row, plan.predicted.step_time_s if plan.digest == row.plan_digest else None))
+        predicted_s = plan.predicted.step_time_s
+        # A digest has every last bit of the predicted seconds, which another processor's libraries may round otherwise.
+        is_same = plan.digest == row.plan_digest or isclose(predicted_s, row.predicted_step_time_s, rel_tol=ROUNDED)
+        found.append(Again(row, predicted_s if is_same else None))
     return tuple(found)
 
 
