@@ -115,11 +115,9 @@ class PackCosts:
         features = self._features(columns)
         seconds = _weighted(features, matrix)
         if (columns.cp > 1).any():
-            ranks = np.ones(columns.num_packs, np.int64)
-            np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
             is_local = ~self._is_sharded(columns.slice_tokens(), columns.cp)
             travelling = self._travelling_tokens(columns, is_cut)
-            seconds += self.waiting_seconds(columns, direction, ranks, *travelling, is_local)
+            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *travelling, is_local)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
 
     def under_policy(
@@ -170,8 +168,7 @@ class PackCosts:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """K and V of every pack's shared slices: (transfers that attention may hide, copies and transfers that nothing
         hides); float64[num_packs, P] each."""
-        ranks = np.ones(columns.num_packs, np.int64)
-        np.maximum.at(ranks, columns.pack_of_slice(), columns.cp)
+        ranks = columns.pack_ranks()
         travelling = self._travelling_tokens(columns, None)
         found = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
         hidden_s, plain_s = (np.outer(layer_s, self.layers()) for layer_s in found)

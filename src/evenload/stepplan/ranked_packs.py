@@ -83,8 +83,7 @@ def ranked_where_shared(
 
 
 def _side(columns: SliceColumns, layout_cp: int) -> _Side:
-    ranks, pack = np.full(columns.num_packs, layout_cp, np.int64), columns.pack_of_slice()
-    np.maximum.at(ranks, pack, columns.cp)  # more under DP-Merge
+    pack, ranks = columns.pack_of_slice(), np.maximum(layout_cp, columns.pack_ranks())  # more under DP-Merge
     return _Side(columns, ranks, pack, columns.start + columns.slice_tokens(), (ranks > 1)[pack])
 
 

@@ -75,6 +75,12 @@ class SliceColumns:
         """int64[num_slices]: the pack each slice lies in."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offset))
 
+    def pack_ranks(self) -> NDArray[np.int64]:
+        """int64[num_packs]: ranks that share each pack, the most of any of its slices; 1 where nobody does."""
+        ranks = np.ones(self.num_packs, np.int64)
+        np.maximum.at(ranks, self.pack_of_slice(), self.cp)
+        return ranks
+
     def pack_sums(self, values: NDArray) -> NDArray[np.float64]:
         """Sum a per-slice column over each pack; float64[num_packs]."""
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)

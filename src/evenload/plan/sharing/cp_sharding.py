@@ -60,8 +60,7 @@ def pack_shardings(
         rule: `plan.options.cp_sharding`.
         cost_of: of a group with so many ranks; asked where the rule chooses by seconds.
     """
-    ranks = np.zeros(forward.num_packs, np.int64)
-    np.maximum.at(ranks, forward.pack_of_slice(), forward.cp)
+    ranks = forward.pack_ranks()
     found: list[PackSharding] = ["" if count <= 1 else rule for count in ranks.tolist()]  # type: ignore[list-item]
     if rule in ("per_sequence", "per_document") or not (ranks > 1).any():
         return tuple(found)
