@@ -2,9 +2,9 @@
 
 Every case is `evenload bench` on a small Llama with random weights: the same two global batches under every strategy,
 by real processes, interleaved step by step. Layouts PP2, DP2, CP2 and PP2 x DP2, two tables of lengths
-(examples/lengths, scaled down to what two cores train in half a second), two sizes of model. Costs are calibrated once
-for a model and layout, by the first case that needs them. Prints measured beside predicted step and pack times, and
-appends rows to benchmarks/accuracy/cpu.csv, with the cost file and batches beside it.
+(examples/lengths, scaled down to what two cores train in half a second), two sizes of model. Every case calibrates its
+own costs, and times the packs of the calibration again between its steps. Prints measured beside predicted step and
+pack times, and appends rows to benchmarks/accuracy/cpu.csv, with the cost file and batches beside it.
 
     python benchmarks/measured.py [--case NAME ...] [--list] [--resume] [--dry-run]
 
@@ -85,22 +85,21 @@ def main() -> None:
     done = {row.case for row in read_ledger(LEDGER) if row.is_quiet and row.commit == commit_name()}
     cases = [case for case in options.case or CASES if not (options.resume and case in done)]
     failed = []
-    with tempfile.TemporaryDirectory() as cache:
-        for number, case in enumerate(cases, start=1):
-            print(f"\n== {case} ({number} of {len(cases)})", flush=True)
-            result = measured(case, Path(cache))
-            if result is None:
-                failed.append(case)
-                continue
-            show_packs(result)
-            if not options.dry_run:
-                print(f"{append_result(LEDGER, result, case, commit_name())} rows appended to {LEDGER.name}")
-                forget_superseded()
+    for number, case in enumerate(cases, start=1):
+        print(f"\n== {case} ({number} of {len(cases)})", flush=True)
+        result = measured(case)
+        if result is None:
+            failed.append(case)
+            continue
+        show_packs(result)
+        if not options.dry_run:
+            print(f"{append_result(LEDGER, result, case, commit_name())} rows appended to {LEDGER.name}")
+            forget_superseded()
     if failed:
         sys.exit(f"benchmarks/measured.py: without rows: {', '.join(failed)}; run them again by --case")
 
 
-def measured(case: str, cache: Path) -> BenchResult | None:
+def measured(case: str) -> BenchResult | None:
     """Run a case; None where it failed, or where other work disturbed the calibration."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_run(case, Path(folder))
@@ -111,7 +110,7 @@ def measured(case: str, cache: Path) -> BenchResult | None:
         sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--json", str(answer))
         done = subprocess.run(
             [sys.executable, "-m", "evenload.cli.main", "bench", str(config), "--strategy", ",".join(names), *sizes],
-            env={**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120"},
+            env={**os.environ, "XDG_CACHE_HOME": folder, "COLUMNS": "120"},
             check=False,
             stderr=subprocess.PIPE,
             text=True,

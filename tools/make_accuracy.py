@@ -49,10 +49,16 @@ Made by `python tools/make_accuracy.py` from the rows in `benchmarks/accuracy`; 
 
 Every row is one global batch trained by real processes under one strategy, beside what was predicted for the same plan
 before it ran. Strategies of a case train the same batches, interleaved step by step (`evenload bench`). Errors are
-signed: predicted / measured - 1, so a minus promised too much. Rows are only ever added; where a case was measured
-again, its newest rows count. Costs, lengths, model, layout and options of every row lie beside the file, and a test
-makes each prediction again: it fails where an error moves by more than a percentage point without the case being
-measured again.
+signed: predicted / measured - 1, so a minus promised too much.
+
+A machine changes its speed by some percent within minutes, and a prediction speaks for the speed at which its costs
+were measured. So the packs of the calibration are timed again between the steps; by how much they differ from the costs
+is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table has them with
+it as well, and the intervals of printed predictions are made with it.
+
+Rows are only ever added; where a case was measured again, its newest rows count. Costs, lengths, model, layout and
+options of every row lie beside the file, and a test makes each prediction again: it fails where an error moves by more
+than a percentage point without the case being measured again.
 """
 
 
@@ -106,13 +112,16 @@ time, or rounds differ by more than {QUIET_SPREAD:.0%}).
 
 
 def _summary(rows: Sequence[LedgerRow]) -> str:
-    errors = [row.step_time_error for row in rows]
+    errors = [row.model_error for row in rows]
+    raw = [row.step_time_error for row in rows]
+    drifts = [row.machine_drift for row in rows if row.machine_drift is not None]
     ranking = ranked(Again(row, None) for row in rows)
     inside, total = coverage(rows)
     lines = [
         "| of a quiet machine with a core for every thread | here | limit |",
         "|---|---|---|",
         f"| rows, cases | {len(rows)}, {len({(row.case, row.layout) for row in rows})} | |",
+        *_drift_lines(drifts, raw),
         f"| step time: largest error | {max(errors, key=abs):+.1%} | {STEP_LIMIT:.0%} |",
         f"| step time: median and 90th percentile of absolute errors | {_median_abs(errors)}, {_p90_abs(errors)} | |",
         f"| step time: mean error (bias) | {mean(errors):+.1%} | {BIAS_LIMIT:.0%} |",
@@ -127,6 +136,15 @@ def _summary(rows: Sequence[LedgerRow]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _drift_lines(drifts: Sequence[float], raw: Sequence[float]) -> list[str]:
+    if not drifts:
+        return []
+    return [
+        f"| the machine's drift: lowest, highest | {min(drifts):+.1%}, {max(drifts):+.1%} | |",
+        f"| step time with that drift: largest error, mean | {max(raw, key=abs):+.1%}, {mean(raw):+.1%} | |",
+    ]
+
+
 def _by_kind(rows: Sequence[LedgerRow]) -> str:
     lines = [
         "| costs | layout | strategies | rows | bias | median | 90th percentile | packs, median | memory, largest |",
@@ -135,7 +153,7 @@ def _by_kind(rows: Sequence[LedgerRow]) -> str:
     key = lambda row: (row.costs, kind_of(row), _family(row.strategy))  # noqa: E731
     for kind, found in groupby(sorted(rows, key=key), key):
         mine = list(found)
-        errors = [row.step_time_error for row in mine]
+        errors = [row.model_error for row in mine]
         lines.append(
             f"| {' | '.join(kind)} | {len(mine)} | {mean(errors):+.1%} | {_median_abs(errors)} | {_p90_abs(errors)} | "
             f"{mean(row.pack_time_error_median_abs for row in mine):.1%} | "
@@ -145,7 +163,7 @@ def _by_kind(rows: Sequence[LedgerRow]) -> str:
 
 
 def _worst(rows: Sequence[LedgerRow]) -> str:
-    return _table_of(sorted(rows, key=lambda row: -abs(row.step_time_error))[:WORST])
+    return _table_of(sorted(rows, key=lambda row: -abs(row.model_error))[:WORST])
 
 
 def _table_of(rows: Iterable[LedgerRow]) -> str:
@@ -155,7 +173,7 @@ def _table_of(rows: Iterable[LedgerRow]) -> str:
     ]
     lines += [
         f"| {row.case} | {row.layout} | {row.strategy}, {row.batch} | {row.step_time_s:.3g} s | "
-        f"{row.step_time_error:+.1%} | {row.pack_time_error_total:+.1%} | {_why(row)} |"
+        f"{row.model_error:+.1%} | {row.pack_time_error_total:+.1%} | {_why(row)} |"
         for row in rows
     ]
     return "\n".join([*lines, ""])
@@ -167,9 +185,7 @@ def _why(row: LedgerRow) -> str:
         return f"{row.demand:g} computing threads a core: ranks wait for each other's cores"
     if not row.is_quiet:
         return f"busy machine: {row.waited_share:.0%} of the time without a core, rounds differ by {row.spread:.0%}"
-    if row.step_time_error * row.pack_time_error_total > 0 and abs(row.pack_time_error_total) > abs(
-        row.step_time_error / 2
-    ):
+    if row.model_error * row.pack_time_error_total > 0 and abs(row.pack_time_error_total) > abs(row.model_error / 2):
         return "packs: their seconds are off by as much"
     return "between packs: waiting, transfers, reduction, optimizer"
 
@@ -223,10 +239,10 @@ def picture(rows: Sequence[LedgerRow]) -> str:
         y = TOP + ROW * index + ROW // 2
         parts.append(f'<text class="name" x="12" y="{y - 3}">{escape(kind[0])}</text>')
         parts.append(f'<text class="what" x="12" y="{y + 12}">{escape(kind[1])}</text>')
-        for place, row in enumerate(sorted(mine, key=lambda row: row.step_time_error)):
+        for place, row in enumerate(sorted(mine, key=lambda row: row.model_error)):
             # Neighbours stand on three lines, so that equal errors do not hide each other.
-            parts.append(f'<circle cx="{_x(row.step_time_error)}" cy="{y + 8 * (place % 3 - 1)}" r="3.5"/>')
-        middle = _x(median(row.step_time_error for row in mine))
+            parts.append(f'<circle cx="{_x(row.model_error)}" cy="{y + 8 * (place % 3 - 1)}" r="3.5"/>')
+        middle = _x(median(row.model_error for row in mine))
         parts.append(f'<line class="median" x1="{middle}" y1="{y - 16}" x2="{middle}" y2="{y + 16}"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '

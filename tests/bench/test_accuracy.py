@@ -51,6 +51,15 @@ def test_the_same_version_predicts_what_was_recorded(ledger):
     assert drifted([again]) == []
 
 
+def test_the_machines_drift_is_not_the_models_error():
+    """Predicted 10 % too long, on a machine that became 8 % faster; held against limits is what is left."""
+    faster = row(1.0, 1.10, machine_drift=-0.08)
+    assert faster.model_error == pytest.approx(1.10 * 0.92 - 1)
+    assert as_recorded(faster)[0].model_error == pytest.approx(1.10 * 0.92 - 1)
+    assert beyond_limits(as_recorded(faster)) == []
+    assert len(beyond_limits(as_recorded(row(1.0, 1.11)))) == 2
+
+
 def test_prices_that_moved_are_told(ledger):
     """The optimizer takes longer: the same plan, another prediction."""
     (before,) = read_ledger(ledger)

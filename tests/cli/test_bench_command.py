@@ -15,6 +15,7 @@ from evenload.bench.runs import BenchResult
 from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
+from evenload.cost.coefficients import read_coefficients, write_coefficients
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.runtime.config.train_config import load_train_config
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
@@ -44,6 +45,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_same_batches_are_measured_under_every_strategy(project):
     """Losses equal, memory as predicted, a row a strategy and batch that can be predicted again; nothing else is
     written."""
+    measured = msgspec.structs.replace(read_coefficients(project / "cost.json"), source="calibrated")
+    write_coefficients(project / "cost.json", measured)
     before = {path.name for path in project.iterdir()}
     done = subprocess.run(
         [
@@ -73,6 +76,8 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
         again = plan_again(*read_inputs(Path("accuracy.csv"), row.inputs), row.strategy, row.batch)
         assert (again.digest, again.predicted.step_time_s) == (run.plan_digest, run.predicted_s)
     assert 0 <= result.load.waited_share <= 1
+    assert result.load.drift is not None
+    assert {row.machine_drift for row in rows} == {round(result.load.drift, 4)}
     page = (project / "page.html").read_text()
     # Of three strategies and two batches: predicted, measured and plan.
     assert page.count('type="application/gzip"') == 3 * 2 * 3
@@ -80,6 +85,7 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
     table = done.stdout.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
     assert "losses of the strategies differ by at most" in done.stdout
+    assert "packs of the calibration, timed again beside the steps: " in done.stdout
 
 
 def test_all_says_what_it_leaves_out(project):

@@ -5,7 +5,8 @@ where the plan is still the one that was measured (same digest, or the same seco
 says nothing about this version until its case is measured again.
 
 Limits are for rows that were measured on a quiet machine with a core for every thread: beyond that, ranks take cores
-from each other, and the simulator's devices do not.
+from each other, and the simulator's devices do not. They are held against the model's errors: those at the speed that
+the machine had while it was measured (`MachineLoad.drift`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,11 @@ class Again(NamedTuple):
     def error(self) -> float:
         """Signed, of the running version; the recorded one where that makes another plan."""
         return self.row.step_time_error if self.predicted_s is None else self.predicted_s / self.row.step_time_s - 1
+
+    @property
+    def model_error(self) -> float:
+        """What is left of it at the speed that the machine had while it was measured."""
+        return (1 + self.error) * (1 + (self.row.machine_drift or 0.0)) - 1
 
 
 class Ranking(NamedTuple):
@@ -89,7 +95,7 @@ def drifted(found: Iterable[Again]) -> list[str]:
         if again.predicted_s is None:
             continue
         row, error = again.row, again.error
-        leaves = held_to_limits(row) and abs(error) > STEP_LIMIT >= abs(row.step_time_error)
+        leaves = held_to_limits(row) and abs(again.model_error) > STEP_LIMIT >= abs(row.model_error)
         if leaves or abs(error - row.step_time_error) > DRIFT_LIMIT:
             said.append(
                 f"{row.case}, {row.layout}, {row.strategy}, batch {row.batch}: predicted {again.predicted_s:.4f} s, "
@@ -107,7 +113,7 @@ def beyond_limits(found: Sequence[Again]) -> list[str]:
         for (case, layout, strategy), error in _errors_by_strategy(held).items()
         if abs(error) > STEP_LIMIT
     ]
-    if held and abs(bias := mean(again.error for again in held)) > BIAS_LIMIT:
+    if held and abs(bias := mean(again.model_error for again in held)) > BIAS_LIMIT:
         said.append(f"mean error of step times {bias:+.1%} over {len(held)} rows, limit {BIAS_LIMIT:.0%}")
     ranking = ranked(held)
     if ranking.share < RANKING_LIMIT:
@@ -199,13 +205,13 @@ def _offered(by_kind: dict[Kind, CaseRatios]) -> dict[Kind, CaseRatios]:
 
 
 def _sums(found: Iterable[Again]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """Measured and predicted seconds of all batches: by case and layout, then by strategy."""
+    """Measured seconds of all batches, and those predicted at the machine's speed, by case and layout and strategy."""
     sums: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for again in found:
         row = again.row
         runs = sums.setdefault((row.case, row.layout), {})
         measured_s, predicted_s = runs.get(row.strategy, (0.0, 0.0))
-        runs[row.strategy] = (measured_s + row.step_time_s, predicted_s + row.step_time_s * (1 + again.error))
+        runs[row.strategy] = (measured_s + row.step_time_s, predicted_s + row.step_time_s * (1 + again.model_error))
     return sums
 
 

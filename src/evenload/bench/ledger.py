@@ -41,7 +41,8 @@ class LedgerRow(Frozen):
         rounds: of which step and pack times are medians; `spread` is what they differ by, (slowest - fastest) / median.
         pack_time_s: the median pack, measured.
         pack_time_error_total: of all packs' seconds together.
-        demand, waited_share: as in `MachineLoad`.
+        demand, waited_share, machine_drift: as in `MachineLoad`; rows from before drift was measured have none, and
+            their errors of packs include it.
         inputs: name of the files beside the ledger from which the plan is made again.
     """
 
@@ -75,12 +76,18 @@ class LedgerRow(Frozen):
     spread: float
     demand: float
     waited_share: float
+    machine_drift: float | None
     inputs: str
 
     @property
     def key(self) -> tuple[str, str, str, int]:
         """What a later row supersedes."""
         return self.case, self.layout, self.strategy, self.batch
+
+    @property
+    def model_error(self) -> float:
+        """Of the step time, at the speed that the machine had while it was measured."""
+        return (1 + self.step_time_error) * (1 + (self.machine_drift or 0.0)) - 1
 
     @property
     def is_quiet(self) -> bool:
@@ -111,6 +118,7 @@ def append_result(path: Path, result: BenchResult, case: str, commit: str = "") 
         "commit": commit,
         "demand": f"{result.load.demand:.3g}",
         "waited_share": f"{result.load.waited_share:.4f}",
+        "machine_drift": "" if result.load.drift is None else f"{result.load.drift:+.4f}",
         "inputs": name,
     }
     rows = [known | {"strategy": one.strategy} | _cells(run) for one in result.runs for run in one.batches]
@@ -157,6 +165,9 @@ def read_ledger(path: Path) -> tuple[LedgerRow, ...]:
     with path.open(newline="") as file:
         # Numbers are read without the plus of signed errors.
         rows = [{key: value.removeprefix("+") for key, value in row.items()} for row in csv.DictReader(file)]
+    for row in rows:
+        if not row["machine_drift"]:
+            row["machine_drift"] = None
     try:
         return tuple(msgspec.convert(row, LedgerRow, strict=False) for row in rows)
     except msgspec.ValidationError as error:

@@ -3,6 +3,10 @@
 Errors are signed, predicted / measured - 1: -0.05 says that the prediction promised 5 % less than was measured. A
 pack's seconds are those of one pack on one stage in one direction (I and W of a split backward apart), the median over
 all rounds; a step's likewise.
+
+A machine that changed its speed since its costs were measured (`MachineLoad.drift`) shifts all seconds alike. Errors of
+packs are those of the model: of predicted seconds at the speed that the machine had meanwhile. Errors of steps are told
+as they are, and beside them what is left of them at that speed.
 """
 
 from statistics import median
@@ -19,7 +23,8 @@ from evenload.types.timeline import KINDS, Timeline
 
 
 class PackErrors(Frozen):
-    """Errors of the predicted seconds of the packs of a step, over all stages and both directions.
+    """Errors of the predicted seconds of the packs of a step, over all stages and both directions, the machine's drift
+    taken out.
 
     Args:
         median: signed.
@@ -126,10 +131,13 @@ class MachineLoad(Frozen):
             no simulation of devices knows of.
         waited_share: of the time, in which a rank's busiest thread stood ready without a core beyond that; of the rank
             that waited longest. A quiet machine stays near 0.
+        drift: by how much the packs of the calibration, timed again beside the steps, were slower than the costs say;
+            None where the costs were not measured.
     """
 
     demand: float
     waited_share: float
+    drift: float | None = None
 
 
 class BenchResult(Frozen):
@@ -158,17 +166,21 @@ def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
     return timeline.end_s - timeline.start_s
 
 
-def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, measured_s: NDArray[np.float64]) -> PackErrors:
+def pack_errors(
+    times: tuple[PackTimes, ...], timeline: Timeline, measured_s: NDArray[np.float64], drift: float = 0.0
+) -> PackErrors:
     """Predicted against measured pack seconds.
 
     Args:
         times: of a plan, by replica.
         timeline: a measured one of the plan, which tells the tasks apart.
         measured_s: float64[num_tasks], above 0.
+        drift: of the machine, see `MachineLoad`.
     """
     columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
     seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]
-    predicted_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
+    planned_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
+    predicted_s = planned_s * (1 + drift)
     errors = predicted_s / measured_s - 1
     size = np.abs(errors)
     return PackErrors(

@@ -8,8 +8,8 @@ broadcasts them: one cost file for all ranks. `calibrate.profile` measures the s
 A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
 quieter of the two measurements is taken, and the caller is told.
 
-Price: at most 16 packs of up to 4,096 tokens forward and backward, once to warm up and then repeated while the
-time budget lasts; the longer ones are left out where the budget is gone before them.
+Price: at most 16 packs of up to 4,096 tokens forward and backward, repeated for some seconds to warm up and then while
+the time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
 import statistics
@@ -35,6 +35,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.token_range import Range
 
 _TIME_BUDGET_S = 4.0
+# A process asks its system for memory in the first seconds, and packs are up to 10 % slower by that; later it has some.
+_WARM_UP_S = 4.0
 _MIN_REPEATS = 2
 _MAX_REPEATS = 30
 _MAX_ATTEMPTS = 2
@@ -114,7 +116,7 @@ def _time_layers(stage: PipelineStage, max_document_tokens: int, mesh: Mesh) -> 
     """Median of each pack on one layer, and the spread of the repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[Packs] = []
-    # The first pass warms caches and allocators up, and tells which rounds the budget allows.
+    # The first pass tells which rounds the budget allows.
     for packs in QUICK_ROUNDS:
         if longest_of(packs) <= max(max_document_tokens, longest_of(QUICK_ROUNDS[0])):
             if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):
@@ -122,17 +124,26 @@ def _time_layers(stage: PipelineStage, max_document_tokens: int, mesh: Mesh) -> 
             rounds.append(packs)
             for _ in time_round(stage, packs):
                 pass
+    _repeated(stage, rounds, 0, _WARM_UP_S, mesh)
+    timings = _repeated(stage, rounds, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
+    layers = len(stage.model.layers)
+    samples = [Sample(*pack, statistics.median(seconds) / layers) for pack, seconds in timings.items()]
+    return tuple(samples), spread_of_repeats(list(timings.values()))
+
+
+def _repeated(
+    stage: PipelineStage, rounds: list[Packs], least: int, budget_s: float, mesh: Mesh
+) -> dict[tuple[Direction, tuple[Range, ...]], list[float]]:
+    """Seconds of all repeats of each pack; at least so many, then while the budget lasts."""
     timings: dict[tuple[Direction, tuple[Range, ...]], list[float]] = {}
-    deadline_s = time.perf_counter() + _TIME_BUDGET_S
+    deadline_s = time.perf_counter() + budget_s
     repeats = 0
-    while repeats < _MIN_REPEATS or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
+    while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
         for packs in rounds:
             for direction, ranges, seconds in time_round(stage, packs):
                 timings.setdefault((direction, ranges), []).append(seconds)
         repeats += 1
-    layers = len(stage.model.layers)
-    samples = [Sample(*pack, statistics.median(seconds) / layers) for pack, seconds in timings.items()]
-    return tuple(samples), spread_of_repeats(list(timings.values()))
+    return timings
 
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:

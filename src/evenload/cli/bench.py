@@ -148,6 +148,8 @@ def show_result(result: BenchResult, seconds: float) -> None:
 
 
 def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
+    from evenload.report.units import format_change
+
     first, runs = result.runs[0], result.runs
     batches = first.batches
     lines = [
@@ -163,6 +165,12 @@ def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
     interval = prediction_interval(result.coefficients, result.inputs.layout)
     inside = sum(interval.low <= one.measured_s / one.predicted_s <= interval.high for one in runs)
     lines.append(f"{interval.describe()}; here {inside} of {len(runs)}")
+    if (drift := result.load.drift) is not None:
+        left = sorted((1 + one.error) * (1 + drift) - 1 for one in runs)
+        lines.append(
+            f"packs of the calibration, timed again beside the steps: {format_change(drift)} of their seconds; at that "
+            f"speed the errors of step times are {' to '.join(dict.fromkeys(map(format_change, (left[0], left[-1]))))}"
+        )
     right, pairs = ranked_pairs(runs, CLOSE)
     if pairs:
         lines.append(f"order predicted right: {right} of {pairs} pairs that differ by more than {CLOSE:.0%}")
