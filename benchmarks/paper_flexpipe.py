@@ -40,7 +40,7 @@ from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.fmop import FlexOptions
+from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
@@ -162,8 +162,8 @@ def measure_search(name: str, cluster_name: str, *, exhaustively: bool) -> list[
         best = found.mappings[0]
         started_s, least_s = time.perf_counter(), math.inf
         for depth in depths:
-            receive = flex.receive_seconds(depth, layout)
-            for price in flex.prices(flex.batch_costs(lengths), depth):
+            receive = flex.candidates.receive_seconds(depth, layout)
+            for price in flex.candidates.prices(flex.candidates.batch_costs(lengths), depth):
                 for cuts in itertools.combinations(range(1, model.num_layers), depth - 1):
                     edges = (0, *cuts, model.num_layers)
                     if not price.excess_bytes(edges):

@@ -204,6 +204,26 @@ def test_planning_needs_nothing_that_only_linux_has(table, monkeypatch, strategy
     assert run(*inputs(table, "--strategy", strategy)) == 0
 
 
+def test_flexpipe_says_what_it_decided_before_every_step(table, tmp_path, capsys) -> None:
+    file, page = tmp_path / "out.json", tmp_path / "out.html"
+    asked = ["--strategy", "balanced,flexpipe", "--steps", "3", "--known-steps", "2", "--set", "flexpipe.margin=0"]
+    assert run(*inputs(table, *asked, "--json", str(file), "--html", str(page))) == 0
+    shown = capsys.readouterr().out
+    assert "flexpipe: layout of every step, predicted" in shown
+    for text in ("A B C D", "T(keep)", "T(save)", "T(new)", "T(switch)", "why"):
+        assert text in shown
+    found = json.loads(file.read_text())
+    rows = {row["name"]: row for row in found["strategies"]}
+    assert rows["balanced"]["layout_decisions"] == []
+    decisions = rows["flexpipe"]["layout_decisions"]
+    assert [one["step"] for one in decisions] == [0, 1, 2]
+    assert [one["known_steps"] for one in decisions] == [2, 2, 1]
+    assert all(one["why"] in " ".join(shown.split()) for one in decisions if one["case"] != 1)
+    assert found["inputs"]["known_steps"] == 2
+    assert found["inputs"]["strategy_options"]["flexpipe"]["margin"] == 0
+    assert "Layouts over time" in page.read_text()
+
+
 def test_planning_never_imports_torch() -> None:
     """`evenload plan` must run on a laptop without torch."""
     code = "import sys, evenload.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -3,7 +3,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import CostCoefficients, MeasuredOn
-from evenload.cost.coverage import completed_from_cluster, missing_costs, require_covered
+from evenload.cost.coverage import completed_between_layouts, completed_from_cluster, missing_costs, require_covered
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -118,3 +118,36 @@ def test_measured_links_stay_inside_a_node_and_give_way_across_nodes() -> None:
 def test_layers_measured_under_another_tp_cannot_be_completed() -> None:
     with pytest.raises(ConfigError, match="plan with tp=2"):
         completed_from_cluster(measured(tp=2), MODEL, layout(tp=4), CLUSTER, "cost file x.json")
+
+
+def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> None:
+    """A run measured in a pipeline knows no reduction; it would not be free in another layout."""
+    costs = msgspec.structs.replace(
+        measured(pp=4), p2p_bandwidth_bytes_per_s=500.0, p2p_latency_s=0.125, reduce_bandwidth_bytes_per_s=None,
+        intra_node=None, devices_per_node=1,
+    )  # fmt: skip
+    found, notes = completed_between_layouts(costs, layout(dp=2, pp=2))
+    assert (found.reduce_bandwidth_bytes_per_s, found.reduce_latency_s) == (500.0, 0.125)
+    assert found.device_link(leaves_node=False) == LinkSpec(bandwidth_bytes_per_s=500.0, latency_s=0.125)
+    assert found.devices_per_node == 4
+    assert [note.split(" not measured: taken from ")[0] for note in notes] == [
+        "the reduction of gradients", "transfers inside groups and of a switch of layout"
+    ]  # fmt: skip
+    assert all("taken from transfers between stages" in note for note in notes)
+    # What was measured stays.
+    assert (found.p2p_bandwidth_bytes_per_s, found.forward) == (500.0, costs.forward)
+    whole = msgspec.structs.replace(costs, reduce_bandwidth_bytes_per_s=7.0, intra_node=LINK)
+    assert completed_between_layouts(whole, layout(dp=4)) == (whole, ())
+    ring = msgspec.structs.replace(costs, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=7.0)
+    assert completed_between_layouts(ring, layout(pp=4))[0].p2p_bandwidth_bytes_per_s == 7.0
+
+
+def test_costs_without_links_or_of_fewer_processes_speak_for_no_other_layout() -> None:
+    nothing = msgspec.structs.replace(
+        measured(pp=4), p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=None, intra_node=None
+    )
+    with pytest.raises(ConfigError, match="know no link between processes"):
+        completed_between_layouts(nothing, layout(dp=2))
+    assert completed_between_layouts(nothing, layout()) == (nothing, ())
+    with pytest.raises(ConfigError, match=r"measured on layout pp=4 and do not speak for 8 processes"):
+        completed_between_layouts(measured(pp=4), layout(dp=8))

@@ -25,7 +25,7 @@ FIXED_KEYS = [
         "deferred_tokens",
     ),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
-    *("cuts", "schedule", "sharding", "note", "time_split"),
+    *("cuts", "schedule", "sharding", "note", "time_split", "layout_decisions"),
 ]
 
 

@@ -8,48 +8,20 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
+from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.fmop import FlexOptions, FlexState
+from evenload.plan.reconfiguration.fmop import FlexState
+from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_trainable
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
-from evenload.types.layout import even_layout
+from evenload.types.layout import even_layout, split_layout
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.switch_record import SwitchRecord
+from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, documents, make
 from predicted_timeline import predicted_timeline
-
-SHORT, MIDDLE, LONG = [20] * 16, [100] * 8, [300, 200]
-PUBLISHED = {"margin": 0.0, "patience_steps": 1}
-ROOM, TIGHT, NARROW = 200_000, 300_000, 240_000
-"""For short batches at any depth; for long ones with a memory plan at dp=4; for long ones only in a pipeline."""
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
-
-
-def make(dp: int, pp: int, cap: int | None, bytes_per_s: float = 1e6, *, num_layers: int = 4, **options) -> FlexPlanner:
-    link = LinkSpec(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
-    coefficients = sample_coefficients(
-        intra_node=link,
-        inter_node=link,
-        devices_per_node=8,
-        host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0),
-        reduce_bandwidth_bytes_per_s=1e6,
-        reduce_latency_s=0.0,
-        p2p_bandwidth_bytes_per_s=1e6,
-        p2p_latency_s=0.0,
-    )
-    planner = StepPlanner(
-        sample_model(num_layers=num_layers),
-        coefficients,
-        even_layout(num_layers, dp=dp, pp=pp),
-        cap,
-        PlanOptions(max_pack_tokens=1000, policy="choose", candidates=3),
-    )
-    return FlexPlanner(planner, lambda _: coefficients, FlexOptions(**options))
 
 
 def run(flex: FlexPlanner, batches: list[list[int]]) -> list:
@@ -228,3 +200,128 @@ def test_training_refuses_strategies_that_change_the_layout() -> None:
         require_trainable("flexpipe", even_layout(4), PlanOptions())
     with pytest.raises(ConfigError, match="did you mean 'flexpipe'"):
         require_trainable("flexpip", even_layout(4), PlanOptions())
+
+
+def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> None:
+    """Of ten layouts only `finalists` are planned: the cheap ones, the fastest among them."""
+    flex = make(2, 2, ROOM, **PUBLISHED)
+    given = [even_layout(4, dp=4), even_layout(4, dp=2, pp=2), even_layout(4, pp=4), even_layout(4, dp=1, pp=3)]
+    given += [split_layout(counts, dp=1, pp=2) for counts in ((1, 3), (3, 1), (2, 2))]
+    links = flex.candidates.coefficients_of
+    found = FlexPlanner(flex.start, links, FlexOptions(finalists=1, **PUBLISHED), layouts=given)
+    step = found.propose(0, documents(SHORT))
+    assert sizes(step) == (4, 1)
+    assert step.search.num_priced == len(given)
+    only_deep = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=given[1:])
+    assert only_deep.propose(0, documents(SHORT)).told.layout == "dp=2 pp=2"
+    alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])
+    told = alone.propose(0, documents(SHORT)).told
+    assert (told.other, told.why) == ("", "dp=2 pp=2 holds the batch; no other layout does")
+
+
+def test_layouts_that_a_run_cannot_change_to_are_refused() -> None:
+    flex = make(2, 2, ROOM)
+    links = flex.candidates.coefficients_of
+    with pytest.raises(ConfigError, match=r"cp=2 tp=1, the run starts with cp=1 tp=1"):
+        FlexPlanner(flex.start, links, layouts=[even_layout(4, cp=2)])
+    with pytest.raises(ConfigError, match=r"has 8 devices and 4 layers, the run 4 and 4"):
+        FlexPlanner(flex.start, links, layouts=[even_layout(4, dp=8)])
+    with pytest.raises(ConfigError, match="skrull"):
+        FlexPlanner(flex.start, links, strategy="skrull", layouts=[even_layout(4, dp=2, pp=2)])
+
+
+def test_auto_plans_inside_layouts_that_change() -> None:
+    flex = make(2, 2, ROOM, **PUBLISHED)
+    assert not flex.changes_layout_of("auto")
+    given = FlexPlanner(flex.start, flex.candidates.coefficients_of, flex.options, layouts=[even_layout(4, dp=4)])
+    assert given.changes_layout_of("auto")
+    assert not given.changes_layout_of("balanced")
+    found = given.with_strategy("auto").propose(0, documents(SHORT))
+    assert found.decision.action == "switch"
+    plan = found.proposal.plan
+    assert (plan.strategy, plan.layout.describe(), plan.layout.generation) == ("auto", "dp=4", 1)
+    validate_plan(plan, max_pack_tokens=1000)
+    alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "auto").plan.predicted.step_time_s
+    assert plan.predicted.step_time_s == pytest.approx(alone + found.proposal.switch_s)
+    batches = [SampledBatch(documents(SHORT), (), 0)] * 2
+    rows = {row.name: row for row in evaluate_strategies(flex.start, batches, ["auto", "flexpipe"], given).results}
+    assert [one.action for one in rows["auto"].layout_decisions] == ["shrink", "stay"]
+
+
+def test_measured_steps_and_switches_correct_the_decision() -> None:
+    """A layout that ran slower than predicted, or a slow switch, loses what plans alone would give it."""
+    flex = make(2, 2, ROOM, **PUBLISHED)
+    flat, here = even_layout(4, dp=4), flex.start.layout
+
+    def decided(measured: MeasuredLayouts) -> LayoutDecision:
+        return flex.propose(6, documents(SHORT), measured=measured).told
+
+    plain = decided(MeasuredLayouts())
+    assert (plain.action, plain.case, plain.other) == ("shrink", 4, "dp=4")
+    alike = decided(MeasuredLayouts().with_step(5, here, 1.5))
+    assert alike.action == "shrink"
+    assert alike.keep_s == pytest.approx(1.5 * plain.keep_s)
+    assert alike.new_s == pytest.approx(1.5 * plain.new_s)
+    assert alike.switch_s == plain.switch_s
+    slow = decided(MeasuredLayouts().with_step(4, flat, 1.5).with_step(5, here, 1.0))
+    assert slow.action == "stay"
+    assert slow.keep_s == pytest.approx(plain.keep_s)
+    assert slow.new_s > 1.4 * plain.new_s
+    record = SwitchRecord(
+        step=1, old=here, new=flat, moved_bytes=1, predicted_s=1.0, measured_s=1e9, predicted_gain_s=1.0
+    )
+    assert decided(MeasuredLayouts().with_switch(record)).action == "stay"
+
+
+def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_has_room() -> None:
+    flex = make(4, 1, ROOM, **PUBLISHED)
+    usual = flex.propose(0, documents(SHORT))
+    assert usual.told.action == "stay"
+    peak_bytes = usual.proposal.plan.predicted.peak_memory_bytes
+    high = MeasuredLayouts().with_peak(1.01 * ROOM / peak_bytes)
+    found = flex.propose(0, documents(SHORT), measured=high)
+    assert (found.told.case, found.told.fits) == (3, False)
+    assert found.proposal.plan.predicted.peak_memory_bytes < peak_bytes
+    # Where none has room, training goes on with what fits by prediction.
+    full = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(100.0))
+    assert full.told.action == "stay"
+    assert full.proposal.feasible
+
+
+def test_what_was_planned_ahead_changes_nothing() -> None:
+    """Plans of known steps are kept: a planner that knows what comes plans each step as one that starts there."""
+    batches = [SHORT, LONG, MIDDLE, SHORT, SHORT, LONG]
+    whole, state = make(2, 2, NARROW, known_steps=3), None
+    for step, lengths in enumerate(batches):
+        arguments = {
+            "state": state,
+            "coming": [documents(later, 100 * (step + 1 + at)) for at, later in enumerate(batches[step + 1 :])],
+        }
+        found = whole.propose(step, documents(lengths, 100 * step), **arguments)
+        fresh = make(2, 2, NARROW, known_steps=3).propose(step, documents(lengths, 100 * step), **arguments)
+        assert found.proposal.plan == fresh.proposal.plan
+        assert (found.told, found.state) == (fresh.told, fresh.state)
+        state = found.state
+
+
+def test_decisions_are_told_with_conditions_seconds_and_reason() -> None:
+    told = [one.told for one in run(make(4, 1, NARROW), [SHORT, LONG, LONG, SHORT, SHORT])]
+    assert [(one.case, one.action, one.layout) for one in told] == [
+        (1, "stay", "dp=4"),
+        (3, "grow", "dp=2 pp=2 layers=3+1"),
+        (2, "save memory", "dp=2 pp=2 layers=3+1"),
+        (1, "stay", "dp=2 pp=2 layers=3+1"),
+        (4, "shrink", "dp=4"),
+    ]
+    assert told[1].why == "dp=4 does not hold the batch, not even by recomputing or offloading"
+    assert (told[1].keep_s, told[1].save_s, told[1].gain_s) == (None, None, None)
+    assert told[2].why == (
+        "dp=2 pp=2 layers=3+1 holds the batch by recomputing or offloading; pp=4 with the switch takes 8.1 % more time"
+    )
+    assert told[3].is_patient
+    assert told[3].why.endswith("less time, for 1 of 2 steps in a row now")
+    assert told[4].why == "dp=4 with the switch takes 30.8 % less time than dp=2 pp=2 layers=3+1"
+    assert told[4].gain_s == pytest.approx(told[4].keep_s - told[4].new_s - told[4].switch_s)
+    assert told[4].gain_s > 0
+    assert [one.is_switch for one in told] == [False, True, False, False, True]
+    assert msgspec.json.decode(msgspec.json.encode(told), type=list[LayoutDecision]) == told

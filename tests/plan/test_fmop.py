@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.plan.reconfiguration.fmop import FlexOptions, FlexState, Outlook, decide, state_after
+from evenload.plan.reconfiguration.fmop import FlexState, Outlook, decide, state_after
+from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.layout import even_layout
 
 NEVER = math.inf

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from test_html_report import EVIL, make_report
+from test_layout_decisions import DECISIONS
 
 from browser_page import draw, steps
 from evenload.data.length_profile import profile_lengths
 from evenload.report.lengths_page import write_lengths_page
+from evenload.report.run_report import RunReport, RunSection
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -95,4 +97,16 @@ def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     assert EVIL in page.locator("h1").text_content()
     for figure in ("classes", "cumulative", "windows"):
         assert draw(page, figure).locator(".trace, .scatterlayer path").count() > 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_layouts_over_time_are_drawn_with_every_layout_named(open_page, scheme):
+    sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS),)
+    page = open_page(RunReport(title="layouts", sections=sections), scheme=scheme)
+    plot = draw(page, "layouts-0")
+    marks = plot.locator(".scatterlayer .points path")
+    assert marks.count() >= len(DECISIONS)
+    names = plot.locator(".ytick text").all_text_contents()
+    assert {"dp=4", "dp=2 pp=2"} <= set(names)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

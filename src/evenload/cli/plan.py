@@ -27,10 +27,10 @@ from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.worst_batch import WorstBatch, find_worst
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.fmop import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
+from evenload.report.layout_table import LayoutTable
 from evenload.report.pack_label import label_packs
 from evenload.report.table import ComparisonTable
 from evenload.stepplan.plan_file import encode_plan_file
@@ -67,7 +67,6 @@ def run_plan(asked: PlanArguments) -> None:
         settings=asked.settings,
     )
     inputs = plan_inputs(asked, source)
-    flexibility = FlexOptions(known_steps=asked.known_steps)
     # Counting the tokens of documents takes time; the spinner shows on terminals only.
     with Console(stderr=True).status(f"reading {escape(asked.lengths)}"):
         table = source.read()
@@ -81,7 +80,7 @@ def run_plan(asked: PlanArguments) -> None:
     _say(console, first_line(said, table, layout, coefficients), unit_line(table))
     _say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
     names, left_out = chosen_strategies(strategies, layout, inputs.options)
-    evaluation = _evaluated(inputs, layout, batches, names, flexibility)
+    evaluation = _evaluated(inputs, layout, batches, names)
     found = Comparison(
         said=said,
         batches=batches,
@@ -115,11 +114,10 @@ def _evaluated(
     layout: ParallelLayout,
     batches: Sequence[SampledBatch],
     names: tuple[str, ...],
-    flexibility: FlexOptions,
 ) -> Evaluation:
     costs = inputs.costs
     planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host)
-    flexible = FlexPlanner(planner, costs.of, flexibility)
+    flexible = FlexPlanner(planner, costs.of)
     with progress_bar() as on_progress:
         return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
 
@@ -161,6 +159,9 @@ def _show(console: Console, found: Comparison) -> None:
     if found.evaluation.best:
         _say(console, found.interval.describe(), bound_line(found.evaluation))
     _say(console, *(f"{row['name']}: {row['note']}" for row in found.rows if row["note"]))
+    for result in found.evaluation.results:
+        if result.layout_decisions:
+            console.print(LayoutTable(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
     _say(console, *(worst_line(one, found.memory_cap_bytes, found.unit) for one in found.worst))
 
 

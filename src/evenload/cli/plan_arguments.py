@@ -96,8 +96,12 @@ class PlanArguments:
         ),
     ] = None
     known_steps: Annotated[
-        int, typer.Option(help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay.")
-    ] = 1
+        int | None,
+        typer.Option(
+            help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay (default 1; "
+            "--set flexpipe.margin=... and others: docs/configuration.md)."
+        ),
+    ] = None
     steps: Annotated[
         int,
         typer.Option(help="Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts."),
@@ -137,6 +141,7 @@ class PlanArguments:
     def settings(self) -> tuple[str, ...]:
         """Of `plan.options`, as `key=value`; a later one wins."""
         short = {name: getattr(self, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")}
+        short["flexpipe.known_steps"] = self.known_steps
         given = (f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None)
         return (*given, *(self.set_options or ()))
 

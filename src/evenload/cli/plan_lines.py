@@ -16,6 +16,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import layout_sizes
 from evenload.explore.worst_batch import WorstBatch
+from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
@@ -48,7 +49,7 @@ def inputs_said(
         "window": options.window,
         "max_delay_steps": options.max_delay_steps,
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
-        "known_steps": asked.known_steps,
+        "known_steps": options.own(FlexOptions).known_steps,
         "steps": asked.steps,
         "seed": asked.seed,
         "cost": inputs.cost_name,

@@ -40,6 +40,7 @@ class Comparison:
 def plan_report(found: Comparison) -> RunReport:
     evaluation = found.evaluation
     splits = {result.name: result.time_split for result in evaluation.results}
+    decisions = {result.name: result.layout_decisions for result in evaluation.results}
     notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in found.rows if row["note"]}
     for one in found.worst:
         notes[one.strategy] = (*notes.get(one.strategy, ()), worst_line(one, found.memory_cap_bytes, found.unit))
@@ -57,6 +58,7 @@ def plan_report(found: Comparison) -> RunReport:
                 time_split=splits[name],
                 memory_limit_bytes=found.memory_cap_bytes,
                 notes=notes.get(name, ()),
+                layout_decisions=decisions[name],
             )
             for name, proposals in evaluation.proposals.items()
             if proposals

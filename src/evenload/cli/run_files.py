@@ -4,6 +4,7 @@
     config.json     resolved settings          trace.json    last step, predicted and measured (Perfetto)
     cost.json       cost model used            report.html   all of it for people
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
+    layouts.jsonl   what was decided about the layout before every step, where it may change
 
 Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
 while the run goes on, so that a run that is killed has them.
@@ -27,6 +28,7 @@ from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
+from evenload.report.layout_file import append_decision, read_decisions
 from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
@@ -58,7 +60,7 @@ class RunWriter:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
         self._directory = Path(trainer.config.train.output_dir)
-        self._metrics = self._directory / "metrics.jsonl"
+        self._metrics, self._layouts = self._directory / "metrics.jsonl", self._directory / "layouts.jsonl"
         self._resumed, self._has_begun = resumed, False
         self._next_s = 0.0
 
@@ -67,6 +69,8 @@ class RunWriter:
         if not self._has_begun:
             self._begin()
         append_metrics(self._metrics, report.row)
+        if report.decision is not None:
+            append_decision(self._layouts, report.decision)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
             from_s = time.monotonic()
@@ -77,10 +81,11 @@ class RunWriter:
     def _begin(self) -> None:
         directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
-        if self._resumed:
-            drop_torn_line(self._metrics)
-        else:
-            self._metrics.unlink(missing_ok=True)
+        for path in (self._metrics, self._layouts):
+            if self._resumed:
+                drop_torn_line(path)
+            else:
+                path.unlink(missing_ok=True)
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)
         (directory / "config.json").write_bytes(pretty + b"\n")
         write_coefficients(directory / "cost.json", self._costs)
@@ -150,6 +155,7 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         steps=(view,),
         time_split=split_planned_step(plan, costs),
         memory_limit_bytes=facts.memory_cap_bytes,
+        layout_decisions=read_decisions(directory / "layouts.jsonl"),
     )
     return section, facts
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from evenload.cli.layout_line import layout_line
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
@@ -106,6 +107,8 @@ def _warn(console: Console, text: str) -> None:
 def _show_events(report: StepReport, console: Console) -> None:
     """What a user should see of a step, and what became of a checkpoint in the background."""
     _warn(console, report.warning)
+    if report.decision is not None and (line := layout_line(report.decision)):
+        console.print(line, soft_wrap=True, markup=False)
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)

@@ -9,7 +9,8 @@ of one layer, and pairs of tokens are counted by window.
     links       a link is known between as many devices as took part in the measurement, and not known where nothing
                 was sent over it
 
-A run measures what its costs lack; a plan without devices takes links from its cluster and says so.
+A run measures what its costs lack; a plan without devices takes links from its cluster and says so. Where a run may
+change its layout, what one of its links measured stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -157,6 +158,56 @@ def completed_from_cluster(
             f"{host_link.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
         )
     return msgspec.structs.replace(coefficients, **changes), tuple(notes)
+
+
+def completed_between_layouts(
+    coefficients: CostCoefficients, layout: ParallelLayout
+) -> tuple[CostCoefficients, tuple[str, ...]]:
+    """Costs of another layout of the processes that were measured, and what was taken for what, one sentence each.
+
+    A message from a process to another takes what it takes, whatever it is for: the transfer between stages, or where
+    there are none a step of the ring of gradients, or one inside a group, stands for those that were not measured.
+
+    Raises:
+        ConfigError: nothing was sent between processes when the costs were measured, or they are of fewer processes.
+    """
+    measured = coefficients.measured_on
+    if measured is not None and layout.world_size > measured.world_size:
+        raise ConfigError(
+            f"costs of {coefficients.device} were measured on {_sizes(measured)} and do not speak for "
+            f"{layout.world_size} processes; measure on so many"
+        )
+    p2p, reduction = coefficients.p2p_bandwidth_bytes_per_s, coefficients.reduce_bandwidth_bytes_per_s
+    known: dict[str, LinkSpec] = {}
+    if p2p is not None:
+        known["transfers between stages"] = LinkSpec(bandwidth_bytes_per_s=p2p, latency_s=coefficients.p2p_latency_s)
+    if reduction is not None:
+        ring = LinkSpec(bandwidth_bytes_per_s=reduction, latency_s=coefficients.reduce_latency_s)
+        known["the reduction of gradients"] = ring
+    if coefficients.intra_node is not None:
+        known["transfers inside groups"] = coefficients.intra_node
+    if layout.world_size == 1:
+        return coefficients, ()
+    if not known:
+        raise ConfigError(
+            f"costs of {coefficients.device} know no link between processes, so no other layout can be priced; measure "
+            "on several processes (evenload profile --layout, or a run without train.cost_file)"
+        )
+    origin, link = next(iter(known.items()))
+    changes: dict[str, object] = {}
+    lacking = []
+    for name, prefix in (("transfers between stages", "p2p"), ("the reduction of gradients", "reduce")):
+        if name not in known:
+            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
+            changes[f"{prefix}_latency_s"] = link.latency_s
+            lacking.append(name)
+    if coefficients.intra_node is None:
+        # A switch of layout moves layers between any two processes.
+        changes["intra_node"] = link
+        changes["devices_per_node"] = max(coefficients.devices_per_node, layout.world_size)
+        lacking.append("transfers inside groups and of a switch of layout")
+    notes = tuple(f"{name} not measured: taken from {origin}, between the same processes" for name in lacking)
+    return msgspec.structs.replace(coefficients, **changes), notes
 
 
 def _used_links(layout: ParallelLayout) -> Iterator[tuple[Lack, str, int]]:

@@ -51,6 +51,13 @@ class LedgerState(Frozen):
         total = self.dropped.get(reason, Tally()) + dropped
         return msgspec.structs.replace(self, dropped=dict(sorted((self.dropped | {reason: total}).items())))
 
+    def with_read(self, noted: "LedgerState") -> "LedgerState":
+        """The account with what reading added elsewhere: documents read, and those that readers dropped."""
+        state = msgspec.structs.replace(self, read=self.read + noted.read)
+        for reason, dropped in noted.dropped.items():
+            state = state.with_dropped(reason, dropped)
+        return state
+
     def accounted(self) -> Tally:
         """All that is trained, deferred, dropped or in flight."""
         return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)

@@ -9,7 +9,8 @@ strategy that defers documents trains the last ones with the last batch, so that
 these steps.
 Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
 cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
-between steps, `layout` is that of most steps, step times include the switches, and the note counts them.
+between steps, `layout` is that of most steps, step times include the switches, the note counts them, and
+`layout_decisions` has what was decided before every step and from what; else it is empty.
 """
 
 import time
@@ -34,6 +35,7 @@ from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import DEFERRED
 from evenload.types.time_split import TimeSplit, mean_time_split
 
@@ -71,6 +73,7 @@ class StrategyResult(Frozen):
     sharding: str | None = None
     note: str = ""
     time_split: TimeSplit | None = None
+    layout_decisions: tuple[LayoutDecision, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,8 @@ def evaluate_strategies(
     """Plan every batch with every strategy.
 
     Args:
-        flexible: for strategies that change the layout between steps; starts in the layout of `planner`.
+        flexible: for strategies that change the layout between steps, or do so where layouts are declared; starts in
+            the layout of `planner`.
         on_progress: called before each strategy.
 
     Raises:
@@ -132,12 +136,12 @@ def _evaluate(
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
     layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     dropped = sum(batch.dropped_tokens for batch in batches)
-    note = ""
+    note, decisions = "", ()
     try:
-        if flexible is not None and strategy_named(name).changes_layout:
-            flexed, plan_time_s = _flexed(flexible, batches)
+        if flexible is not None and flexible.changes_layout_of(name):
+            flexed, plan_time_s = _flexed(flexible.with_strategy(name), batches)
             proposals, deferred_tokens = [one.proposal for one in flexed], 0
-            layout, note = _most_used(flexed), _switch_note(flexed)
+            layout, note, decisions = _most_used(flexed), _switch_note(flexed), tuple(one.told for one in flexed)
         else:
             proposals, plan_time_s, deferred_tokens = _planned(planner, batches, name)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
@@ -184,6 +188,7 @@ def _evaluate(
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
         note=note or next((proposal.note for proposal in proposals if proposal.note), ""),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
+        layout_decisions=decisions,
     ), tuple(proposals)
 
 

@@ -1,10 +1,11 @@
 """`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
 
-    next_batch ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
+    next_batch, lengths of coming ones ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
 
 Every call is collective. Rank 0 plans because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
 its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
-a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
+a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind. Batches
+that are read ahead because a planner wants their lengths stay in the loader and are in no state.
 """
 
 import functools
@@ -23,9 +24,14 @@ from evenload.data.encoding.token_table import TokenTable
 from evenload.errors import EvenloadError
 from evenload.feed.exchange import documents_by_replica, exchange_tokens
 from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
+from evenload.types.document import Document
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 from evenload.types.rank_speeds import RankSpeeds
 
@@ -41,23 +47,26 @@ class PlannedStep:
         ledger_lines: the account after this step.
         origin: says where a document of the step was read.
         plan_time_s: seconds rank 0 spent planning.
+        decision: about the layout; None where it cannot change.
     """
 
     epoch: int
     plan: StepPlan
     tokens: TokenTable
     loader_state: LoaderState
-    planner_state: DelayState
+    planner_state: PlannerState
     ledger_lines: tuple[str, ...]
     plan_time_s: float
     origin: Callable[[int], str]
+    decision: LayoutDecision | None = None
 
 
 class _Answer(Frozen):
     """What rank 0 tells: a plan, or an error of `evenload.errors` by name."""
 
     plan: bytes = b""
-    state: DelayState = DelayState()
+    state: PlannerState = PlannerState()
+    decision: LayoutDecision | None = None
     plan_time_s: float = 0.0
     error: str = ""
     text: str = ""
@@ -67,37 +76,44 @@ class StepMaker:
     """Makes steps of one run.
 
     Args:
+        planner: of the run's layout, or one that may change it.
+        strategy: that plans every step; a planner that changes the layout brings its own.
         replicas: of every rank of the loader's peers, the replica whose documents it wants.
         max_pack_tokens: limit that every plan is checked against.
         planner_state: of the step before the first.
         may_delay: strategies that defer documents may do so; else every step trains its whole batch.
         speeds_of: with which speeds of ranks a step is planned; asked once a step, on rank 0; None = as the
             coefficients say.
+        measured_of: what trained steps say of layouts when a step is planned; as `speeds_of`.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
     def __init__(
         self,
         loader: GlobalBatchLoader,
-        planner: StepPlanner,
+        planner: StepPlanner | FlexPlanner,
         strategy: str,
         *,
         replicas: Sequence[int],
         max_pack_tokens: int,
-        planner_state: DelayState | None = None,
+        planner_state: PlannerState | None = None,
         may_delay: bool = True,
         speeds_of: Callable[[int], RankSpeeds | None] = lambda step: None,
+        measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts(),
         waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         self.loader = loader
         self.planner = planner
-        self.planner_state = planner_state or DelayState()
+        self.planner_state = planner_state or PlannerState()
         self._strategy, self._may_delay = strategy, may_delay
-        self._speeds_of, self._waiting = speeds_of, waiting
+        self._speeds_of, self._measured_of, self._waiting = speeds_of, measured_of, waiting
         self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
 
-    def next(self) -> PlannedStep | None:
+    def next(self, steps_left: int | None = None) -> PlannedStep | None:
         """The next step; None when the data has ended. Collective.
+
+        Args:
+            steps_left: that will be asked for, this one included; later batches decide nothing. None = all.
 
         Raises:
             DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
@@ -107,8 +123,13 @@ class StepMaker:
             batch = self.loader.next_batch()
         if batch is None:
             return None
+        coming: tuple[tuple[Document, ...], ...] = ()
+        if isinstance(self.planner, FlexPlanner):
+            known_steps = self.planner.known_steps
+            with self._waiting("the lengths of coming steps"):
+                coming = self.loader.coming(min(known_steps, steps_left or known_steps) - 1)
         with self._waiting(f"the plan of step {batch.step}"):
-            answer = self._shared_answer(batch)
+            answer = self._shared_answer(batch, coming)
         plan = decode_plan(answer.plan)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         # Also checks that the plan is of this batch: who sends what to whom follows from both.
@@ -128,13 +149,14 @@ class StepMaker:
             ledger_lines=tuple(self.loader.summary()),
             plan_time_s=answer.plan_time_s,
             origin=functools.partial(self.loader.origin, batch.place),
+            decision=answer.decision,
         )
 
-    def _shared_answer(self, batch: GlobalBatch) -> _Answer:
+    def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
         peers, answer, bug = self.loader.peers, _Answer(), None
         if peers.rank == 0:
             try:
-                answer = self._planned(batch)
+                answer = self._planned(batch, coming)
             except EvenloadError as error:
                 answer = _Answer(error=type(error).__name__, text=str(error))
             except Exception as error:
@@ -148,15 +170,30 @@ class StepMaker:
             raise getattr(errors, answer.error)(answer.text)
         return answer
 
-    def _planned(self, batch: GlobalBatch) -> _Answer:
+    def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
         start_s = time.perf_counter()
-        proposal = self.planner.propose(
-            batch.step,
-            batch.carried + batch.documents,
-            self._strategy,
-            state=self.planner_state if self._may_delay else None,
-            is_last=batch.is_last,
-            speeds=self._speeds_of(batch.step),
+        state, decision = self.planner_state, None
+        documents, delay = batch.carried + batch.documents, state.delay if self._may_delay else None
+        if isinstance(self.planner, FlexPlanner):
+            found = self.planner.propose(
+                batch.step,
+                documents,
+                state=state.flex,
+                coming=coming,
+                delay=delay,
+                is_last=batch.is_last,
+                measured=self._measured_of(batch.step),
+            )
+            proposal, flex, decision = found.proposal, found.state, found.told
+        else:
+            speeds = self._speeds_of(batch.step)
+            proposal = self.planner.propose(
+                batch.step, documents, self._strategy, state=delay, is_last=batch.is_last, speeds=speeds
+            )
+            flex = state.flex
+        return _Answer(
+            plan=encode_plan(proposal.require_feasible()),
+            state=PlannerState(delay=proposal.state or DelayState(), flex=flex),
+            decision=decision,
+            plan_time_s=time.perf_counter() - start_s,
         )
-        plan = encode_plan(proposal.require_feasible())
-        return _Answer(plan=plan, state=proposal.state or DelayState(), plan_time_s=time.perf_counter() - start_s)

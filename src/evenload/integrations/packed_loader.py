@@ -37,6 +37,7 @@ from evenload.integrations.start_lines import balance_line, first_step_line, sta
 from evenload.integrations.step_planner import ASSUMED_MODEL, known_vocabulary, make_planner
 from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
 from evenload.plan.deferral.delay import DelayState
+from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.plan.strategies.registry import strategy_named
 
 STATE_VERSION = 1
@@ -126,7 +127,7 @@ class PackedLoader:
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
-        self._stand_at(self._loader.state(), DelayState(), 0)
+        self._stand_at(self._loader.state(), PlannerState(), 0)
         fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
         self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
         if place.rank == 0:
@@ -206,7 +207,7 @@ class PackedLoader:
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "loader": encode_state(loader).decode(),
-            "planner": msgspec.json.encode(planner).decode(),
+            "planner": msgspec.json.encode(planner.delay).decode(),
             "world_size": self.world_size,
             **mid._asdict(),
         }
@@ -230,7 +231,7 @@ class PackedLoader:
                 f"the state was saved inside a step, after {given} micro-batches, with {state_dict['world_size']} "
                 f"ranks; now there are {self.world_size}. Save between two steps to go on with another number"
             )
-        planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
+        planner = PlannerState(delay=msgspec.json.decode(state_dict["planner"], type=DelayState))
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
@@ -246,7 +247,7 @@ class PackedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _go_on(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
+    def _go_on(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -254,7 +255,7 @@ class PackedLoader:
         self._maker.planner_state = planner
         self._stand_at(loader, planner, epoch)
 
-    def _stand_at(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
+    def _stand_at(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None

@@ -1,8 +1,9 @@
 """`report.html`: one page about a run or a comparison, readable anywhere and without a network.
 
-Order: facts, comparison of strategies, figures over all of them (where the time goes, pack times, speed, loss), the
-step view (timelines, memory and documents of any step), then one section for each trained run, document lengths and the
-token ledger. Nothing is drawn for what is not known; the page says what is missing instead.
+Order: facts, comparison of strategies, figures over all of them (where the time goes, pack times, speed, loss), layouts
+over time where they change, the step view (timelines, memory and documents of any step), then one section for each
+trained run, document lengths and the token ledger. Nothing is drawn for what is not known; the page says what is
+missing instead.
 """
 
 import os
@@ -15,6 +16,7 @@ import numpy as np
 from evenload.errors import ConfigError
 from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
 from evenload.report.figures import loss_figure, step_time_figure, tokens_per_s_figure
+from evenload.report.layout_figure import layout_figure
 from evenload.report.length_figures import (
     READ_CLASSES,
     READ_CUMULATIVE,
@@ -53,6 +55,12 @@ _READ_SPLIT = (
     "end of the step. The parts add up to the step time. Point at a part for its seconds and share; click a name to "
     "take a cause out."
 )
+_READ_LAYOUTS = (
+    "Above, the layout that every step runs in; a mark says what was decided before it, after FlexPipe's Fig. 7. "
+    "Below, the <b>predicted</b> seconds a step that were compared, mean of the steps whose lengths were known: "
+    "staying, staying with documents recomputed or offloaded, and the best other layout with the switch to it. A line "
+    "that breaks off does not fit memory there. Point at a mark for the conditions A to D and the reason."
+)
 
 
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
@@ -76,6 +84,7 @@ def render_report(report: RunReport) -> str:
         blocks.append(_comparison_note(trained))
     blocks += _notes(report.sections)
     blocks += _overview(report)
+    blocks += _layouts(report.sections)
     step_view = step_view_html(report.sections, report.best, _refused(report))
     if step_view:
         blocks += ["<h2>Inside a step</h2>", step_view]
@@ -128,6 +137,16 @@ def _overview(report: RunReport) -> list[str]:
         blocks.append(figure_html("all-speed", "Tokens per second", _READ_TOKENS, tokens_per_s_figure(trained)))
         blocks.append(figure_html("all-loss", "Loss", _READ_LOSS, loss_figure(trained)))
     return blocks if len(blocks) > 1 else []
+
+
+def _layouts(sections: Sequence[RunSection]) -> list[str]:
+    """Of every section whose layout may change between steps."""
+    flexible = [(f"layouts-{i}", section) for i, section in enumerate(sections) if section.layout_decisions]
+    blocks = ["<h2>Layouts over time</h2>"] if flexible else []
+    for identifier, section in flexible:
+        heading = f"{section.name}: layout of every step"
+        blocks.append(figure_html(identifier, heading, _READ_LAYOUTS, layout_figure(section.layout_decisions)))
+    return blocks
 
 
 def _read_split_of(sections: Sequence[RunSection]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evenload.report.metrics_file import MetricRow
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.length_profile import LengthProfile
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
@@ -40,6 +41,7 @@ class RunSection:
         time_split: where the predicted time goes, mean over the steps.
         memory_limit_bytes: drawn as a line.
         notes: sentences shown with the name.
+        layout_decisions: what was decided about the layout before every step; () where it cannot change.
     """
 
     name: str
@@ -48,6 +50,7 @@ class RunSection:
     time_split: TimeSplit | None = None
     memory_limit_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    layout_decisions: tuple[LayoutDecision, ...] = ()
 
     def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
         """(timeline, plan) of all steps by origin, predicted before measured."""

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.layout_track import LayoutTrack
+from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.prepare import prepare_step
@@ -34,6 +37,7 @@ class StepSource:
         num_steps: most steps to make; None = until the data ends.
         planner_state: after the step before the first.
         track: what rank 0 knows of the speed of ranks; None = plans do not follow it.
+        layouts: what rank 0 knows of layouts that ran; None = decisions do not follow it.
 
     Raises:
         ConfigError: a strategy that the runtime cannot run.
@@ -42,17 +46,19 @@ class StepSource:
     def __init__(
         self,
         loader: GlobalBatchLoader,
-        planner: StepPlanner,
+        planner: StepPlanner | FlexPlanner,
         strategy: str,
         mesh: Mesh,
         exchange: Exchange,
         *,
         num_steps: int | None,
         max_pack_tokens: int,
-        planner_state: DelayState,
+        planner_state: PlannerState,
         track: SpeedTrack | None = None,
+        layouts: LayoutTrack | None = None,
     ) -> None:
-        require_trainable(strategy, mesh.layout, planner.options, feedback=track is not None)
+        options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
+        require_trainable(strategy, mesh.layout, options, feedback=track is not None)
         maker = StepMaker(
             loader,
             planner,
@@ -61,6 +67,7 @@ class StepSource:
             max_pack_tokens=max_pack_tokens,
             planner_state=planner_state,
             speeds_of=(lambda step: None) if track is None else track.for_step,
+            measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=mesh.watch.waiting,
         )
         self._loader = loader
@@ -68,7 +75,7 @@ class StepSource:
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
             nonlocal left
-            planned = maker.next() if left is None or left > 0 else None
+            planned = maker.next(left) if left is None or left > 0 else None
             if planned is None:
                 loader.close()
                 return None

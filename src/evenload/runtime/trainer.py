@@ -17,8 +17,8 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.process_memory import process_bytes
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
-from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.speed_track import SpeedTrack
+from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
@@ -45,6 +45,7 @@ from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import StepMemory, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan
 from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.timeline import Timeline
@@ -63,6 +64,7 @@ class StepReport:
         warning: what else should be seen, such as a batch without labels.
         new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
         speeds_from_step: the first step that is planned with them.
+        decision: about the layout before the step; None where it cannot change.
     """
 
     row: dict[str, int | float | str | None]
@@ -74,6 +76,7 @@ class StepReport:
     warning: str = ""
     new_speeds: RankSpeeds | None = None
     speeds_from_step: int = 0
+    decision: LayoutDecision | None = None
 
 
 class Trainer:
@@ -98,7 +101,7 @@ class Trainer:
         self._loader = self.new_loader()
         self.steps_done = 0
         self._loader_state = self._loader.state()
-        self._planner_state = DelayState()
+        self._planner_state = PlannerState()
         self.coefficients: CostCoefficients | None = None
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
@@ -129,7 +132,7 @@ class Trainer:
             self.steps_done = position.progress.steps_done
             self._saves.note_resumed(self.steps_done)
             self._loader_state = self._loader.state()
-            self._planner_state = position.progress.planner
+            self._planner_state = PlannerState(delay=position.progress.planner, flex=position.progress.flex)
             self.coefficients = position.coefficients
             self.saved_strategy = position.progress.strategy
             self._non_finite.num_skipped = position.progress.skipped_steps
@@ -217,7 +220,8 @@ class Trainer:
             layout=self.mesh.layout.describe(),
             strategy=self.config.plan.strategy,
             skipped_steps=self._non_finite.num_skipped,
-            planner=self._planner_state,
+            planner=self._planner_state.delay,
+            flex=self._planner_state.flex,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

@@ -11,15 +11,17 @@ all know every document's length, and the exchange (`exchange.py`) brings the to
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-`next_batch` is collective; everything else is not. Price: a few microseconds a document beyond reading it; in memory
-are the open block of every stream that this rank reads, and the next one.
+`next_batch` and `coming` (lengths of the batches that follow) are collective; everything else is not. Price: a few
+microseconds a document beyond reading it; in memory are the open block of every stream that this rank reads, the next
+one, and those of batches drawn ahead.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from evenload.data.batch.global_batch import Deferral, GlobalBatch, SampledDocuments, join_sampled, own_tokens
+from evenload.data.batch.drawn_batches import DrawnBatch, DrawnBatches, DrawPosition
+from evenload.data.batch.global_batch import Deferral, GlobalBatch, own_tokens
 from evenload.data.batch.peers import Alone, Peers
 from evenload.data.batch.state import (
     DeferredDocument,
@@ -28,7 +30,6 @@ from evenload.data.batch.state import (
     check_fingerprint,
     config_fingerprint,
 )
-from evenload.data.batch.streams import StreamSampler
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.token_table import Span
@@ -82,14 +83,12 @@ class GlobalBatchLoader:
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is simply dropped.
         weakref.finalize(self, self.background.close)
-        self._streams = StreamSampler(config, self.background, self.peers, self.ledger)
-        self._members: list[SampledDocuments] = []
+        self._drawn = self._new_draws()
+        self._at = self._drawn.position()
+        """After the last batch that was handed out."""
         self._deferred: dict[int, Deferral] = {}
         self._lost: tuple[DeferredDocument, ...] = ()
-        self._before: LoaderState | None = None
         self._step = 0
-        self._epoch = 0
-        self._next_doc_id = 0
 
     def next_batch(self) -> GlobalBatch | None:
         """The next global batch; None after the last epoch. Collective.
@@ -102,17 +101,22 @@ class GlobalBatchLoader:
         """
         if self._lost:
             self._reload_deferred()
-        if not self._members:
-            self._before = self._current_state()
-        self._collect()
-        while not self._members and not self._is_finished():
-            self._end_epoch()
-            self._collect()
-        if not self._members and not self._deferred:
+        drawn = self._drawn.take()
+        self._at = drawn.after
+        self.ledger.state = self.ledger.state.with_read(drawn.noted)
+        if not drawn.documents and not self._deferred:
             self.close()
             return None
-        members, self._members = self._members, []
-        return self._hand_out(members)
+        return self._hand_out(drawn)
+
+    def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
+        """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
+        ends, or where one of them cannot be read, which the call that asks for it says. Collective.
+
+        Their records are read and kept. Nothing else changes: neither the state, nor the account, nor what
+        `next_batch` gives.
+        """
+        return tuple(batch.documents for batch in self._drawn.ahead(count))
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
         """Account for a trained step, and keep the documents that its plan deferred for the next batch.
@@ -159,8 +163,8 @@ class GlobalBatchLoader:
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
-        """Documents and tokens that were read and are in no batch yet."""
-        return sum((run.tally() for run in self._members), self._streams.held())
+        """Documents and tokens that were read and are in no batch yet, up to the last batch handed out."""
+        return self._at.held()
 
     def check_ledger(self) -> None:
         """Every token that was read is trained, dropped, deferred or waiting; a `DataError` where it is not."""
@@ -173,10 +177,18 @@ class GlobalBatchLoader:
     def state(self) -> LoaderState:
         """Where the loader stands: restored, it goes on with the batch after the last one handed out.
 
-        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
+        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger. What was read
+        of later batches (`coming`; a record that failed in the middle of one) is not in it.
         """
-        # A record that failed in the middle of a batch leaves its first documents waiting here.
-        return self._before if self._members and self._before is not None else self._current_state()
+        return LoaderState(
+            step=self._step,
+            epoch=self._at.epoch,
+            next_doc_id=self._at.next_doc_id,
+            parts=self._at.parts,
+            deferred=self._lost or tuple(entry.saved for entry in self._deferred.values()),
+            ledger=self.ledger.state,
+            fingerprint=self._fingerprint,
+        )
 
     def load_state(self, state: LoaderState) -> None:
         """Go on where a state was made, also by a loader of another process or parallel layout.
@@ -189,72 +201,38 @@ class GlobalBatchLoader:
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._streams = StreamSampler(self.config, self.background, self.peers, self.ledger)
-        self._streams.load_state(state.parts)
-        self._step, self._epoch, self._next_doc_id = state.step, state.epoch, state.next_doc_id
-        self._members, self._before, self._deferred, self._lost = [], None, {}, state.deferred
+        self._drawn, self._at = self._new_draws(), DrawPosition(state.epoch, state.next_doc_id, state.parts)
+        self._drawn.go_on(self._at)
+        self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
         """End the background readers. State and account remain; asked for another batch, it starts them again."""
         self.background.close()
-        self._streams.forget_requests()
+        self._drawn.forget_requests()
 
-    def _current_state(self) -> LoaderState:
-        return LoaderState(
-            step=self._step,
-            epoch=self._epoch,
-            next_doc_id=self._next_doc_id,
-            parts=self._streams.state(),
-            deferred=self._lost or tuple(entry.saved for entry in self._deferred.values()),
-            ledger=self.ledger.state,
-            fingerprint=self._fingerprint,
-        )
+    def _new_draws(self) -> DrawnBatches:
+        return DrawnBatches(self.config, self.background, self.peers, self._check_epoch)
 
-    def _collect(self) -> None:
-        """Draw the members of the next batch; none at the end of an epoch."""
-        if self._is_finished():
-            return
-        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
-        taken = sum((run.tally() for run in members), Tally())
-        while taken.documents != documents:
-            run = self._streams.sample(
-                None if documents is None else documents - taken.documents,
-                None if tokens is None else tokens - taken.tokens,
-                at_least_one=not members,
-            )
-            if run is None or not len(run.lengths):
-                break
-            members.append(run)
-            taken += run.tally()
-
-    def _end_epoch(self) -> None:
-        if not self._streams.num_sampled:
+    def _check_epoch(self, epoch: int, num_sampled: int) -> None:
+        """An epoch ends: documents came of it, and all that was read of it is accounted for."""
+        account, held = self._drawn.account(self.ledger.state)
+        if not num_sampled:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
-                f"epoch {self._epoch} of {files} files in {named} has no document "
-                f"to train ({'; '.join(self.summary())}); check data.sources, data.overlong and data.on_corrupt"
+                f"epoch {epoch} of {files} files in {named} has no document "
+                f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong and data.on_corrupt"
             )
-        self.check_ledger()
-        self._epoch += 1
-        self._streams.restart(self._epoch)
+        Ledger(account).check(held)
 
-    def _is_finished(self) -> bool:
-        return self.config.epochs is not None and self._epoch >= self.config.epochs
-
-    def _hand_out(self, members: Sequence[SampledDocuments]) -> GlobalBatch:
-        first, sampled = self._next_doc_id, join_sampled(members)
-        columns = zip(sampled.lengths.tolist(), sampled.num_labels.tolist(), strict=True)
-        documents = tuple(
-            Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
-            for doc_id, (num_tokens, num_labels) in enumerate(columns, start=first)
-        )
+    def _hand_out(self, drawn: DrawnBatch) -> GlobalBatch:
+        sampled, documents = drawn.sampled, drawn.documents
         carried = {doc_id: self._deferred[doc_id] for doc_id in sorted(self._deferred)}
         batch = GlobalBatch(
             step=self._step,
-            epoch=self._epoch,
+            epoch=drawn.epoch,
             documents=documents,
-            tokens=own_tokens(sampled, first, carried),
+            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
             sampled=sampled,
             has_labels=any(block.header.has_labels for block in sampled.blocks)
             or any(entry.saved.has_labels for entry in carried.values()),
@@ -264,7 +242,6 @@ class GlobalBatchLoader:
         self.ledger.note_handed_out(sampled.tally(), tally_of(batch.carried))
         self._deferred = {}
         self._step += 1
-        self._next_doc_id += len(documents)
         return batch
 
     def _reload_deferred(self) -> None:
@@ -275,7 +252,7 @@ class GlobalBatchLoader:
         try:
             for lost in self._lost:
                 place = lost.place
-                owner = self._streams.owner(place.part, place.stream)
+                owner = self._drawn.owner(place.part, place.stream)
                 span: Span | None = None
                 if owner == self.peers.rank:
                     request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)

@@ -1,21 +1,20 @@
-"""`FlexPlanner`: FlexPipe as a planner: a layout and a plan for every step of a run (§5).
+"""`FlexPlanner`: a layout and a plan for every step of a run (FlexPipe §5).
 
-    lengths of the coming batch ─► HBSA ─► a few mappings ─► planned and simulated ─┐
-                                   current layout ─► planned and simulated ─────────┴─► FMOP ─► StepPlan, next state
+    lengths of the known steps ─► candidates ─► a few layouts ─► planned and simulated ─┐
+    measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
+                               current layout ─► planned and simulated ─────────────────┘
 
 The search estimates, simulation decides: time and memory of the conditions are those of complete plans, so nothing is
 emitted that its own prediction calls impossible. The seconds of a switch are part of the step that follows it. A layout
 of another generation in the next StepPlan is the order to switch.
 
-Live execution is not part of this version: `evenload train` refuses `flexpipe`. Price: HBSA (milliseconds) and a plan
-of the current layout and of `finalists` others per known step.
+Inside a layout any strategy plans: `flexpipe` packs as published, `auto` as it does in a layout that stays. Plans of
+steps that are known ahead are kept until those steps come, so a step costs a plan of the current layout and of
+`finalists` others, however many steps are known, and HBSA (milliseconds).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -23,21 +22,24 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import REPLAY
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.switch import ReceiveSeconds, switch_seconds
-from evenload.plan.packing.pack_counts import pack_counts
+from evenload.cost.switch import switch_seconds
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.reconfiguration.fmop import Decision, FlexOptions, FlexState, Outlook, decide, state_after
-from evenload.plan.reconfiguration.hbsa import MappingSearch, search_mappings
-from evenload.plan.reconfiguration.mapping_cost import BatchCosts, Mapping, MappingCosts
-from evenload.plan.search.policy_order import policies_in_order
-from evenload.plan.strategies.flexpipe import FLEXPIPE
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.reconfiguration.decision_words import told_decision
+from evenload.plan.reconfiguration.fmop import Decision, FlexState, Outlook, decide, state_after
+from evenload.plan.reconfiguration.hbsa import MappingSearch
+from evenload.plan.reconfiguration.layout_candidates import CoefficientsOf, LayoutCandidates
+from evenload.plan.reconfiguration.layout_outcome import LayoutOutcome
+from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
+from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import LeftOut, seal
 
-CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
-ESTIMATE_TOLERANCE = 0.1
-"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
+OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +49,14 @@ class FlexProposal:
     Args:
         state: for the next step.
         search: of the coming batch.
+        told: the decision, for people.
     """
 
     proposal: Proposal
     state: FlexState
     decision: Decision
     search: MappingSearch
+    told: LayoutDecision
 
 
 class FlexPlanner:
@@ -61,17 +65,64 @@ class FlexPlanner:
     Args:
         planner: in the layout in which the run starts; its devices, cp and tp stay.
         coefficients_of: costs of a layout, for example `analytic_coefficients`.
+        options: default: those of the planner's.
+        strategy: plans every step inside its layout.
+        layouts: that the run may take; None = any.
+        options_of: options of planning in a layout; None = the planner's in all of them.
+
+    Raises:
+        ConfigError: a layout that the run cannot change to, or a strategy that knows no pipeline where one has one.
     """
 
     def __init__(
-        self, planner: StepPlanner, coefficients_of: CoefficientsOf, options: FlexOptions | None = None
+        self,
+        planner: StepPlanner,
+        coefficients_of: CoefficientsOf,
+        options: FlexOptions | None = None,
+        *,
+        strategy: str = FLEXPIPE.name,
+        layouts: Sequence[ParallelLayout] | None = None,
+        options_of: OptionsOf | None = None,
     ) -> None:
-        self.options = options or FlexOptions()
-        self.start = planner
+        self.options = options or planner.options.own(FlexOptions)
+        self.start, self.strategy = planner, strategy
+        self.candidates = LayoutCandidates(planner, coefficients_of, self.options, layouts)
+        for layout in layouts or ():
+            strategy_named(strategy).require_layout(layout)
         self._model = planner.costs.model
-        self._coefficients_of = coefficients_of
-        self._planners = {planner.layout: planner}
-        self._coefficients: dict[int, CostCoefficients] = {}
+        self._options_of = options_of or (lambda layout, coefficients: planner.options)
+        self._planners = {msgspec.structs.replace(planner.layout, generation=0): planner}
+        self._delays = strategy_named(strategy).delays(planner.options)
+        self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], Proposal] = {}
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """In which the run starts."""
+        return self.start.layout
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know, the coming one included."""
+        return self.options.known_steps
+
+    def changes_layout_of(self, strategy: str) -> bool:
+        """Whether steps of a strategy may run in several layouts."""
+        chosen = strategy_named(strategy)
+        return chosen.changes_layout or (chosen.follows_layouts and self.candidates.given is not None)
+
+    def with_strategy(self, strategy: str) -> "FlexPlanner":
+        """The same decisions with another strategy inside layouts."""
+        if strategy == self.strategy:
+            return self
+        candidates = self.candidates
+        return FlexPlanner(
+            self.start,
+            candidates.coefficients_of,
+            self.options,
+            strategy=strategy,
+            layouts=candidates.given,
+            options_of=self._options_of,
+        )
 
     def initial_state(self) -> FlexState:
         return FlexState(layout=self.start.layout)
@@ -84,6 +135,9 @@ class FlexPlanner:
         *,
         state: FlexState | None = None,
         coming: Sequence[tuple[Document, ...]] = (),
+        delay: DelayState | None = None,
+        is_last: bool = False,
+        measured: MeasuredLayouts | None = None,
     ) -> FlexProposal:
         """Decide on a layout for a step and plan it; beyond memory where no layout holds the batch.
 
@@ -91,120 +145,111 @@ class FlexPlanner:
             documents: of the step, in arrival order.
             state: what the step before handed out; None = the run starts.
             coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
+            delay, is_last: as of `StepPlanner.propose`.
+            measured: what trained steps say of layouts.
 
         Raises:
             ConfigError: links that a switch needs are not known.
             DataError: as `StepPlanner.propose`.
         """
-        state = state or self.initial_state()
+        state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
+        self._ahead = {key: plan for key, plan in self._ahead.items() if key[0] >= step}
+
+        cap_bytes, memory_factor = self.start.memory_cap_bytes, measured.memory_factor()
+
+        def fits(proposal: Proposal) -> bool:
+            measured_bytes = memory_factor * proposal.plan.predicted.peak_memory_bytes
+            return proposal.feasible and (cap_bytes is None or measured_bytes <= cap_bytes)
+
+        def outcome(layout: ParallelLayout) -> LayoutOutcome:
+            proposals = [
+                self._planned(layout, step, documents, left_out, delay, is_last=is_last),
+                *(self._planned_ahead(layout, step + 1 + i, batch) for i, batch in enumerate(known[1:])),
+            ]
+            factor = measured.factor(layout, step)
+            return LayoutOutcome(
+                proposal=_in_generation(proposals[0], layout),
+                step_s=tuple(factor * one.plan.predicted.step_time_s for one in proposals),
+                holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
+            )
+
         found = [self.search(np.array([d.num_tokens for d in batch], np.int64), state.layout) for batch in known]
-        keep = self._outcome(state.layout, step, known, left_out)
-        others: list[_Outcome] = []
-        for layout in self._worth_planning(found, state.layout):
-            other = self._outcome(layout, step, known, left_out)
-            moving_s = switch_seconds(self._model, self._links(layout.pp), state.layout, layout)
-            others.append(replace(other, switch_s=self.options.overhead_s + moving_s))
+        keep = outcome(state.layout)
+        others: list[LayoutOutcome] = []
+        for layout in self.candidates.worth_planning(found, state.layout):
+            moving_s = switch_seconds(self._model, self.candidates.coefficients(layout), state.layout, layout)
+            switch_s = self.options.overhead_s + moving_s
+            others.append(replace(outcome(layout), switch_s=measured.switch_factor() * switch_s))
             if sum(bool(one.holds) for one in others) == self.options.finalists:
                 break
         best = min(others, key=lambda one: one.order(keep), default=None)
+        best = best if best and best.holds else None
         steps = len(known) if best is None else best.compared_steps(keep)
         keep_s = sum(keep.step_s[:steps])
-        fits_as_it_is = bool(keep.holds) and not self._saves_memory(keep.proposal)
         outlook = Outlook(
-            keep_s=keep_s if fits_as_it_is else math.inf,
-            save_s=keep_s if keep.holds else math.inf,
-            new_s=sum(best.step_s[:steps]) if best and best.holds else math.inf,
+            keep_s=keep_s if keep.holds and not self._saves_memory(keep.proposal) else float("inf"),
+            save_s=keep_s if keep.holds else float("inf"),
+            new_s=sum(best.step_s[:steps]) if best else float("inf"),
             switch_s=best.switch_s if best else 0.0,
         )
         decision = decide(outlook, state, self.options)
-        if decision.action == "switch" and best is not None and best.holds:
-            after = state_after(decision, step, state, best.proposal.plan.layout)
-            return FlexProposal(_with_switch(best.proposal, best.switch_s), after, decision, found[0])
-        proposal = keep.proposal if keep.holds else self._beyond_memory([keep, *others])
-        return FlexProposal(proposal, state_after(decision, step, state, None), decision, found[0])
+        switched_to = best if decision.action == "switch" else None
+        if switched_to is not None:
+            proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
+        else:
+            # Where no layout fits by what was measured, one that fits by prediction is what there is.
+            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others])
+        told = told_decision(
+            step,
+            decision,
+            outlook,
+            before=state.layout,
+            after=state.layout if switched_to is None else switched_to.proposal.plan.layout,
+            other=best.proposal.plan.layout if best else None,
+            known_steps=steps,
+            patience=(state.paying_steps + 1, self.options.patience_steps),
+        )
+        after = state_after(decision, step, state, switched_to.proposal.plan.layout if switched_to else None)
+        return FlexProposal(proposal, after, decision, found[0], told)
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
-        """HBSA for one batch; `current` is the layout to switch from."""
-        if not len(num_tokens):
-            return MappingSearch((), 0)
-        start = self.start
-        can_offload = start.costs.coefficients.host_link is not None
-        policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
-        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in policies]
-        return search_mappings(
-            self._model.num_layers,
-            start.layout.dp * start.layout.pp,
-            len(policies),
-            lambda depth, policy: self.prices(batches[policy](), depth),
-            lambda depth: self.receive_seconds(depth, current),
-            switch_weight=1.0 / self.options.known_steps,
-            least_depth_only=self.options.least_depth_only,
-        )
+        """The candidates' search for one batch."""
+        return self.candidates.search(num_tokens, current)
 
-    def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
-        """A batch under one policy, as HBSA prices it."""
-        layout = self.start.layout
-        return BatchCosts(self._model, self.start.costs.coefficients, num_tokens, policy, cp=layout.cp, tp=layout.tp)
-
-    def prices(self, batch: BatchCosts, depth: int) -> list[MappingCosts]:
-        """Of mappings of one depth over all devices, one for every number of micro-batches that HBSA tries."""
-        start, options = self.start.layout, self.start.options
-        dp = start.dp * start.pp // depth
-        counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
-        most = -(-batch.num_documents // dp)
-        return [
-            MappingCosts(
-                self._model,
-                self._links(depth),
-                batch,
-                depth=depth,
-                dp=dp,
-                micro_batches=count,
-                cap_bytes=self.start.memory_cap_bytes,
-                cp=start.cp,
-                tp=start.tp,
+    def planner_of(self, layout: ParallelLayout) -> StepPlanner:
+        """That plans inside one layout, whatever its generation."""
+        key = msgspec.structs.replace(layout, generation=0)
+        if key not in self._planners:
+            coefficients, start = self.candidates.coefficients(key), self.start
+            options = self._options_of(key, coefficients)
+            self._planners[key] = StepPlanner(
+                self._model, coefficients, key, start.memory_cap_bytes, options, start.host
             )
-            for count in sorted({min(count, most) for count in counts})
-        ]
+        return self._planners[key]
 
-    def receive_seconds(self, depth: int, current: ParallelLayout) -> ReceiveSeconds:
-        """What devices receive in a switch to that depth."""
-        return ReceiveSeconds(self._model, self._links(depth), current, self._even_layout(depth))
-
-    def _worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
-        """Layouts in the order in which they promise most: the best of every known batch, then the second, …; all that
-        may fit, or else the closest few."""
-        cap = self.start.memory_cap_bytes
-        ordered = []
-        for rank in range(max(len(search.mappings) for search in found)):
-            ordered += [search.mappings[rank] for search in found if rank < len(search.mappings)]
-        near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
-        layouts = [self._layout(one, current.generation + 1) for one in near or ordered[: self.options.finalists]]
-        return [
-            layout
-            for layout in dict.fromkeys(layouts)
-            if (layout.dp, layout.stage_layers) != (current.dp, current.stage_layers)
-        ]
-
-    def _outcome(
+    def _planned(
         self,
         layout: ParallelLayout,
         step: int,
-        known: Sequence[tuple[Document, ...]],
+        documents: tuple[Document, ...],
         left_out: tuple[LeftOut, ...],
-    ) -> "_Outcome":
-        planner = self._planner_of(layout)
-        proposals = [
-            planner.propose(step + ahead, batch, FLEXPIPE.name, () if ahead else left_out)
-            for ahead, batch in enumerate(known)
-        ]
-        plan = seal(msgspec.structs.replace(proposals[0].plan, layout=layout))
-        return _Outcome(
-            proposal=replace(proposals[0], plan=plan),
-            step_s=tuple(one.plan.predicted.step_time_s for one in proposals),
-            holds=next((ahead for ahead, one in enumerate(proposals) if not one.feasible), len(proposals)),
-        )
+        delay: DelayState | None,
+        *,
+        is_last: bool,
+    ) -> Proposal:
+        """The coming step."""
+        if not self._delays and not left_out:
+            return self._planned_ahead(layout, step, documents)
+        state = delay if self._delays else None
+        return self.planner_of(layout).propose(step, documents, self.strategy, left_out, state=state, is_last=is_last)
+
+    def _planned_ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> Proposal:
+        """A step by itself; kept until it has come."""
+        key = step, msgspec.structs.replace(layout, generation=0), documents
+        if key not in self._ahead:
+            self._ahead[key] = self.planner_of(layout).propose(step, documents, self.strategy)
+        return self._ahead[key]
 
     def _saves_memory(self, proposal: Proposal) -> bool:
         """Some document is not replayed because the layout does not hold the batch otherwise."""
@@ -213,34 +258,7 @@ class FlexPlanner:
         policies = (choice.candidate.policy for choice in proposal.choices)
         return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
 
-    def _planner_of(self, layout: ParallelLayout) -> StepPlanner:
-        key = msgspec.structs.replace(layout, generation=0)
-        if key not in self._planners:
-            self._planners[key] = StepPlanner(
-                self._model,
-                self._links(layout.pp),
-                key,
-                self.start.memory_cap_bytes,
-                self.start.options,
-                self.start.host,
-            )
-        return self._planners[key]
-
-    def _layout(self, mapping: Mapping, generation: int) -> ParallelLayout:
-        even = self._even_layout(mapping.depth)
-        return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)), generation=generation)
-
-    def _even_layout(self, depth: int) -> ParallelLayout:
-        start = self.start.layout
-        dp = start.dp * start.pp // depth
-        return even_layout(self._model.num_layers, dp=dp, pp=depth, cp=start.cp, tp=start.tp)
-
-    def _links(self, depth: int) -> CostCoefficients:
-        if depth not in self._coefficients:
-            self._coefficients[depth] = self._coefficients_of(self._even_layout(depth))
-        return self._coefficients[depth]
-
-    def _beyond_memory(self, outcomes: Sequence["_Outcome"]) -> Proposal:
+    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome]) -> Proposal:
         """The closest of plans that all exceed memory, with a reason that says so."""
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
@@ -252,37 +270,11 @@ class FlexPlanner:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Outcome:
-    """One layout over the known steps.
-
-    Args:
-        proposal: of the coming step.
-        step_s: of every known step.
-        holds: known steps that fit, up to the first that does not.
-    """
-
-    proposal: Proposal
-    step_s: tuple[float, ...]
-    holds: int
-    switch_s: float = 0.0
-
-    @property
-    def excess_bytes(self) -> int:
-        return max(choice.candidate.excess_bytes for choice in self.proposal.choices)
-
-    def compared_steps(self, keep: "_Outcome") -> int:
-        """Steps over which it stands against the current layout: those that both hold."""
-        return min(self.holds, keep.holds) if keep.holds else self.holds
-
-    def order(self, keep: "_Outcome") -> tuple[int, int, float]:
-        """The coming step must fit; what gains most over the current layout, or where that cannot run, what holds the
-        most steps and is fastest over them."""
-        steps = self.compared_steps(keep)
-        seconds = sum(self.step_s[:steps]) + self.switch_s
-        if keep.holds:
-            return self.excess_bytes, 0, seconds - sum(keep.step_s[:steps])
-        return self.excess_bytes, -steps, seconds
+def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
+    """The same plan, its layout with its generation."""
+    if proposal.plan.layout == layout:
+        return proposal
+    return replace(proposal, plan=seal(msgspec.structs.replace(proposal.plan, layout=layout)))
 
 
 def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:

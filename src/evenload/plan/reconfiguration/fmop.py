@@ -22,41 +22,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from evenload.errors import ConfigError
+from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
 Action = Literal["stay", "save memory", "switch"]
-
-
-class FlexOptions(Frozen):
-    """How `flexpipe` decides.
-
-    Args:
-        known_steps: steps over which the gain of a switch counts, the coming one included; their lengths must be known.
-        margin: a switch that nothing forces must be faster by this share of the time without it.
-        patience_steps: steps in a row at which a switch that nothing forces must have paid; 1 = at once.
-        overhead_s: fixed seconds of a switch on top of its transfers.
-        finalists: mappings of the search that are planned and simulated.
-        least_depth_only: search only the least depth that fits, as published.
-
-    Raises:
-        ConfigError: a value that nothing can satisfy.
-    """
-
-    known_steps: int = 1
-    margin: float = 0.02
-    patience_steps: int = 2
-    overhead_s: float = 0.0
-    finalists: int = 3
-    least_depth_only: bool = False
-
-    def __post_init__(self) -> None:
-        for field, least in (("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)):
-            if getattr(self, field) < least:
-                raise ConfigError(f"flexpipe: {field} is {getattr(self, field)}, must be at least {least}")
-        if not 0 <= self.margin < 1:
-            raise ConfigError(f"flexpipe: margin is {self.margin}, must be in [0, 1)")
 
 
 class FlexState(Frozen):

@@ -147,7 +147,8 @@ def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, rec
     switch_s = 0.0
     if receive is not None:
         switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
-    return Mapping(edges, price.micro_batches, policy, price.step_seconds(edges), price.excess_bytes(edges), switch_s)
+    step_s, excess_bytes = price.step_seconds(edges), price.excess_bytes(edges)
+    return Mapping(edges, price.dp, price.micro_batches, policy, step_s, excess_bytes, switch_s)
 
 
 class _Search:

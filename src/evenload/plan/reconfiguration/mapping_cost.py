@@ -48,7 +48,7 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True)
 class Mapping:
-    """Layers of stages, micro-batches of a replica and which policy of `policies_in_order`.
+    """Layers of stages, replicas, micro-batches of a replica and which policy of `policies_in_order`.
 
     Args:
         edges: layers where stages begin, and the end; `len(edges) - 1` stages.
@@ -58,6 +58,7 @@ class Mapping:
     """
 
     edges: tuple[int, ...]
+    dp: int
     micro_batches: int
     policy: int
     step_s: float
@@ -156,7 +157,7 @@ class MappingCosts:
         self._trains_all = not model.adapter_parameters_per_layer
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm = model.hidden_size
-        self.num_layers, self.depth, self.cap_bytes = model.num_layers, depth, cap_bytes
+        self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
         n = self.micro_batches = max(1, min(micro_batches, -(-batch.num_documents // dp)))
         # Work of the slowest replica and of its largest micro-batch, up to every layer.
         whole = [value / dp for value in batch.whole_s]

@@ -185,5 +185,6 @@ AUTO = Strategy(
     cuts_documents=True,
     shares_documents=True,
     tries_others=True,
+    follows_layouts=True,
     balances_speeds=True,
 )

@@ -3,15 +3,54 @@
 FlexPipe changes the pipeline, not the packing; the number of its micro-batches follows the batch (§7.1). So documents
 stay whole, go to replicas and micro-batches of equal predicted time, longest first, and run in 1F1B: the micro-batches
 of `balanced`. O(candidates · n log n).
+
+Its options say how the layout is chosen, under `auto` with `plan.layouts`, too.
 """
 
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.strategies.balanced import plan_balanced
 from evenload.plan.strategies.strategy import Strategy
+
+
+class FlexOptions(StrategyOptions, tag="flexpipe"):
+    """How the layout of coming steps is chosen.
+
+    Args:
+        known_steps: steps over which the gain of a switch counts, the coming one included; a run reads the lengths of
+            so many batches ahead.
+        margin: a switch that nothing forces must be faster by this share of the time without it.
+        patience_steps: steps in a row at which a switch that nothing forces must have paid; 1 = at once.
+        overhead_s: fixed seconds of a switch on top of its transfers.
+        finalists: layouts that are planned and simulated beside the current one, at most.
+        least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
+        follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
+
+    Raises:
+        ConfigError: a value that nothing can satisfy.
+    """
+
+    known_steps: int = 1
+    margin: float = 0.02
+    patience_steps: int = 2
+    overhead_s: float = 0.0
+    finalists: int = 3
+    least_depth_only: bool = False
+    follow_measured: bool = True
+
+    def __post_init__(self) -> None:
+        for field, least in (("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {least}")
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"plan options: flexpipe.margin is {self.margin}, must be in [0, 1)")
+
 
 FLEXPIPE = Strategy(
     name="flexpipe",
     description="whole documents, packs of equal predicted seconds; the pipeline's depth follows the batch",
     plan=plan_balanced,
+    options=FlexOptions,
     changes_layout=True,
     ignores_memory=True,
 )

@@ -53,6 +53,7 @@ class Strategy:
         solver_limit_s: what its exact solver takes for every step at most. It needs `evenload[exact]`, runs only where
             it is named, and ranks that do not talk may plan differently.
         changes_layout: between steps: `plan.reconfiguration` plans with it; by itself it packs inside one layout.
+        follows_layouts: it may change the layout between steps where a run declares layouts (`plan.layouts`).
         ignores_memory: its packs do not depend on the memory limit, or are chosen among by time: never faster with a
             limit than without.
         tries_others: plans with the other strategies, too, and is as fast as the fastest.
@@ -74,6 +75,7 @@ class Strategy:
     needs_one_stage: bool = False
     solver_limit_s: Callable[[PlanOptions], float] | None = None
     changes_layout: bool = False
+    follows_layouts: bool = False
     ignores_memory: bool = False
     tries_others: bool = False
     balances_speeds: bool = False

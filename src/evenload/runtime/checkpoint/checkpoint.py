@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import DelayState
+from evenload.plan.feedback.layout_track import KnownAfter
+from evenload.plan.reconfiguration.fmop import FlexState
 from evenload.runtime.checkpoint.directory import PROGRESS_FILE, is_step_name, steps_in_name
 from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
 from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
@@ -57,6 +59,8 @@ class Progress(Frozen):
         strategy: that planned the last steps.
         skipped_steps: of the steps done, those whose update was not applied because it was not finite.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
+        flex: the layout after the steps done and what the planner remembers of it, where it may change.
+        layouts_known: what trained steps said of layouts, after each of the last steps.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
@@ -65,6 +69,8 @@ class Progress(Frozen):
     strategy: str = ""
     skipped_steps: int = 0
     planner: DelayState = DelayState()
+    flex: FlexState | None = None
+    layouts_known: tuple[KnownAfter, ...] = ()
     loader_digest: str = ""
 
 

@@ -1,11 +1,15 @@
-"""The planner of a configured run."""
+"""The planner of a configured run: of its layout, or of all that it may take."""
+
+from collections.abc import Sequence
 
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.host_memory import host_memory_of_node
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import TrainConfig
@@ -37,3 +41,22 @@ def run_planner(
         ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
     )
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients), host)
+
+
+def run_flex_planner(config: TrainConfig, planner: StepPlanner, layouts: Sequence[ParallelLayout]) -> FlexPlanner:
+    """As training plans where the layout may change between steps.
+
+    Args:
+        planner: of the layout in which the run starts.
+        layouts: that it may take.
+
+    Raises:
+        ConfigError: no link between processes was measured, so nothing can be said of another layout.
+    """
+    return FlexPlanner(
+        planner,
+        lambda layout: completed_between_layouts(planner.costs.coefficients, layout)[0],
+        strategy=config.plan.strategy,
+        layouts=layouts,
+        options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
+    )

@@ -1,0 +1,93 @@
+"""`MeasuredLayouts`: what trained steps and switches say about layouts: measured over predicted seconds.
+
+A layout that runs slower than predicted beside others is worth less than its plans say; a switch that takes longer
+than predicted must win more; and where steps hold more than predicted, a layout needs room for that. All are kept as
+the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that never ran take
+what all others have in common (a slow machine is slow in every layout), and what is known of a layout fades towards
+that while it does not run, so that nothing is held against it for ever.
+
+Small, frozen and serialisable: it travels in checkpoints, and the same values give the same decisions.
+"""
+
+import statistics
+
+import msgspec
+
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+from evenload.types.switch_record import SwitchRecord
+
+KEPT_RATIOS = 5
+"""Newest of a layout, and of switches."""
+FADE = 31 / 32
+"""Of what is special to a layout, left after every step that runs in another."""
+
+
+class LayoutRatios(Frozen):
+    """Measured over predicted step times of one layout.
+
+    Args:
+        layout: generation 0.
+        ratios: newest last.
+        last_step: that was measured.
+    """
+
+    layout: ParallelLayout
+    ratios: tuple[float, ...]
+    last_step: int
+
+
+class MeasuredLayouts(Frozen):
+    """Everything known at one step.
+
+    Args:
+        layouts: that ran, in the order in which they first did.
+        switch_ratios: measured over predicted seconds of switches, newest last.
+        memory_ratios: measured over predicted peak bytes of steps in any layout, newest last.
+    """
+
+    layouts: tuple[LayoutRatios, ...] = ()
+    switch_ratios: tuple[float, ...] = ()
+    memory_ratios: tuple[float, ...] = ()
+
+    def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
+        """Known after a step in a layout."""
+        key = msgspec.structs.replace(layout, generation=0)
+        before = next((one.ratios for one in self.layouts if one.layout == key), ())
+        newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
+        if before:
+            layouts = tuple(newest if one.layout == key else one for one in self.layouts)
+        else:
+            layouts = (*self.layouts, newest)
+        return msgspec.structs.replace(self, layouts=layouts)
+
+    def with_switch(self, record: SwitchRecord) -> "MeasuredLayouts":
+        """Known after a switch; one that was expected to take no time says nothing."""
+        if not record.predicted_s > 0:
+            return self
+        ratios = (*self.switch_ratios, record.measured_s / record.predicted_s)
+        return msgspec.structs.replace(self, switch_ratios=ratios[-KEPT_RATIOS:])
+
+    def with_peak(self, ratio: float) -> "MeasuredLayouts":
+        """Known after a step whose memory was measured."""
+        return msgspec.structs.replace(self, memory_ratios=(*self.memory_ratios, ratio)[-KEPT_RATIOS:])
+
+    def factor(self, layout: ParallelLayout, step: int) -> float:
+        """By which predicted step times of a layout are to be multiplied at a step; 1 while nothing is known."""
+        if not self.layouts:
+            return 1.0
+        common = statistics.median(statistics.median(one.ratios) for one in self.layouts)
+        key = msgspec.structs.replace(layout, generation=0)
+        own = next((one for one in self.layouts if one.layout == key), None)
+        if own is None:
+            return common
+        weight = FADE ** max(0, step - 1 - own.last_step)
+        return common + (statistics.median(own.ratios) - common) * weight
+
+    def switch_factor(self) -> float:
+        """The same of predicted seconds of a switch."""
+        return statistics.median(self.switch_ratios) if self.switch_ratios else 1.0
+
+    def memory_factor(self) -> float:
+        """The same of predicted bytes, and never below 1: room that a measurement did not use is not given away."""
+        return max(1.0, statistics.median(self.memory_ratios)) if self.memory_ratios else 1.0

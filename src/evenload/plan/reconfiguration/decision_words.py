@@ -1,0 +1,82 @@
+"""A decision as reports tell it: the conditions, the seconds that they compare, and one sentence why."""
+
+import math
+
+from evenload.plan.reconfiguration.fmop import Decision, Outlook
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutAction, LayoutDecision
+
+
+def told_decision(
+    step: int,
+    decision: Decision,
+    outlook: Outlook,
+    *,
+    before: ParallelLayout,
+    after: ParallelLayout,
+    other: ParallelLayout | None,
+    known_steps: int,
+    patience: tuple[int, int],
+) -> LayoutDecision:
+    """What was decided before a step.
+
+    Args:
+        before, after: the layouts of the step before and of the step.
+        other: the best other layout that holds the coming batch; None = none does.
+        known_steps: whose seconds the outlook holds.
+        patience: steps in a row at which a switch has paid, this one included, and how many it takes.
+    """
+    has_switched = after != before
+    action: LayoutAction = "save memory" if decision.action == "save memory" else "stay"
+    if has_switched:
+        action = "grow" if after.pp > before.pp else "shrink" if after.pp < before.pp else "move layers"
+    return LayoutDecision(
+        step=step,
+        layout=after.describe(),
+        before=before.describe(),
+        action=action,
+        case=(4 if decision.fits else 3) if has_switched else 2 if action == "save memory" else 1,
+        fits=decision.fits,
+        switching_is_slower=decision.switching_is_slower,
+        fits_saving=decision.fits_saving,
+        switching_is_slower_than_saving=decision.switching_is_slower_than_saving,
+        is_patient=decision.is_patient,
+        other="" if other is None else other.describe(),
+        known_steps=known_steps,
+        keep_s=_known(outlook.keep_s),
+        save_s=_known(outlook.save_s),
+        new_s=_known(outlook.new_s),
+        switch_s=outlook.switch_s,
+        why=_why(decision, outlook, before, other, has_switched=has_switched, patience=patience),
+    )
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
+def _why(
+    decision: Decision,
+    outlook: Outlook,
+    before: ParallelLayout,
+    other: ParallelLayout | None,
+    *,
+    has_switched: bool,
+    patience: tuple[int, int],
+) -> str:
+    here = before.describe()
+    staying = f"{here} holds the batch"
+    if not decision.fits:
+        staying = f"{here} holds the batch by recomputing or offloading" if decision.fits_saving else ""
+    if other is None:
+        return f"{staying}; no other layout does" if staying else "no layout holds the batch"
+    if not staying:
+        return f"{here} does not hold the batch, not even by recomputing or offloading"
+    staying_s = outlook.keep_s if decision.fits else outlook.save_s
+    share = (outlook.new_s + outlook.switch_s) / staying_s - 1
+    faster = f"{other.describe()} with the switch takes {100 * abs(share):.1f} % {'less' if share < 0 else 'more'} time"
+    if has_switched:
+        return f"{faster} than {here}{'' if decision.fits else ' with a memory plan'}"
+    if decision.is_patient:
+        return f"{staying}; {faster}, for {patience[0]} of {patience[1]} steps in a row now"
+    return f"{staying}; {faster}{', within the margin' if share < 0 else ''}"

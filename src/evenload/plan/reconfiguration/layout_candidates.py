@@ -1,0 +1,177 @@
+"""`LayoutCandidates`: which layouts are worth planning for the coming batches, the most promising first.
+
+Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
+all devices. Either way the estimate only orders them: complete plans are what a decision is taken on.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.switch import ReceiveSeconds
+from evenload.errors import ConfigError
+from evenload.plan.packing.pack_counts import pack_counts
+from evenload.plan.planner import StepPlanner
+from evenload.plan.reconfiguration.hbsa import MappingSearch, priced_mapping, search_mappings
+from evenload.plan.reconfiguration.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.types.layout import ParallelLayout, even_layout
+
+CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
+ESTIMATE_TOLERANCE = 0.1
+"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
+
+
+class LayoutCandidates:
+    """Of one run.
+
+    Args:
+        start: planner of the layout in which the run starts; its devices, cp and tp stay.
+        coefficients_of: costs of a layout.
+        given: the layouts that the run may take, generation 0; None = any.
+
+    Raises:
+        ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
+    """
+
+    def __init__(
+        self,
+        start: StepPlanner,
+        coefficients_of: CoefficientsOf,
+        options: FlexOptions,
+        given: Sequence[ParallelLayout] | None = None,
+    ) -> None:
+        self._start, self._options = start, options
+        self._model, self._layout = start.costs.model, start.layout
+        self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, int], CostCoefficients]()
+        self.given = None if given is None else tuple(dict.fromkeys(given))
+        for layout in self.given or ():
+            self._require_takeable(layout)
+
+    def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
+        """Costs of a layout, by its sizes."""
+        if (layout.dp, layout.pp) not in self._coefficients:
+            self._coefficients[layout.dp, layout.pp] = self.coefficients_of(layout)
+        return self._coefficients[layout.dp, layout.pp]
+
+    def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
+        """Layouts other than the current one in the order in which they promise most: the best of every known batch,
+        then the second, …; all that may fit, or else the closest few. With the generation of a switch."""
+        cap, generation = self._start.memory_cap_bytes, current.generation + 1
+        ordered = []
+        for rank in range(max(len(search.mappings) for search in found)):
+            ordered += [search.mappings[rank] for search in found if rank < len(search.mappings)]
+        near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
+        layouts = [self._layout_of(one) for one in near or ordered[: self._options.finalists]]
+        # Estimates know one stage a rank; layouts with several are few, and are planned.
+        layouts += [one for one in self.given or () if one.num_stages > one.pp]
+        return [
+            msgspec.structs.replace(layout, generation=generation)
+            for layout in dict.fromkeys(layouts)
+            if (layout.dp, layout.stage_layers) != (current.dp, current.stage_layers)
+        ]
+
+    def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
+        """For one batch: HBSA, or the given layouts by their estimates; `current` is the layout to switch from."""
+        if not len(num_tokens):
+            return MappingSearch((), 0)
+        start = self._start
+        can_offload = start.costs.coefficients.host_link is not None
+        policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
+        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in policies]
+        weight = 1.0 / self._options.known_steps
+        if self.given is not None:
+            return self._estimated(batches, current, weight)
+        return search_mappings(
+            self._model.num_layers,
+            self._layout.dp * self._layout.pp,
+            len(policies),
+            lambda depth, policy: self.prices(batches[policy](), depth),
+            lambda depth: self.receive_seconds(depth, current),
+            switch_weight=weight,
+            least_depth_only=self._options.least_depth_only,
+        )
+
+    def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
+        """A batch under one policy, as it is priced for any mapping."""
+        layout = self._layout
+        return BatchCosts(self._model, self._start.costs.coefficients, num_tokens, policy, cp=layout.cp, tp=layout.tp)
+
+    def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
+        """Of mappings of one depth, one for every number of micro-batches that is tried.
+
+        Args:
+            dp: replicas; None = as many as the devices make.
+        """
+        start, options = self._layout, self._start.options
+        dp = start.dp * start.pp // depth if dp is None else dp
+        counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
+        most = -(-batch.num_documents // dp)
+        return [
+            MappingCosts(
+                self._model,
+                self.coefficients(self._even(depth, dp)),
+                batch,
+                depth=depth,
+                dp=dp,
+                micro_batches=count,
+                cap_bytes=self._start.memory_cap_bytes,
+                cp=start.cp,
+                tp=start.tp,
+            )
+            for count in sorted({min(count, most) for count in counts})
+        ]
+
+    def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
+        """What devices receive in a switch to mappings of one depth."""
+        even = self._even(depth, self._layout.dp * self._layout.pp // depth if dp is None else dp)
+        return ReceiveSeconds(self._model, self.coefficients(even), current, even)
+
+    def _estimated(
+        self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
+    ) -> MappingSearch:
+        """The given layouts, those that fit first, by time and switch."""
+        found = []
+        for layout in self.given or ():
+            if layout.num_stages > layout.pp:
+                continue
+            edges = (0, *(last for _, last in layout.stage_layers))
+            receive = self.receive_seconds(layout.pp, current, layout.dp)
+            best: Mapping | None = None
+            for policy, batch in enumerate(batches):
+                for price in self.prices(batch(), layout.pp, layout.dp):
+                    one = priced_mapping(price, edges, policy, receive)
+                    if best is None or (one.excess_bytes, one.step_s) < (best.excess_bytes, best.step_s):
+                        best = one
+                if best is not None and not best.excess_bytes:
+                    break  # the other policies pay time for memory that is not needed
+            assert best is not None, "there is at least one policy"
+            found.append(best)
+        found.sort(key=lambda one: (one.excess_bytes, one.step_s + weight * one.switch_s, one.depth))
+        return MappingSearch(tuple(found), len(found))
+
+    def _layout_of(self, mapping: Mapping) -> ParallelLayout:
+        even = self._even(mapping.depth, mapping.dp)
+        return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)))
+
+    def _even(self, depth: int, dp: int) -> ParallelLayout:
+        return even_layout(self._model.num_layers, dp=dp, pp=depth, cp=self._layout.cp, tp=self._layout.tp)
+
+    def _require_takeable(self, layout: ParallelLayout) -> None:
+        start = self._layout
+        if (layout.cp, layout.tp) != (start.cp, start.tp):
+            raise ConfigError(
+                f"plan.layouts: {layout.describe()} has cp={layout.cp} tp={layout.tp}, the run starts with "
+                f"cp={start.cp} tp={start.tp}; only pp, dp and the layers of stages may change between steps"
+            )
+        if layout.world_size > start.world_size or layout.num_layers != start.num_layers:
+            raise ConfigError(
+                f"plan.layouts: {layout.describe()} has {layout.world_size} devices and {layout.num_layers} layers, "
+                f"the run {start.world_size} and {start.num_layers}"
+            )

@@ -1,0 +1,40 @@
+"""`LayoutOutcome`: one layout over the known steps, planned and simulated."""
+
+from dataclasses import dataclass
+
+from evenload.plan.planner import Proposal
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutOutcome:
+    """What a layout would make of the known steps.
+
+    Args:
+        proposal: of the coming step.
+        step_s: predicted seconds of every known step, as far as measured steps correct them.
+        holds: known steps that fit, up to the first that does not.
+        switch_s: of a switch to it, corrected alike; 0 = it is the current one.
+    """
+
+    proposal: Proposal
+    step_s: tuple[float, ...]
+    holds: int
+    switch_s: float = 0.0
+
+    @property
+    def excess_bytes(self) -> int:
+        """Above a device's memory, of the coming step."""
+        return max(choice.candidate.excess_bytes for choice in self.proposal.choices)
+
+    def compared_steps(self, keep: "LayoutOutcome") -> int:
+        """Steps over which it stands against the current layout: those that both hold."""
+        return min(self.holds, keep.holds) if keep.holds else self.holds
+
+    def order(self, keep: "LayoutOutcome") -> tuple[int, int, float]:
+        """The coming step must fit; what gains most over the current layout, or where that cannot run, what holds the
+        most steps and is fastest over them."""
+        steps = self.compared_steps(keep)
+        seconds = sum(self.step_s[:steps]) + self.switch_s
+        if keep.holds:
+            return self.excess_bytes, 0, seconds - sum(keep.step_s[:steps])
+        return self.excess_bytes, -steps, seconds

@@ -1,0 +1,94 @@
+"""Batches drawn ahead because a planner wants to know their lengths: nothing else may differ."""
+
+import pytest
+
+from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batch.state import decode_state, encode_state
+from evenload.errors import DataError
+from rank_threads import run_ranks
+
+TEXTS = [("abcdefg"[number % 7] * (number * 7 % 50)) for number in range(17)]
+
+
+def train(loader, ahead, stop=None):
+    """All batches with `ahead` known before each is trained, every third document deferred once."""
+    seen = []
+    while stop is None or len(seen) < stop:
+        batch = loader.next_batch()
+        if batch is None:
+            break
+        known = loader.coming(ahead)
+        deferred = set() if batch.is_last else {one.doc_id for one in batch.documents if one.doc_id % 3 == 1}
+        loader.note_step(batch, plan_for(batch, deferred=deferred))
+        loader.check_ledger()
+        seen.append((fingerprint_of(batch), encode_state(loader.state()), loader.summary(), known))
+    return seen
+
+
+@pytest.mark.parametrize("batching", [{"batch_documents": 4}, {"batch_tokens": 60}])
+@pytest.mark.parametrize("ahead", [1, 3, 50])
+def test_batches_states_and_account_are_as_without_looking_ahead(tmp_path, batching, ahead):
+    """Across epochs and the end of the data, with empty records dropped on the way."""
+    root = write_corpus(tmp_path, "jsonl", TEXTS)
+    config = data_config(root, **batching, epochs=2, overlong="truncate", max_document_tokens=20, seed=5)
+    plain = train(GlobalBatchLoader(config), 0)
+    peeked = train(GlobalBatchLoader(config), ahead)
+    assert [one[:3] for one in peeked] == [one[:3] for one in plain]
+    assert len(plain) > 8
+    # What was announced is what came, ids included.
+    documents = [one[0][2] for one in plain]
+    for step, (_, _, _, known) in enumerate(peeked):
+        come = [batch for batch in documents[step + 1 :][:ahead] if batch]
+        assert list(known) == come
+
+
+def test_a_run_resumed_behind_batches_drawn_ahead_repeats_none(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", TEXTS)
+    config = data_config(root, batch_documents=4, epochs=2, overlong="truncate", max_document_tokens=20)
+    whole = train(GlobalBatchLoader(config), 3)
+    for step, (_, state, _, _) in enumerate(whole[:-1]):
+        resumed = GlobalBatchLoader(config)
+        resumed.load_state(decode_state(state))
+        assert train(resumed, 2, stop=2)[0][:3] == whole[step + 1][:3]
+
+
+def test_several_ranks_draw_alike(tmp_path):
+    root = write_corpus(tmp_path, "jsonl", TEXTS)
+    config = data_config(root, batch_documents=5, epochs=2, streams=2)
+
+    def rank_run(rank, peers):
+        return [(one[1], one[3]) for one in train(GlobalBatchLoader(config, peers=peers), 2)]
+
+    alone = [(one[1], one[3]) for one in train(GlobalBatchLoader(config), 2)]
+    assert run_ranks(2, rank_run) == [alone, alone]
+
+
+def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [f'{{"text": "{number}"}}\n' for number in range(400)]
+    rows[333] = '{"text": 3}\n'
+    path.write_text("".join(rows))
+    config = data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
+
+    def trained(ahead):
+        """Batches before the error, what was known behind each, and the loader afterwards."""
+        loader, known = GlobalBatchLoader(config), []
+
+        def train():
+            while (batch := loader.next_batch()) is not None:
+                known.append(len(loader.coming(ahead)))
+                loader.note_step(batch, plan_for(batch))
+
+        with pytest.raises(DataError, match="no text under key"):
+            train()
+        return known, loader
+
+    plain, _ = trained(0)
+    peeked, loader = trained(4)
+    assert len(peeked) == len(plain) >= 5
+    assert peeked == [min(4, left) for left in range(len(plain) - 1, -1, -1)]
+    loader.check_ledger()
+    assert loader.state().step == len(plain)
+    with pytest.raises(DataError, match="no text under key"):
+        loader.next_batch()
