@@ -30,7 +30,7 @@ from matrix import (
 )
 from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
 from matrix_plans import grouped, lengths_of, model_of, plan_of
-from reference_training import relative_error, tiny_config
+from reference_training import embedding_name, relative_error, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
 
 # peft asks transformers by an old name.
@@ -205,10 +205,11 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
 def assert_equal(row, results, expected):
     loss = sum(result.loss for result in results)
     assert abs(loss - expected.loss) <= 1e-10 * abs(expected.loss), f"{row.describe()}: loss"
-    tied, seen = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes).tie_word_embeddings, set()
+    config = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes)
+    tied, embedding, seen = config.tie_word_embeddings, embedding_name(config), set()
     for result in results:
         for name, gradient in result.gradients.items():
-            name = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+            name = embedding if tied and name == "lm_head.weight" else name
             seen.add(name)
             error = relative_error(torch.from_numpy(gradient), expected.gradients[name])
             assert error <= 1e-10, f"{row.describe()}: {name} differs by {error:.1e}"

@@ -24,7 +24,7 @@ from training_cases import write_training_config
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-KINDS = ["gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
+KINDS = ["gpt2", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
 LORA = ["model.lora={rank=3, alpha=6.0}", "train.steps=4"]
 
 
@@ -41,9 +41,9 @@ def config_file(tmp_path: Path) -> Path:
 def save_random_model(kind: str, directory: Path, **changes) -> nn.Module:
     """transformers' own random model in transformers' own files."""
     torch.manual_seed(11)
-    # Gemma's are always tied on the Hub, others seldom.
+    # Gemma's and GPT-2's are always tied on the Hub, others seldom.
     model = AutoModelForCausalLM.from_config(
-        tiny_config(kind, vocab_size=257, tied=kind.startswith("gemma"), **changes), dtype=torch.float64
+        tiny_config(kind, vocab_size=257, tied=kind.startswith(("gemma", "gpt2")), **changes), dtype=torch.float64
     )
     model.save_pretrained(directory)
     return model

@@ -16,7 +16,7 @@ from reference_training import (
 from single_stage import assert_equals_plain, packs_of, run_single_stage
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
-NEW = ["gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
+NEW = ["gpt2", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
 CUTS = {"sliced": ([0.3, 0.75], 40, [0.5], 33), "whole": ([], 70, [], 70), "many": ([0.1, 0.2, 0.6], 9, [0.9], 11)}
 
 
@@ -127,6 +127,10 @@ def test_bf16_experts_are_at_most_twice_as_wrong_as_plain_bf16(kind):
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("gemma2", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop is 0.1: a dropout mask .* set it to 0 in config.json"),
+        ("gpt2", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is set"),
         (
             "gemma3",
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},

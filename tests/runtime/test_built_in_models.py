@@ -29,7 +29,7 @@ def test_a_built_in_models_configuration_has_its_shape(name):
         assert set(few.windows) == kinds, "one of each kind of attention"
 
 
-@pytest.mark.parametrize("name", ["gpt-13b", "bert-340m"])
+@pytest.mark.parametrize("name", ["bert-340m"])
 def test_a_model_that_is_only_planned_is_refused(name):
     with pytest.raises(UnsupportedModelError, match="is not supported"):
         config_from(name)

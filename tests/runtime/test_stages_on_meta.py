@@ -68,7 +68,7 @@ class CheckedVarlen(VarlenCudaAttention):
 @pytest.mark.parametrize(
     ("packs", "split", "policy"), [("whole", False, "replay"), ("cut", True, "recompute")], ids=["plain", "all at once"]
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "olmo2"])
 def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     """Hidden states and their gradients in bf16, sums of gradients in fp32, the loss in fp64, on every stage."""
     config = tiny_config(kind, **({"sliding_window": 16} if kind == "mistral" else {}))

@@ -10,6 +10,7 @@ from dist_cases import gradients_of_plans
 from evenload.types.plan import encode_plan
 from reference_training import (
     ROUNDS_TO_FLOAT32,
+    embedding_name,
     exact_casts,
     make_tokens,
     plain_loss_and_gradients,
@@ -56,7 +57,7 @@ def assert_plans_equal_plain(
         seen = set()
         for result in results:
             for name, gradient in result[1].items():
-                name = "model.embed_tokens.weight" if config.tie_word_embeddings and name == "lm_head.weight" else name
+                name = embedding_name(config) if config.tie_word_embeddings and name == "lm_head.weight" else name
                 seen.add(name)
                 assert relative_error(torch.from_numpy(gradient), plain[name]) <= tolerance, (index, name)
         assert seen == set(plain)

@@ -59,6 +59,7 @@ MODELS: Mapping[str, ModelCase] = {
     "olmo2": ModelCase("olmo2"),
     "mixtral": ModelCase("mixtral", BALANCED),
     "qwen3_moe": ModelCase("qwen3_moe", BALANCED),
+    "gpt2, tied": ModelCase("gpt2", {"tied": True}),
 }
 WINDOWED = ("mistral, window", "gemma2", "gemma3")
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
@@ -177,10 +178,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("layout", "model"),
-        lambda layout, model: "tp" in LAYOUTS[layout] and model in (*WITH_EXPERTS, "olmo2"),
-        "`tp` and Mixtral, Qwen3-MoE or OLMo 2",
-        "experts are not cut; OLMo 2 norms all heads together, which lie on different ranks",
-        "has experts: their matrices are not cut|norms all query heads together",
+        lambda layout, model: "tp" in LAYOUTS[layout] and model in (*WITH_EXPERTS, "olmo2", "gpt2, tied"),
+        "`tp` and Mixtral, Qwen3-MoE, OLMo 2 or GPT-2",
+        "experts are not cut; OLMo 2 norms all heads together, which lie on different ranks; GPT-2 makes queries, keys "
+        "and values with one matrix",
+        "has experts: their matrices are not cut|norms all query heads together|with one matrix",
     ),
     Refusal(
         ("model", "exchange"),

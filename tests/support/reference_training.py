@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -27,6 +28,8 @@ from transformers import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from evenload.types.architectures.registry import ARCHITECTURES
 
 _COMMON = {
     "vocab_size": 97,
@@ -45,6 +48,10 @@ _COMMON = {
 def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
     """A decoder of 4 small layers of a kind in `KINDS`."""
     settings = {**_COMMON, "tie_word_embeddings": tied, **changes}
+    if kind == "gpt2":
+        names = ARCHITECTURES[kind].keys
+        named = {names.get(key, key): value for key, value in settings.items() if key != "num_key_value_heads"}
+        return GPT2Config(**{"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **named})
     if kind == "llama":
         return LlamaConfig(**settings)
     if kind == "qwen2":
@@ -74,14 +81,20 @@ def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig
 
 
 KINDS = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"
+    "llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"
 )  # fmt: skip
-"""GQA; bias; qk-norm; window; embedding factor; capped scores and logits, post-norms, windows by turns; rotary by kind
-of layer, qk-norm; post-norm only; experts; experts and qk-norm."""
+"""GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
+scores and logits, post-norms, windows by turns; rotary by kind of layer, qk-norm; post-norm only; experts; experts and
+qk-norm."""
 
 
 ROUNDS_TO_FLOAT32 = ("gemma", "gemma2", "gemma3", "mixtral", "olmo2", "qwen3_moe")
 """Kinds that tests compare under `exact_casts`; the others seldom show their rounding."""
+
+
+def embedding_name(config: PretrainedConfig) -> str:
+    """Of the embedding's weight in the whole model."""
+    return f"{ARCHITECTURES[config.model_type].names.embedding_path}.weight"
 
 
 def balance_factor(config: PretrainedConfig) -> float:

@@ -51,13 +51,14 @@ def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
     """Rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor parallelism
     only."""
-    token_ids = torch.randint(0, vocab_size, (rows,), device=stage.device)
+    token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
+    positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
     grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
 
     @torch.no_grad()
     def work() -> None:
-        embed(stage.model, token_ids, None)
-        add_embedding_gradient(stage.model, token_ids, grad, None)
+        embed(stage.model, token_ids, positions, None)
+        add_embedding_gradient(stage.model, token_ids, positions, grad, None)
 
     return work
 

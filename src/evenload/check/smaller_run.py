@@ -10,7 +10,9 @@ import msgspec
 from evenload.check.scope import STEPS, Scope
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
+from evenload.types.architectures.architecture import ModuleNames
 
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10
@@ -85,9 +87,10 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
     source = path if path.is_dir() else path.parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    settings = load_config(str(path)).to_dict()
-    num_layers = settings["num_hidden_layers"]
-    settings["num_hidden_layers"] = layers
+    config = load_config(str(path))
+    architecture, settings = check_supported(config), config.to_dict()
+    num_layers = settings[architecture.layers_key]
+    settings[architecture.layers_key] = layers
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == num_layers:
             settings[key] = value[:layers]
@@ -95,13 +98,14 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
     if random_init:
         return
     # Links to the files, and an index that leaves out the other layers' tensors.
-    kept = {name: tensor.file for name, tensor in stored_weights(source).items() if _layer_of(name) < layers}
+    names = architecture.names
+    kept = {name: tensor.file for name, tensor in stored_weights(source).items() if _layer_of(name, names) < layers}
     for file in sorted(set(kept.values())):
         (directory / file).symlink_to((source / file).resolve())
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": kept}))
 
 
-def _layer_of(name: str) -> int:
+def _layer_of(name: str, names: ModuleNames) -> int:
     """Index of a tensor's layer; -1 for those of none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found.group(1)) if found else -1
+    found = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
+    return int(found.group(2)) if found else -1

@@ -72,8 +72,8 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         parameters[rank] += (last - first) * layer
     first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
-    parameters[first_rank] += embedding
-    parameters[last_rank] += model.hidden_size  # the final norm
+    parameters[first_rank] += embedding + model.position_parameters
+    parameters[last_rank] += model.norm_parameters
     if not (model.tied_embeddings and first_rank == last_rank):
         parameters[last_rank] += embedding
     return parameters
@@ -95,8 +95,11 @@ def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
 
 
 def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
-    """Of one layer on one tensor-parallel rank: matrices are split, norms and the router are copies."""
+    """Of one layer on one tensor-parallel rank: matrices are split; norms, router, and biases behind a sum over ranks
+    are copies."""
     copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
+    if model.biases:
+        copied += 4 * model.hidden_size
     key_value = 2 * model.hidden_size * model.head_dim
     split = model.stored_parameters_per_layer - copied - key_value * model.num_kv_heads
     # Adapters are counted whole on every tensor-parallel rank: they are thin.

@@ -50,4 +50,4 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
 
 
 def _trained_embedding(model: ModelSpec, tp: int) -> int:
-    return 0 if model.adapter_parameters_per_layer else embedding_parameters(model, tp)
+    return 0 if model.adapter_parameters_per_layer else embedding_parameters(model, tp) + model.position_parameters

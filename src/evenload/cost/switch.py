@@ -110,7 +110,8 @@ def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.flo
     """Of embedding, layers, head (with the final norm) on one tensor-parallel rank; float64[U]."""
     embedding, layer = embedding_parameters(model, layout.tp), layer_parameters(model, layout.tp)
     head = 0 if model.tied_embeddings and layout.pp == 1 else embedding
-    return np.array([embedding, *[layer] * model.num_layers, head + model.hidden_size], np.float64)
+    first, last = embedding + model.position_parameters, head + model.norm_parameters
+    return np.array([first, *[layer] * model.num_layers, last], np.float64)
 
 
 def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:

@@ -200,7 +200,8 @@ def _problem(
     moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
     after_s = moved_s + coefficients.optimizer_s_per_parameter / copies
 
-    embedding, head = embedding_parameters(model, even.tp), embedding_parameters(model, even.tp) + model.hidden_size
+    words = embedding_parameters(model, even.tp)
+    embedding, head = words + model.position_parameters, words + model.norm_parameters
     stored = _Amounts(layer_parameters(model, even.tp), embedding, head)
     trained = _Amounts(trained_layer_parameters(model, even.tp), 0, 0) if model.adapter_parameters_per_layer else stored
     weight, state = element * copies, max(element, 4) * copies + optimizer_bytes_per_parameter(model)

@@ -65,6 +65,8 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
         experts_per_token=config.get("num_experts_per_tok") or 0,
         sliding_windows=_sliding_windows(config, architecture, layers),
         post_norm=architecture.post_norm,
+        biases=architecture.biases,
+        position_rows=_needed(config, "max_position_embeddings", name) if architecture.names.positions else 0,
         causal=architecture.causal,
         bytes_per_element=bytes_per_element,
     )

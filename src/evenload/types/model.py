@@ -29,6 +29,9 @@ class ModelSpec(Frozen):
         sliding_windows: per layer the attention window in tokens, 0 = full; empty = all full.
         post_norm: norms stand behind attention and feed-forward block too (or instead), so backward reads the output
             of the block's last matrix product, which otherwise nobody needs.
+        biases: every matrix of a layer and every norm has one; of other models biases are not counted.
+        position_rows: of a table of learned positions, which no document may be longer than (GPT-2); 0 = positions are
+            computed (rotary), or their table is not counted.
         adapter_parameters_per_layer: 0 = all weights are trained; else only so many a layer (LoRA), and all others
             have no gradient and no optimizer state.
         causal: False for bidirectional encoders, which cannot be sliced.
@@ -49,6 +52,8 @@ class ModelSpec(Frozen):
     experts_per_token: int = 0
     sliding_windows: tuple[int, ...] = ()
     post_norm: bool = False
+    biases: bool = False
+    position_rows: int = 0
     adapter_parameters_per_layer: int = 0
     causal: bool = True
     bytes_per_element: int = 2
@@ -66,11 +71,9 @@ class ModelSpec(Frozen):
             raise ConfigError(
                 f"model {self.name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
             )
-        if self.adapter_parameters_per_layer < 0:
-            raise ConfigError(
-                f"model {self.name}: adapter_parameters_per_layer is {self.adapter_parameters_per_layer}, must be 0 or "
-                "more"
-            )
+        for field in ("adapter_parameters_per_layer", "position_rows"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be 0 or more")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"model {self.name}: experts_per_token {self.experts_per_token} is outside 1..{self.num_experts}"
@@ -90,11 +93,19 @@ class ModelSpec(Frozen):
 
     @property
     def stored_parameters_per_layer(self) -> int:
-        """Weights of one layer's matrices held in memory (all experts)."""
+        """Weights of one layer held in memory: matrices (of all experts), router, norms, and biases if counted."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
         router = self.hidden_size * self.num_experts
-        return attention + ffn * max(1, self.num_experts) + router + 2 * self.hidden_size
+        return attention + ffn * max(1, self.num_experts) + router + 2 * self.hidden_size + self.biases_per_layer
+
+    @property
+    def biases_per_layer(self) -> int:
+        """Of the matrices and the two norms of one layer; 0 where they are not counted."""
+        if not self.biases:
+            return 0
+        inner = (2 if self.gated_ffn else 1) * self.ffn_hidden_size
+        return self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + inner + 4 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -102,14 +113,25 @@ class ModelSpec(Frozen):
         return self.vocab_size * self.hidden_size
 
     @property
+    def position_parameters(self) -> int:
+        """Of the table of learned positions, which stands beside the embedding; 0 = there is none."""
+        return self.position_rows * self.hidden_size
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm."""
+        return (2 if self.biases else 1) * self.hidden_size
+
+    @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, of all experts; a tied head counts once. Without biases and adapters."""
+        """Weights of the whole model, of all experts; a tied head counts once. Without adapters, and without biases
+        where they are not counted."""
         return self.num_layers * self.stored_parameters_per_layer + self._outer_parameters
 
     @property
     def num_active_parameters(self) -> int:
         """Of those the ones that one token meets: all of a dense model; of experts the chosen ones."""
-        router_and_norms = self.hidden_size * (self.num_experts + 2)
+        router_and_norms = self.hidden_size * (self.num_experts + 2) + self.biases_per_layer
         return self.num_layers * (self.linear_parameters_per_layer + router_and_norms) + self._outer_parameters
 
     def describe_size(self) -> str:
@@ -122,5 +144,6 @@ class ModelSpec(Frozen):
 
     @property
     def _outer_parameters(self) -> int:
-        """Embedding, head and final norm."""
-        return (1 if self.tied_embeddings else 2) * self.embedding_parameters + self.hidden_size
+        """Embedding with positions, head and final norm."""
+        embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
+        return embeddings + self.position_parameters + self.norm_parameters

@@ -2,8 +2,9 @@
 
 Sources: `llama-*` SlimPack Table 3 (vocabulary 32,000); `wlb-*` WLB-LLM §7.1: 7B is LLaMA-2-7B, the others are only
 said to scale layers and width in proportion, so 550M, 30B and 70B are our reading (sizes agree within 5 %); `gpt-*` and
-`bert-*` FlexPipe Table 1 (its width 5140 does not divide into 40 heads; 5120 is meant); all others their public
-config.json, of Gemma 3 the text part. Embeddings and heads count as stored once where they are tied.
+`bert-*` FlexPipe Table 1 (its width 5140 does not divide into 40 heads; 5120 is meant; how many positions are learned
+it does not say: GPT-3's 2048 are counted); all others their public config.json, of Gemma 3 the text part. Embeddings
+and heads count as stored once where they are tied.
 """
 
 import json
@@ -33,9 +34,11 @@ class _Row(NamedTuple):
     experts: int = 0
     chosen: int = 0
     window: int = 0
+    positions: int = 0
 
 
 _LLAMA3, _QWEN3 = 128_256, 151_936
+_GPT3_CONTEXT = 2048
 _ROWS = (
     _Row("llama-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
     _Row("llama-13b", "llama", 40, 5120, 40, 0, 0, 13824, 32_000),
@@ -45,8 +48,8 @@ _ROWS = (
     _Row("wlb-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
     _Row("wlb-30b", "llama", 60, 6656, 52, 0, 0, 17920, 32_000),
     _Row("wlb-70b", "llama", 80, 8192, 64, 8, 0, 28672, 32_000),
-    _Row("gpt-3.35b", "gpt2", 16, 4096, 32, 0, 0, 16384, 50_257),
-    _Row("gpt-13b", "gpt2", 40, 5120, 40, 0, 0, 20480, 50_257),
+    _Row("gpt-3.35b", "gpt2", 16, 4096, 32, 0, 0, 16384, 50_257, positions=_GPT3_CONTEXT),
+    _Row("gpt-13b", "gpt2", 40, 5120, 40, 0, 0, 20480, 50_257, positions=_GPT3_CONTEXT),
     _Row("bert-340m", "bert", 24, 1024, 16, 0, 0, 4096, 30_522),
     _Row("bert-1.36b", "bert", 96, 1024, 16, 0, 0, 4096, 30_522),
     _Row("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 64, 4864, 151_936, tied=True),
@@ -90,6 +93,8 @@ def _spec(row: _Row) -> ModelSpec:
         experts_per_token=row.chosen,
         sliding_windows=architecture.windows({}, row.window, row.layers) if row.window else (),
         post_norm=architecture.post_norm,
+        biases=architecture.biases,
+        position_rows=row.positions,
         causal=architecture.causal,
     )
 

@@ -156,7 +156,7 @@ class MappingCosts:
         self._trained_layer = trained_layer_parameters(model, tp)
         self._trains_all = not model.adapter_parameters_per_layer
         self._is_tied_whole = model.tied_embeddings and depth == 1
-        self._norm = model.hidden_size
+        self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
         n = self.micro_batches = max(1, min(micro_batches, -(-batch.num_documents // dp)))
         # Work of the slowest replica and of its largest micro-batch, up to every layer.
@@ -195,7 +195,7 @@ class MappingCosts:
 
     def parameters(self, first: int, last: int) -> int:
         """Of one device of a stage."""
-        held = (last - first) * self._layer + (self._embedding if first == 0 else 0)
+        held = (last - first) * self._layer + (self._embedding + self._positions if first == 0 else 0)
         if last == self.num_layers:
             held += self._norm + (0 if self._is_tied_whole else self._embedding)
         return held

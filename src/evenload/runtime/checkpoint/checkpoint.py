@@ -207,6 +207,5 @@ def _placed(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:
     start = 0
     for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
         # A tied head is the embedding; the first stage saves it for both, and both load it.
-        tied_head = buffer.tied and name == "lm_head.weight"
-        yield "model.embed_tokens.weight" if tied_head else name, parameter, start
+        yield buffer.tied_name if buffer.tied else name, parameter, start
         start += parameter.numel()

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.supported import check_supported
+from evenload.types.architectures.registry import ARCHITECTURES
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import MODEL_TYPES, MODELS, model_from
@@ -27,7 +28,7 @@ def config_from(name_or_path: str) -> PretrainedConfig:
 
 
 def _of_built_in(name: str) -> PretrainedConfig:
-    model = MODELS[name]
+    model, architecture = MODELS[name], ARCHITECTURES[MODEL_TYPES[name]]
     sizes: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -41,13 +42,18 @@ def _of_built_in(name: str) -> PretrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if model.position_rows:
+        sizes["max_position_embeddings"] = model.position_rows
+    sizes |= dict.fromkeys(architecture.dropouts, 0.0)
     if any(model.windows):
         sizes["sliding_window"] = max(model.windows)
     if model.num_experts:
         # Mixtral's and Qwen's names of the same numbers.
         sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
         sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
-    config = AutoConfig.for_model(MODEL_TYPES[name], **sizes)
+    config = AutoConfig.for_model(
+        MODEL_TYPES[name], **{architecture.keys.get(key, key): value for key, value in sizes.items()}
+    )
     check_supported(config)
     return config
 
@@ -63,7 +69,7 @@ def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: 
     others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
     tree = config.to_dict()
-    tree["num_hidden_layers"] = len(chosen) * stages
+    tree[check_supported(config).layers_key] = len(chosen) * stages
     if tree.get("layer_types"):
         tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
     # How many layers have a window; the kinds of layers say it already.

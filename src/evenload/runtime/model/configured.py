@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 from evenload.errors import ConfigError
 from evenload.runtime.config.lora_config import with_adapters
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig
-from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec
 
@@ -38,8 +38,16 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
-    """The configured model as the cost model sees it."""
+    """The configured model as the cost model sees it.
+
+    Raises:
+        ConfigError: no such model, documents longer than its learned positions, or adapters that fit nowhere.
+        UnsupportedModelError: an architecture or option that is not trained.
+    """
     hf = load_config(config.model.path)
+    require_positions(hf, config.data.max_document_tokens)
+    if config.model.lora is not None:
+        require_adapters(hf)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     return with_adapters(

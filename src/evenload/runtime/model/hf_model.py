@@ -20,9 +20,18 @@ from transformers.activations import ACT2FN
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.model.hf_weights import fill_constants, initialise_weights, load_weights
+from evenload.runtime.model.hf_weights import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    NORM,
+    POSITIONS,
+    fill_constants,
+    initialise_weights,
+    load_weights,
+)
 from evenload.runtime.model.lora import add_adapters
-from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.supported import check_supported, require_adapters
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
 from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
 from evenload.types.architectures.architecture import Architecture
@@ -35,7 +44,9 @@ class StageModel:
 
     Args:
         layers: by global layer index.
+        rotary: makes rotary positions; None = the model learns a table of positions.
         embedding: on the first stage (and on the last when tied), else None.
+        positions: the table of learned positions, on the first stage, else None.
         norm, head: on the last stage, else None.
         router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
     """
@@ -43,8 +54,9 @@ class StageModel:
     config: PretrainedConfig
     architecture: Architecture
     layers: dict[int, nn.Module]
-    rotary: nn.Module
+    rotary: nn.Module | None
     embedding: nn.Embedding | None
+    positions: nn.Embedding | None
     norm: nn.Module | None
     head: nn.Linear | None
     is_first: bool
@@ -53,18 +65,22 @@ class StageModel:
 
     def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """Of every unit its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
+        names = self.architecture.names
         if self.is_first:
-            yield _trained("model.embed_tokens", self.embedding)
+            positions = [] if self.positions is None else _trained(names.positions_path, self.positions)
+            yield _trained(names.embedding_path, self.embedding) + positions
         for index, layer in self.layers.items():
-            yield _trained(f"model.layers.{index}", layer)
+            yield _trained(names.layer_path(index), layer)
         if self.is_last:
             # Embedding and head may be one parameter on this stage.
             is_tied = self.is_first and bool(self.config.tie_word_embeddings)
-            yield _trained("model.norm", self.norm) + ([] if is_tied else _trained("lm_head", self.head))
+            yield _trained(names.norm_path, self.norm) + ([] if is_tied else _trained("lm_head", self.head))
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
-        kind. `like` [1, T, hidden] is of the compute precision and device."""
+        kind. `like` [1, T, hidden] is of the compute precision and device. Empty where positions are learned."""
+        if self.rotary is None:
+            return {}
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
         if kinds is None:
             same = self.rotary(like, positions)
@@ -83,9 +99,19 @@ class StageModel:
         factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
         return None if factor is None or self.embedding is None else factor.to(self.embedding.weight.dtype)
 
+    def attention_heads(self, layer: int) -> tuple[int, int, int]:
+        """Query heads and key/value heads of this rank, and the width of one."""
+        names = self.architecture.names
+        attention: Any = getattr(self.layers[layer], names.attention)
+        dim: int = attention.head_dim
+        if names.fused:
+            heads = getattr(attention, names.fused).nf // (3 * dim)
+            return heads, heads, dim
+        return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
+
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
         """Those that are not trained; one may come twice (a tied embedding)."""
-        for module in (self.embedding, *self.layers.values(), self.norm, self.head):
+        for module in (self.embedding, self.positions, *self.layers.values(), self.norm, self.head):
             if module is not None:
                 yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
@@ -103,7 +129,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
             f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null; documents are "
             "never padded, so nothing else depends on it"
         )
-    for key in ("hidden_act", "hidden_activation"):
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
         function = getattr(config, key, None)
         if isinstance(function, str) and function not in ACT2FN:
             near = difflib.get_close_matches(function, ACT2FN, n=1)
@@ -156,16 +182,20 @@ def build_stage_model(
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
-        UnsupportedModelError: a layer holds a module that replay does not know, or that tp cannot cut.
+        UnsupportedModelError: a layer holds a module that replay does not know, that tp cannot cut, or whose linears
+            get no adapters.
         ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
     architecture = check_supported(config)
     require_tensor_parallel(config, tp)
+    if lora is not None:
+        require_adapters(config)
     whole = empty_model(config, dtype)
     stored = {} if weights is None else _fitting_weights(config, whole, Path(weights))
-    decoder: Any = whole.model
+    names = architecture.names
+    decoder: Any = getattr(whole, names.decoder)
     is_first, is_last = layers[0] == 0, layers[1] == config.num_hidden_layers
-    kept = {index: decoder.layers[index] for index in range(*layers)}
+    kept = {index: getattr(decoder, names.layers)[index] for index in range(*layers)}
     _refuse_unknown_modules(kept, architecture)
     tied_copy = is_last and bool(config.tie_word_embeddings)
     stage = StageModel(
@@ -173,19 +203,28 @@ def build_stage_model(
         architecture=architecture,
         layers=kept,
         # Real memory, and fp32 whatever the model's precision: its frequencies are computed, not loaded.
-        rotary=type(decoder.rotary_emb)(config).to(device),
-        embedding=decoder.embed_tokens if is_first or tied_copy else None,
-        norm=decoder.norm if is_last else None,
+        rotary=None if names.positions else type(decoder.rotary_emb)(config).to(device),
+        embedding=getattr(decoder, names.embedding) if is_first or tied_copy else None,
+        positions=getattr(decoder, names.positions) if is_first and names.positions else None,
+        norm=getattr(decoder, names.norm) if is_last else None,
         head=whole.lm_head if is_last else None,
         is_first=is_first,
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    named = {f"model.layers.{index}": layer for index, layer in kept.items()}
-    named |= {"model.embed_tokens": stage.embedding, "model.norm": stage.norm, "lm_head": stage.head}
-    units = [(name, unit) for name, unit in named.items() if unit is not None]
-    for name, unit in units:
-        if name == "lm_head" and tied_copy:
+    numbered = [(LAYERS + index, names.layer_path(index), layer) for index, layer in kept.items()]
+    numbered += [
+        (number, name, unit)
+        for number, name, unit in (
+            (EMBEDDING, names.embedding_path, stage.embedding),
+            (POSITIONS, names.positions_path, stage.positions),
+            (NORM, names.norm_path, stage.norm),
+            (HEAD, "lm_head", stage.head),
+        )
+        if unit is not None
+    ]
+    for number, name, unit in numbered:
+        if number == HEAD and tied_copy:
             assert stage.embedding is not None
             unit.weight = stage.embedding.weight
             continue
@@ -193,7 +232,7 @@ def build_stage_model(
         # Random weights are made on the CPU, so that every device starts from the same ones.
         unit.to_empty(device="cpu" if weights is None else device)
         if weights is None:
-            initialise_weights(whole, name, unit, seed)
+            initialise_weights(whole, number, unit, seed)
             unit.to(device)
         else:
             load_weights(name, unit, Path(weights), stored, architecture.experts)
@@ -204,7 +243,7 @@ def build_stage_model(
         add_adapters(whole, kept, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
-            split_weights(units, architecture, tp_rank, tp)
+            split_weights([(name, unit) for _, name, unit in numbered], architecture, tp_rank, tp)
     return stage
 
 
@@ -235,6 +274,6 @@ def _refuse_unknown_modules(layers: dict[int, nn.Module], architecture: Architec
         for name, module in layer.named_modules():
             if type(module).__name__ not in architecture.layer_classes:
                 raise UnsupportedModelError(
-                    f"model.layers.{index}.{name or '(layer)'} is a {type(module).__name__}, which replay does not "
-                    f"know; known: {', '.join(sorted(architecture.layer_classes))}"
+                    f"{architecture.names.layer_path(index)}.{name or '(layer)'} is a {type(module).__name__}, which "
+                    f"replay does not know; known: {', '.join(sorted(architecture.layer_classes))}"
                 )

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from evenload.runtime.model.weight_files import StoredTensor, stored_parts
 from evenload.types.architectures.architecture import ExpertNames
 
-_UNIT_OF_PREFIX = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 2}
+POSITIONS, EMBEDDING, NORM, HEAD, LAYERS = range(-1, 4)
+"""Numbers of what has a seed of its own; layers follow from the last one on."""
 
 
-def initialise_weights(whole: Any, name: str, unit: nn.Module, seed: int) -> None:
+def initialise_weights(whole: Any, number: int, unit: nn.Module, seed: int) -> None:
     """Fill a unit of a transformers model by the model's own rules, from a seed of its own."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(unit_seed(name, seed))
-        for part in unit.modules():
-            whole._init_weights(part)
+        torch.manual_seed(unit_seed(number, seed))
+        # Children first: GPT-2's blocks fill a matrix of theirs again.
+        unit.apply(whole._init_weights)
 
 
-def unit_seed(prefix: str, seed: int) -> int:
+def unit_seed(number: int, seed: int) -> int:
     """Depends on the unit and not on the layout."""
-    index = _UNIT_OF_PREFIX[prefix] if prefix in _UNIT_OF_PREFIX else 3 + int(prefix.rsplit(".", 1)[1])
-    return seed * 1_000_003 + index
+    return seed * 1_000_003 + number
 
 
 def load_weights(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.config.lora_config import LoraConfig, target_linears
 from evenload.runtime.model.export_files import save_tensors
-from evenload.runtime.model.hf_weights import unit_seed
+from evenload.runtime.model.hf_weights import LAYERS, unit_seed
 from evenload.runtime.model.weight_files import read_header, require_plain
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
@@ -54,7 +54,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
         prefix = f"model.layers.{index}"
         found = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
-            _initialise(found, unit_seed(prefix, seed))
+            _initialise(found, unit_seed(LAYERS + index, seed))
         else:
             _load(found, Path(lora.path), lora)
 

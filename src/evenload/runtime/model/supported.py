@@ -39,7 +39,8 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
             "once (transformers: from_pretrained, dequantize(), save_pretrained) and give that directory; for random "
             "weights remove the key"
         )
-    for key, what in (("attention_dropout", "a dropout mask"), ("router_jitter_noise", "the noise")):
+    noise = [(key, "a dropout mask") for key in architecture.dropouts] + [("router_jitter_noise", "the noise")]
+    for key, what in noise:
         if value := getattr(config, key, 0.0):
             yield f"{key} is {value}: {what} would differ between forward and backward; set it to 0 in config.json"
     for rope in _ropes(config):
@@ -48,6 +49,11 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
                 f"rope_type '{kind}' changes with the batch's length, so a token would depend on its pack; supported: "
                 f"{', '.join(sorted(_FIXED_ROPE))}"
             )
+    if getattr(config, "add_cross_attention", None):
+        yield (
+            "add_cross_attention is set: its layers attend to an encoder, which no document has; set it to false in "
+            "config.json"
+        )
     if getattr(config, "use_bidirectional_attention", None):
         yield (
             "use_bidirectional_attention is set: tokens would see later ones, which slices of a document do not hold; "
@@ -61,10 +67,34 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
         )
 
 
+def require_adapters(config: PretrainedConfig) -> None:
+    """`UnsupportedModelError` for an architecture whose linears get no adapters."""
+    if why := check_supported(config).unadapted:
+        raise UnsupportedModelError(
+            f"model.lora is set and {_causal_class(config)} {why}; remove [model.lora] to train all weights"
+        )
+
+
+def require_positions(config: PretrainedConfig, max_document_tokens: int) -> None:
+    """`ConfigError` where documents may be longer than a model's table of learned positions."""
+    architecture = check_supported(config)
+    if not architecture.names.positions or max_document_tokens <= config.max_position_embeddings:
+        return
+    known = config.max_position_embeddings
+    key = architecture.keys.get("max_position_embeddings", "max_position_embeddings")
+    raise ConfigError(
+        f"documents may have up to {max_document_tokens:,} tokens (data.max_document_tokens), but "
+        f"{architecture.causal_class} has a learned position for {known:,} tokens only ({key} in config.json); set "
+        f'data.max_document_tokens = {known} with data.overlong = "split" (or "truncate", "drop"), or raise {key} and '
+        "train from random weights"
+    )
+
+
 def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
-    """What to say where documents may be longer than what the model's positions are made for; "" where they are not."""
+    """What to say where documents may be longer than what a model's rotary positions are made for; "" where they are
+    not. Learned positions end: `require_positions`."""
     known = getattr(config, "max_position_embeddings", None)
-    if not known:
+    if not known or check_supported(config).names.positions:
         return ""
     for rope in _ropes(config):
         reach = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)

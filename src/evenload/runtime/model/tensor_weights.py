@@ -45,6 +45,10 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
     whose blocks mix what lies on different ranks."""
     if tp == 1:
         return
+    if why := check_supported(config).uncut:
+        raise UnsupportedModelError(
+            f"parallel.tp is {tp} and the model {why}; use parallel.dp, parallel.pp or parallel.cp"
+        )
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -60,10 +64,6 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
         raise ConfigError(
             f"parallel.tp is {tp}, but vocab_size of the model is {config.vocab_size}: some rank would get none of it; "
             "choose a smaller tp"
-        )
-    if why := check_supported(config).uncut:
-        raise UnsupportedModelError(
-            f"parallel.tp is {tp} and the model {why}; use parallel.dp, parallel.pp or parallel.cp"
         )
 
 

@@ -29,6 +29,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _HARMLESS = {
     r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)": "rotary tables that old versions of transformers stored; "
     "they are computed from config.json",
+    r"(.*\.)?attn\.(bias|masked_bias)": "causal masks that old versions of transformers stored with GPT-2",
     r"(.*\.)?position_ids": "positions that old versions of transformers stored; they are counted",
 }
 """Tensors that no parameter takes and no result depends on, and why."""
@@ -150,9 +151,13 @@ def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
 def stored_parts(
     stored: Mapping[str, Any], name: str, tensor: Tensor, experts: ExpertNames | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by one."""
+    """(name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by one.
+    Directories that were saved without the head (the published GPT-2) leave the decoder's name out."""
+    without_decoder = name.partition(".")[2]
     if name in stored:
         yield name, tensor
+    elif without_decoder in stored:
+        yield without_decoder, tensor
     else:
         yield from stored_tensors(name, tensor, experts)
 

@@ -27,9 +27,10 @@ class FlatBuffer:
         parameters: the parameters, views of `values`.
         num_elements: real elements; the buffers are padded to a multiple of `dp`.
         values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
-        tied: the buffer holds the embedding/head weight that another rank holds too.
+        tied: the buffer holds the embedding/head weight that another rank holds too, and nothing else.
         is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
             hold the same.
+        tied_name: what a tied weight is called in checkpoints: as the embedding.
     """
 
     names: tuple[str, ...]
@@ -40,6 +41,7 @@ class FlatBuffer:
     decays: bool
     tied: bool
     is_part: bool
+    tied_name: str = ""
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         """The view of `flat` that a data-parallel rank owns."""
@@ -57,22 +59,26 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[Fl
     stages = [stages] if isinstance(stages, StageModel) else stages
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
     crosses_ranks = bool(stages[0].config.tie_word_embeddings) and not is_within
+    embedding_name = f"{stages[0].architecture.names.embedding_path}.weight"
+    tied_names = (embedding_name, "lm_head.weight") if crosses_ranks else ()
     buffers, seen = [], set()
     for named in (unit for stage in stages for unit in stage.unit_parameters()):
         named = [(name, p) for name, p in named if id(p) not in seen]
         seen |= {id(p) for _, p in named}
-        for decays, is_part in itertools.product((True, False), repeat=2):
+        for tied, decays, is_part in itertools.product((True, False), repeat=3):
             group = [
-                (name, p) for name, p in named if (p.ndim >= 2) == decays and (tensor_split(p) is not None) == is_part
+                (name, p)
+                for name, p in named
+                if (p.ndim >= 2, tensor_split(p) is not None, name in tied_names) == (decays, is_part, tied)
             ]
             if not group:
                 continue
-            tied = crosses_ranks and group[0][0] in ("model.embed_tokens.weight", "lm_head.weight")
-            assert not tied or len(group) == 1, "a tied weight shares its buffer with nothing"
             names, parameters = zip(*group, strict=True)
             num_elements = sum(p.numel() for p in parameters)
             values, grads = _flatten(parameters, num_elements, -(-num_elements // dp) * dp)
-            buffers.append(FlatBuffer(names, parameters, num_elements, values, grads, decays, tied, is_part))
+            buffers.append(
+                FlatBuffer(names, parameters, num_elements, values, grads, decays, tied, is_part, embedding_name)
+            )
     return buffers
 
 

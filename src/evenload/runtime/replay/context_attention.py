@@ -20,7 +20,6 @@ a layer and transfer, and a copy of the gathered rows.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -303,10 +302,8 @@ def join_backward(
 
 def _no_rows(model: StageModel, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
-    attention: Any = model.layers[layer].self_attn
-    dim: int = attention.head_dim
-    widths = attention.q_proj.out_features, attention.k_proj.out_features
-    return tuple(like.new_empty(0, width // dim, dim) for width in widths)  # type: ignore[return-value]
+    heads, kv_heads, dim = model.attention_heads(layer)
+    return like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
 
 
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:

@@ -31,24 +31,31 @@ from evenload.runtime.replay.weight_products import is_frozen
 from evenload.types.token_range import Range
 
 
-def embed(model: StageModel, token_ids: Tensor, rows: RowExchange | None) -> Tensor:
-    """int64[T] of a pack -> embeddings of own rows, [n, hidden]; collective where `rows` says that the vocabulary is
-    divided over a group."""
+def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExchange | None) -> Tensor:
+    """Tokens and positions in their documents, int64[T] of a pack each -> embeddings of own rows, [n, hidden], with
+    learned positions if there are any; collective where `rows` says that the vocabulary is divided over a group."""
     embedding = model.embedding
     assert embedding is not None
     if rows is None:
-        return embedding(token_ids)
+        words = embedding(token_ids)
+        return words if model.positions is None else words + model.positions(positions)
+    assert model.positions is None, "tensor parallelism of learned positions was refused"
     local, is_local = _local_words(embedding.weight, token_ids)
     own = rows.sum_scatter(nn.functional.embedding(local, embedding.weight) * is_local[:, None])
     return own if model.embedding_factor is None else own * model.embedding_factor
 
 
-def add_embedding_gradient(model: StageModel, token_ids: Tensor, grad: Tensor, rows: RowExchange | None) -> None:
+def add_embedding_gradient(
+    model: StageModel, token_ids: Tensor, positions: Tensor, grad: Tensor, rows: RowExchange | None
+) -> None:
     """Add the gradient [n, hidden] of own rows to `main_grad`, with `rows` of the ranks that have their words."""
     embedding = model.embedding
     assert embedding is not None
     if is_frozen(embedding.weight):
         return
+    if model.positions is not None:
+        table: Tensor = model.positions.weight.main_grad  # type: ignore[attr-defined]
+        table.index_add_(0, positions, grad.to(table.dtype))
     if model.embedding_factor is not None:
         grad = grad * model.embedding_factor
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx

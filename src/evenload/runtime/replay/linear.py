@@ -1,22 +1,34 @@
-"""`ReplayLinear`: a linear layer whose output is recorded in forward and stands in for the product in backward."""
+"""`ReplayLinear`: a linear layer whose output is recorded in forward and stands in for the product in backward.
+
+`ReplayConv1D` is the same for GPT-2's matrices, which are stored [in, out].
+"""
 
 import functools
 
+import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from evenload.runtime.replay.known_output import known_output
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.replay.weight_products import WeightProducts, add_now_or_later, add_weight_gradient
+from evenload.runtime.replay.weight_products import (
+    WeightProducts,
+    add_now_or_later,
+    add_transposed_gradient,
+    add_weight_gradient,
+)
 
 
-class ReplayLinear(nn.Linear):
-    """An `nn.Linear` whose output is recorded and read back. Instances are made by changing the class of
-    the model's own modules, so parameters, names and hooks stay untouched."""
+class _RecordedLinear(nn.Module):
+    """A linear whose output is recorded and read back. Instances are made by changing the class of the model's own
+    modules, so parameters, names and hooks stay untouched."""
 
     replay: ReplayState
     site: tuple[int, str]
     output_unused: bool
     has_own_rows = False
+    weight: Tensor
+    bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, T, in] -> [1, T, out]."""
@@ -29,7 +41,7 @@ class ReplayLinear(nn.Linear):
             return output[None]
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.
-            output = input.new_zeros(()).expand(self.num_rows(input), self.out_features)
+            output = input.new_zeros(()).expand(self.num_rows(input), self.num_columns)
         else:
             output = self.read_or_remake(input[0].detach())
         return self.known(input, output[None])
@@ -38,9 +50,14 @@ class ReplayLinear(nn.Linear):
         """Rows of the output."""
         return input.shape[1]
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of the output."""
+        raise NotImplementedError
+
     def product(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return nn.functional.linear(rows, self.weight, self.bias)
+        raise NotImplementedError
 
     def read_or_remake(self, rows: Tensor) -> Tensor:
         """The product of a backward pack's rows."""
@@ -48,7 +65,42 @@ class ReplayLinear(nn.Linear):
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         """The output of a backward pack, for autograd."""
+        raise NotImplementedError
+
+
+class ReplayLinear(_RecordedLinear, nn.Linear):
+    """An `nn.Linear` under replay."""
+
+    @property
+    def num_columns(self) -> int:
+        return self.out_features
+
+    def product(self, rows: Tensor) -> Tensor:
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+    def known(self, input: Tensor, output: Tensor) -> Tensor:
         return linear_with_known_output(input, self.weight, self.bias, output, self.replay.products)
+
+
+class ReplayConv1D(_RecordedLinear, Conv1D):
+    """transformers' `Conv1D`, a linear whose weight is [in, out], under replay."""
+
+    @property
+    def num_columns(self) -> int:
+        return self.nf
+
+    def product(self, rows: Tensor) -> Tensor:
+        return torch.addmm(self.bias, rows, self.weight)
+
+    def known(self, input: Tensor, output: Tensor) -> Tensor:
+        weight, bias, products, rows = self.weight, self.bias, self.replay.products, input.detach()
+
+        def backward(grad: Tensor) -> Tensor:
+            add = functools.partial(add_transposed_gradient, weight, bias)
+            add_now_or_later(products, weight, add, rows.flatten(0, -2), grad.flatten(0, -2))
+            return grad @ weight.t()
+
+        return known_output(output, backward, input)
 
 
 def linear_with_known_output(

@@ -1,9 +1,9 @@
 """Replay: run an unmodified Hugging Face decoder layer forward once, and backward over *other* token ranges.
 
-In the forward pack every `nn.Linear` and the attention of a layer record their outputs per token. A
-backward pack runs the same layer again on its own ranges with the recorded outputs in place of matrix
-products and attention, so only norms, rotary embedding and activations are recomputed; autograd then
-walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or
+In the forward pack every linear (`nn.Linear`, GPT-2's `Conv1D`) and the attention of a layer record their
+outputs per token. A backward pack runs the same layer again on its own ranges with the recorded outputs in
+place of matrix products and attention, so only norms, rotary embedding and activations are recomputed;
+autograd then walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or
 are deferred to a later action (`weight_products.py`).
 
 Documents under the policy `recompute` have no recorded products of linears: the backward pack makes
@@ -17,15 +17,19 @@ which does not say how activations are shared between the two cuts.
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from evenload.attention.range_attention import Scoring
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.experts import ReplayExperts, ReplayRouter
 from evenload.runtime.replay.known_output import known_output
-from evenload.runtime.replay.linear import ReplayLinear
+from evenload.runtime.replay.linear import ReplayConv1D, ReplayLinear
 from evenload.runtime.replay.state import ReplayState
 from evenload.types.architectures.architecture import Architecture
+
+_RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
+"""The recording class of a linear."""
 
 ATTENTION_NAME = "evenload_range"
 """Name under which the attention function is registered with transformers."""
@@ -92,8 +96,8 @@ def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, arch
         if is_adapter(name):
             continue  # thin products, computed again under autograd in backward
         own = type(module)
-        if own is nn.Linear:
-            module.__class__ = ReplayLinear
+        if own in _RECORDED:
+            module.__class__ = _RECORDED[own]
             module.output_unused = name.removesuffix(".base_layer") in architecture.unused_outputs  # type: ignore[assignment]
         elif own.__name__ in mixed_in:
             module.__class__ = type(f"Replay{own.__name__}", (mixed_in[own.__name__], own), {})

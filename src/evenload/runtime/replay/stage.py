@@ -130,7 +130,7 @@ class PipelineStage:
         """
         if hidden is None:
             rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
-            hidden = embed(self.model, pack.token_ids, rows)
+            hidden = embed(self.model, pack.token_ids, pack.positions, rows)
         hidden = self.forward_layers(pack, hidden, store)
         if self.model.is_last:
             store.record("final", hidden, is_own_rows=True, stays_on_device=True)
@@ -197,7 +197,7 @@ class PipelineStage:
         if self.model.is_first:
             if pack.ranges:
                 rows = self._exchange(pack, "gradients of embeddings")
-                add_embedding_gradient(self.model, pack.token_ids, grad, rows)
+                add_embedding_gradient(self.model, pack.token_ids, pack.positions, grad, rows)
             return None, loss
         return grad, loss
 
@@ -265,6 +265,8 @@ class PipelineStage:
         rows = positions[None]
         rotary = self.model.position_embeddings(like[None], rows)
         shared = {"attention_mask": None, "position_ids": rows, "use_cache": False}
+        if not rotary:
+            return {index: shared for index in self.model.layers}  # noqa: C420 (fromkeys loses the type)
         return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
 
     @contextmanager

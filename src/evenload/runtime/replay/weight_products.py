@@ -24,11 +24,25 @@ AddRows = Callable[[Tensor, Tensor], None]
 
 def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
     """Add to `main_grad` of weight [out, in] and bias [out], from input [T, in] and the output's gradient [T, out]."""
+    _add_product(weight, grad_rows, input_rows)
+    _add_bias_gradient(bias, grad_rows)
+
+
+def add_transposed_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
+    """As `add_weight_gradient`, of a weight [in, out]."""
+    _add_product(weight, input_rows, grad_rows)
+    _add_bias_gradient(bias, grad_rows)
+
+
+def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
     total: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    if total.dtype == grad_rows.dtype:
-        total.addmm_(grad_rows.t(), input_rows)
+    if total.dtype == right.dtype:
+        total.addmm_(left.t(), right)
     else:
-        total += grad_rows.t() @ input_rows
+        total += left.t() @ right
+
+
+def _add_bias_gradient(bias: Tensor | None, grad_rows: Tensor) -> None:
     if bias is not None:
         bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
 

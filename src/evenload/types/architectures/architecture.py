@@ -24,6 +24,47 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleNames:
+    """How transformers' class of a whole model calls its parts; tensors in files are called after them.
+
+    Args:
+        decoder: all but the head, which is "lm_head" everywhere.
+        embedding, positions, layers, norm: in the decoder; positions "" = rotary ones, which no table holds.
+        attention: in a layer.
+        fused: the linear in the attention that makes queries, keys and values at once; "" = one linear for each.
+        last_linear: in a layer; behind it nothing but the residual sum.
+    """
+
+    decoder: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    layers: str = "layers"
+    norm: str = "norm"
+    attention: str = "self_attn"
+    fused: str = ""
+    last_linear: str = "mlp.down_proj"
+
+    @property
+    def embedding_path(self) -> str:
+        """Of the embedding of words in the whole model."""
+        return f"{self.decoder}.{self.embedding}"
+
+    @property
+    def positions_path(self) -> str:
+        """Of the table of positions."""
+        return f"{self.decoder}.{self.positions}"
+
+    @property
+    def norm_path(self) -> str:
+        """Of the last norm."""
+        return f"{self.decoder}.{self.norm}"
+
+    def layer_path(self, index: int) -> str:
+        """Of a layer."""
+        return f"{self.decoder}.{self.layers}.{index}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One `model_type` of Hugging Face configurations.
 
@@ -33,7 +74,7 @@ class Architecture:
 
     Training also needs the names of transformers' classes, because replay runs the layers of transformers as they are:
     an unknown module might mix tokens of different documents, draw random numbers, or depend on the length of the
-    pack. Modules and linears are named as Llama's. tests/runtime compares gradients with plain training.
+    pack. Linears are named as Llama's, or `names` says how. tests/runtime compares gradients with plain training.
 
     Args:
         tied: the head shares the embedding's weights where the configuration does not say.
@@ -50,12 +91,18 @@ class Architecture:
         keys: this architecture's name of a key, where it has another.
         defaults: of keys that a configuration nested in another leaves out.
         classes: what transformers' class names begin with; "" = planned only, not trained.
+        whole_class: transformers' class of the whole model, where it is not "...ForCausalLM".
+        more_modules: classes of modules that a layer may hold beside those of all architectures.
+        names: of the parts of the whole model.
+        biases: of every matrix of a layer and of every norm.
+        dropouts: keys of the probabilities that must be 0.
         norm_first: a norm stands between a layer's input and its first linears.
         soft_cap_key: of the limit that attention scores are squeezed below by a tanh.
         experts: of a block of experts in every layer; None = dense.
         column_linears, row_linears: cut by output and by input under tensor parallelism.
         blocks: that a tensor-parallel rank gives all rows of a pack.
         uncut: why tensor parallelism cannot cut it; "" = it can.
+        unadapted: why its linears get no adapters (LoRA); "" = they can.
     """
 
     model_type: str
@@ -72,6 +119,11 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
     classes: str = ""
+    whole_class: str = ""
+    more_modules: tuple[str, ...] = ()
+    names: ModuleNames = ModuleNames()
+    biases: bool = False
+    dropouts: tuple[str, ...] = ("attention_dropout",)
     norm_first: bool = True
     soft_cap_key: str = ""
     experts: ExpertNames | None = None
@@ -79,24 +131,30 @@ class Architecture:
     row_linears: tuple[str, ...] = ("o_proj", "down_proj")
     blocks: tuple[str, ...] = ("self_attn", "mlp")
     uncut: str = ""
+    unadapted: str = ""
 
     @property
     def causal_class(self) -> str:
         """transformers' class of the whole model."""
-        return f"{self.classes}ForCausalLM"
+        return self.whole_class or f"{self.classes}ForCausalLM"
+
+    @property
+    def layers_key(self) -> str:
+        """What config.json calls the number of layers."""
+        return self.keys.get("num_hidden_layers", "num_hidden_layers")
 
     @property
     def layer_classes(self) -> frozenset[str]:
         """Classes of modules that a layer may hold."""
         block = ("SparseMoeBlock", "TopKRouter", "Experts") if self.experts else ("MLP",)
         own = {f"{self.classes}{part}" for part in ("DecoderLayer", "Attention", "RMSNorm", *block)}
-        return _ACTIVATIONS | own | {"Linear"}
+        return _ACTIVATIONS | own | {"Linear", *self.more_modules}
 
     @property
     def unused_outputs(self) -> tuple[str, ...]:
         """Linears inside a layer whose output no backward reads: a pre-norm layer's down projection only feeds the
         residual sum. With a norm behind it, the norm's backward reads it."""
-        return () if self.post_norm or self.experts else ("mlp.down_proj",)
+        return () if self.post_norm or self.experts else (self.names.last_linear,)
 
     def windows(self, config: Mapping[str, Any], window: int, num_layers: int) -> tuple[int, ...]:
         """Attention window of every layer in tokens, 0 = none, by the pattern of the architecture."""

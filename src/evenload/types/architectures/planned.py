@@ -2,16 +2,8 @@
 
 from evenload.types.architectures.architecture import Architecture
 
-_GPT2_KEYS = {
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner",
-}
-
 FAMILY = (
     Architecture(model_type="bert", tied=True, gated=False, causal=False),
-    Architecture(model_type="gpt2", tied=True, gated=False, ffn_factor=4, keys=_GPT2_KEYS),
     Architecture(model_type="gpt_neox", gated=False),
     Architecture(model_type="granite"),
     Architecture(model_type="phi", gated=False),

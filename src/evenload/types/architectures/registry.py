@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from evenload.types.architectures import gemma, llama, olmo, planned, qwen
+from evenload.types.architectures import gemma, gpt2, llama, olmo, planned, qwen
 from evenload.types.architectures.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.model_type: architecture
-    for family in (gemma, llama, olmo, planned, qwen)
+    for family in (gemma, gpt2, llama, olmo, planned, qwen)
     for architecture in family.FAMILY
 }
 """What is planned; others are refused by name, because they would be planned wrong."""

@@ -1,0 +1,160 @@
+"""What GPT-2 alone has: positions that end, weights [in, out], files without the decoder's name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from evenload.check.smaller_run import checked_scope
+from evenload.cost.flops import forward_flops
+from evenload.cost.memory import parameters_per_rank, static_kinds
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_model
+from evenload.runtime.model.supported import position_warning, require_positions
+from evenload.runtime.model.tensor_weights import require_tensor_parallel
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.layout import even_layout
+from reference_training import make_tokens, tiny_config
+from single_stage import assert_equals_plain, packs_of
+
+LENGTHS = [61, 1, 33]
+
+
+def built(config, layers=None, weights=None, tp=1):
+    return build_stage_model(
+        config, layers=layers or (0, config.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"),
+        weights=weights, seed=3, tp=tp,
+    )  # fmt: skip
+
+
+def test_a_document_may_use_every_position():
+    """As long as the table: its last row is used and has a gradient."""
+    config = tiny_config("gpt2", n_positions=max(LENGTHS))
+    forward, backward = packs_of(LENGTHS, [0.3], 40, last_first=False), packs_of(LENGTHS, [0.6], 50, last_first=True)
+    assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, 97), forward, backward, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}])
+def test_scales_of_attention_are_transformers_own(changes):
+    config = tiny_config("gpt2", tied=True, **changes)
+    forward, backward = packs_of(LENGTHS, [0.3], 40, last_first=False), packs_of(LENGTHS, [0.6], 50, last_first=True)
+    assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, 97), forward, backward, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 2, "virtual": 2}], ids=["whole", "pp2", "virtual"])
+def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
+    config = tiny_config("gpt2", tied=tied)
+    spec, layout = model_from_hf_config(config.to_dict(), "tiny", 8), even_layout(4, **sizes)
+
+    def build(config, *, layers, tp):
+        return built(config, layers, tp=tp)
+
+    held = []
+    for pp_rank in range(layout.pp):
+        buffers = flatten_units(tuple(build_rank_models(config, layout, pp_rank, build).values()), dp=1)
+        held.append(sum(buffer.num_elements for buffer in buffers))
+        assert sum(buffer.tied for buffer in buffers) == (tied and layout.pp > 1)
+    assert parameters_per_rank(spec, layout).tolist() == held
+    assert static_kinds(spec, layout)[:, 0].tolist() == [8 * count for count in held]
+
+
+def test_flops_count_the_weights_of_matrices():
+    """2 a token and weight of what multiplies; attention has (n + 1) · n / 2 pairs, 4 · width FLOPs each."""
+    config = tiny_config("gpt2", tied=True)
+    model = built(config)
+    matrices = sum(m.weight.numel() for layer in model.layers.values() for m in layer.modules() if type(m) is Conv1D)
+    assert isinstance(model.head, nn.Linear)
+    expected = 2 * 10 * (matrices + model.head.weight.numel()) + 4 * 48 * 55 * 4
+    assert float(forward_flops(model_from_hf_config(config.to_dict(), "tiny"), 10)) == expected
+
+
+def test_random_weights_follow_the_scheme_of_transformers():
+    """Matrices in front of a residual sum begin smaller by the root of the number of sums."""
+    config = tiny_config("gpt2", n_embd=192, n_inner=768)
+    layer = built(config, (1, 2)).layers[1]
+    assert isinstance(layer, nn.Module)
+    found = {name: parameter.std().item() for name, parameter in layer.named_parameters() if parameter.ndim == 2}
+    for name, deviation in found.items():
+        expected = 0.2 / (8**0.5 if name.endswith("c_proj.weight") else 1)
+        assert deviation == pytest.approx(expected, rel=0.03), name
+    assert not layer.mlp.c_fc.bias.any()
+
+
+def test_the_published_files_load(tmp_path: Path):
+    """Without the decoder's name in front, and with the causal masks that old versions stored."""
+    torch.manual_seed(5)
+    original = AutoModelForCausalLM.from_config(tiny_config("gpt2", tied=True), dtype=torch.float64)
+    original.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    assert "wte.weight" in renamed
+    masks = {f"h.{index}.attn.{name}": torch.ones(1, 1, 8, 8) for index in range(4) for name in ("bias", "masked_bias")}
+    save_file(renamed | masks, file, metadata={"format": "pt"})
+    config = load_config(str(tmp_path))
+    require_model(config, str(tmp_path))
+    expected = dict(original.named_parameters())
+    for layers in ((0, 2), (2, 4)):
+        for named in built(config, layers, str(tmp_path)).unit_parameters():
+            for name, parameter in named:
+                assert torch.equal(parameter, expected["transformer.wte.weight" if name == "lm_head.weight" else name])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A configuration of a run, from changes to config.json and settings."""
+
+    def make(changes, *overrides):
+        model = tmp_path / "model"
+        tiny_config("gpt2").save_pretrained(model)
+        written = json.loads((model / "config.json").read_text()) | changes
+        (model / "config.json").write_text(json.dumps(written))
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "run.toml").write_text(f"""
+            model = {{ path = "{model}", random_init = true }}
+            data = {{ sources = ["{tmp_path / "docs"}"], max_document_tokens = 513, batch_documents = 4 }}
+            train = {{ output_dir = "{tmp_path / "run"}", steps = 2 }}
+        """)
+        return load_train_config(tmp_path / "run.toml", list(overrides))
+
+    return make
+
+
+def test_documents_beyond_the_table_are_refused_with_the_setting_that_cuts_them(run):
+    with pytest.raises(ConfigError) as error:
+        model_spec(run({}))
+    for part in (
+        "up to 513 tokens",
+        "position for 512 tokens only (n_positions",
+        "data.max_document_tokens = 512 with",
+    ):
+        assert part in str(error.value)
+    config = run({}, "data.max_document_tokens=512")
+    assert model_spec(config).position_rows == 512
+    require_positions(tiny_config("llama", max_position_embeddings=8), 513)  # rotary positions go on: a warning
+    assert position_warning(load_config(config.model.path), 512) == ""
+
+
+def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
+    with pytest.raises(UnsupportedModelError, match=r"model\.lora is set and GPT2LMHeadModel keeps .* remove"):
+        model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
+    with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
+        require_tensor_parallel(tiny_config("gpt2"), 2)
+    with pytest.raises(UnsupportedModelError, match=r"attn_pdrop is 0\.1"):
+        model_spec(run({"attn_pdrop": 0.1}, "data.max_document_tokens=512"))
+
+
+def test_checks_run_on_its_first_layers(run, tmp_path):
+    """`evenload check` shortens large models: config.json calls the number of layers n_layer."""
+    config = run({"n_embd": 1024, "n_layer": 6, "n_inner": 4096}, "data.max_document_tokens=512")
+    scope = checked_scope(config, tmp_path)
+    assert "first 2 of 6 layers" in scope.notes
+    assert load_config(scope.config.model.path).num_hidden_layers == 2
