@@ -155,6 +155,6 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
 def test_checks_run_on_its_first_layers(run, tmp_path):
     """`evenload check` shortens large models: config.json calls the number of layers n_layer."""
     config = run({"n_embd": 1024, "n_layer": 6, "n_inner": 4096}, "data.max_document_tokens=512")
-    scope = checked_scope(config, tmp_path)
+    scope = checked_scope(config, tmp_path / "checks")
     assert "first 2 of 6 layers" in scope.notes
     assert load_config(scope.config.model.path).num_hidden_layers == 2

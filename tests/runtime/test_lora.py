@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt2"])
 def test_adapter_gradients_equal_peft(kind, tmp_path):
     """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
     config = tiny_config(kind, tied=kind == "llama")

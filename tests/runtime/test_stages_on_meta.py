@@ -30,7 +30,8 @@ class CheckedVarlen(VarlenCudaAttention):
 
     def __init__(self, config) -> None:
         super().__init__()
-        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.groups = getattr(config, "num_key_value_heads", self.heads)
         self.calls = Counter()
 
     def check(self, q, ranges, scoring):
@@ -111,7 +112,7 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     assert made["several"]
     assert bool(made["prefix"]) == (packs == "cut")
     assert bool(made["window"]) == (kind in ("mistral", "gemma3"))
-    assert bool(made["grouped"]) == (config.num_attention_heads != config.num_key_value_heads)
+    assert bool(made["grouped"]) == (kind != "gpt2")
 
 
 def named(stage):

@@ -58,7 +58,7 @@ class ParallelConfig(Frozen):
             all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
             that are cut travel again with every slice; refused for models with a sliding window.
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
-            model's heads, key/value heads and feed-forward columns. Refused for models with experts and for OLMo 2.
+            model's heads, key/value heads and feed-forward columns. Refused for models with experts, OLMo 2 and GPT-2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
             has a process group for each direction, so that no transfer waits for another. "fifo": one group and one

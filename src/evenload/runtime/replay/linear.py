@@ -19,7 +19,7 @@ from evenload.runtime.replay.weight_products import (
 )
 
 
-class _RecordedLinear(nn.Module):
+class _RecordedLinear:
     """A linear whose output is recorded and read back. Instances are made by changing the class of the model's own
     modules, so parameters, names and hooks stay untouched."""
 
@@ -27,8 +27,6 @@ class _RecordedLinear(nn.Module):
     site: tuple[int, str]
     output_unused: bool
     has_own_rows = False
-    weight: Tensor
-    bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, T, in] -> [1, T, out]."""
@@ -82,7 +80,7 @@ class ReplayLinear(_RecordedLinear, nn.Linear):
         return linear_with_known_output(input, self.weight, self.bias, output, self.replay.products)
 
 
-class ReplayConv1D(_RecordedLinear, Conv1D):
+class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheritance]
     """transformers' `Conv1D`, a linear whose weight is [in, out], under replay."""
 
     @property
