@@ -93,6 +93,7 @@ class FlexPlanner:
         self._options_of = options_of or (lambda layout, coefficients: planner.options)
         self._planners = {msgspec.structs.replace(planner.layout, generation=0): planner}
         self._delays = strategy_named(strategy).delays(planner.options)
+        self._found: dict[tuple[tuple[Document, ...], ParallelLayout], MappingSearch] = {}
         self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], Proposal] = {}
 
     @property
@@ -174,7 +175,7 @@ class FlexPlanner:
                 holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
             )
 
-        found = [self.search(np.array([d.num_tokens for d in batch], np.int64), state.layout) for batch in known]
+        found = self._searched(known, state.layout)
         keep = outcome(state.layout)
         others: list[LayoutOutcome] = []
         for layout in self.candidates.worth_planning(found, state.layout):
@@ -212,6 +213,16 @@ class FlexPlanner:
         )
         after = state_after(decision, step, state, switched_to.proposal.plan.layout if switched_to else None)
         return FlexProposal(proposal, after, decision, found[0], told)
+
+    def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
+        """Of every known batch; those of the step before are kept while the layout stays."""
+        before, self._found = self._found, {}
+        for batch in known:
+            key = batch, current
+            if key not in self._found:
+                num_tokens = np.array([document.num_tokens for document in batch], np.int64)
+                self._found[key] = before[key] if key in before else self.search(num_tokens, current)
+        return [self._found[batch, current] for batch in known]
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
         """The candidates' search for one batch."""

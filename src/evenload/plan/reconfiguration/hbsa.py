@@ -101,6 +101,9 @@ def search_mappings(
             hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
             if not hopeful and closest is not None:
                 continue
+            # All replay is the least work, so what is hopeless then stays it; and where weights alone are beyond
+            # memory, no policy helps.
+            is_last = not policy and (not hopeful or not prices[0].can_fit())
             # A hopeless depth is priced all the same: it may be the only one that fits.
             tried = [(priced_mapping(one, one.even_edges, policy, receive), one) for one in hopeful or prices[:1]]
             tried.sort(key=lambda pair: _order(pair[0], switch_weight))
@@ -122,7 +125,7 @@ def search_mappings(
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory
             if closest is None or _order(start, switch_weight) < _order(closest, switch_weight):
                 closest = start
-            if not policy and not start.excess_bytes:
+            if is_last or (not policy and not start.excess_bytes):
                 break  # the other policies pay time for memory that is not needed
         assert closest is not None, "there is at least one policy"
         mappings.append(closest)

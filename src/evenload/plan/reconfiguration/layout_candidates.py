@@ -18,14 +18,18 @@ from evenload.errors import ConfigError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.hbsa import MappingSearch, priced_mapping, search_mappings
-from evenload.plan.reconfiguration.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.plan.reconfiguration.mapping_cost import (
+    ESTIMATE_TOLERANCE,
+    BatchCosts,
+    Mapping,
+    MappingCosts,
+    layer_costs,
+)
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.layout import ParallelLayout, even_layout
 
 CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
-ESTIMATE_TOLERANCE = 0.1
-"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
 
 
 class LayoutCandidates:
@@ -50,6 +54,10 @@ class LayoutCandidates:
         self._start, self._options = start, options
         self._model, self._layout = start.costs.model, start.layout
         self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, int], CostCoefficients]()
+        self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
+        self._even_layouts: dict[tuple[int, int], ParallelLayout] = {}
+        self._receive_from: ParallelLayout | None = None
+        self._receive: dict[ParallelLayout, ReceiveSeconds] = {}
         self.given = None if given is None else tuple(dict.fromkeys(given))
         for layout in self.given or ():
             self._require_takeable(layout)
@@ -100,8 +108,8 @@ class LayoutCandidates:
 
     def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
         """A batch under one policy, as it is priced for any mapping."""
-        layout = self._layout
-        return BatchCosts(self._model, self._start.costs.coefficients, num_tokens, policy, cp=layout.cp, tp=layout.tp)
+        cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
+        return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, costs=self._layer_costs)
 
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
         """Of mappings of one depth, one for every number of micro-batches that is tried.
@@ -131,7 +139,11 @@ class LayoutCandidates:
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
         """What devices receive in a switch to mappings of one depth."""
         even = self._even(depth, self._layout.dp * self._layout.pp // depth if dp is None else dp)
-        return ReceiveSeconds(self._model, self.coefficients(even), current, even)
+        if current != self._receive_from:
+            self._receive_from, self._receive = current, {}
+        if even not in self._receive:
+            self._receive[even] = ReceiveSeconds(self._model, self.coefficients(even), current, even)
+        return self._receive[even]
 
     def _estimated(
         self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
@@ -161,7 +173,10 @@ class LayoutCandidates:
         return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)))
 
     def _even(self, depth: int, dp: int) -> ParallelLayout:
-        return even_layout(self._model.num_layers, dp=dp, pp=depth, cp=self._layout.cp, tp=self._layout.tp)
+        if (depth, dp) not in self._even_layouts:
+            sizes = {"dp": dp, "pp": depth, "cp": self._layout.cp, "tp": self._layout.tp}
+            self._even_layouts[depth, dp] = even_layout(self._model.num_layers, **sizes)
+        return self._even_layouts[depth, dp]
 
     def _require_takeable(self, layout: ParallelLayout) -> None:
         start = self._layout

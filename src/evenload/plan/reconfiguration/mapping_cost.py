@@ -18,6 +18,7 @@ O(stages) per mapping.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -45,6 +46,9 @@ from evenload.types.columns import whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 
+ESTIMATE_TOLERANCE = 0.1
+"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
+
 
 @dataclass(frozen=True)
 class Mapping:
@@ -70,6 +74,11 @@ class Mapping:
         return len(self.edges) - 1
 
 
+def layer_costs(model: ModelSpec, coefficients: CostCoefficients, *, cp: int = 1, tp: int = 1) -> PackCosts:
+    """Prices of packs layer by layer: of a pipeline with a stage for every layer."""
+    return PackCosts(model, coefficients, even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp))
+
+
 class BatchCosts:
     """One batch under one policy, summed up per layer.
 
@@ -79,6 +88,7 @@ class BatchCosts:
         num_tokens: int64[n], at least one document.
         policy: int8[n]; None = all replay.
         cp, tp: sizes that stay as they are.
+        costs: `layer_costs` of the same, for several batches and policies; None = made here.
     """
 
     def __init__(
@@ -90,9 +100,10 @@ class BatchCosts:
         *,
         cp: int = 1,
         tp: int = 1,
+        costs: PackCosts | None = None,
     ) -> None:
-        one_each = even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp)
-        costs = PackCosts(model, coefficients, one_each)
+        costs = costs or layer_costs(model, coefficients, cp=cp, tp=tp)
+        one_each = costs.layout
         self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
         document_s = costs.document_seconds(num_tokens, policy)
         heaviest = int(document_s.argmax())
@@ -181,7 +192,7 @@ class MappingCosts:
         moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
         self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
         self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * p2p_s + 2 * latency_s
-        self.even_edges = (0, *(last for _, last in even_layout(self.num_layers, pp=depth).stage_layers))
+        self.even_edges = _even_edges(self.num_layers, depth)
         mean_bytes = batch.kept_bytes / (dp * n)
         largest_first = np.maximum(batch.kept_longest_first[::dp][:n], mean_bytes)
         in_flight = np.full(min(depth, n), mean_bytes)
@@ -219,6 +230,15 @@ class MappingCosts:
         fullest = max(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
         return max(0.0, fullest - self.cap_bytes)
 
+    def can_fit(self) -> bool:
+        """Whether some policy may fit: weights, gradients and optimizer state of all stages are within their devices'
+        memory, as far as estimates tell."""
+        if self.cap_bytes is None:
+            return True
+        held, trained = self.parameters(0, self.num_layers), self.trained_parameters(0, self.num_layers)
+        static_bytes = held * self._weight_bytes + trained * self._trained_bytes
+        return static_bytes <= (1 + ESTIMATE_TOLERANCE) * self.depth * self.cap_bytes
+
     def total_bytes(self) -> float:
         """Of all stages of one replica, layers split evenly: FlexPipe's M_peak."""
         return sum(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(self.even_edges)))
@@ -235,6 +255,11 @@ class MappingCosts:
         """Estimated T of a mapping."""
         rest_s = max(self.rest_s[last] - self.rest_s[first] for first, last in pairwise(edges))
         return self.seconds_of(rest_s, max(self.trained_parameters(*pair) for pair in pairwise(edges)))
+
+
+@cache
+def _even_edges(num_layers: int, depth: int) -> tuple[int, ...]:
+    return (0, *(last for _, last in even_layout(num_layers, pp=depth).stage_layers))
 
 
 def _running(values: NDArray[np.float64]) -> list[float]:
