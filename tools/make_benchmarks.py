@@ -20,7 +20,7 @@ SHOWN_CASES = (
 )
 BUSY_LOAD = 2.0
 BASELINES = ("best_fit, any layout", "best_fit, pp >= 4", "best_fit, median layout", "its Megatron-LM")
-FLEXPIPE_BASES = ("static padded", "static best_fit", "static flexpipe", "published", "known 4", "best fixed")
+FLEXPIPE_BASES = ("static padded", "static best_fit", "static flexpipe", "published", "known 1", "best fixed")
 
 PLANNERS = """\
 # Benchmarks of the planners

@@ -98,7 +98,7 @@ class PlanArguments:
     known_steps: Annotated[
         int | None,
         typer.Option(
-            help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay (default 1; "
+            help="Coming batches whose lengths flexpipe knows: over them a switch of layout must pay (default 8; "
             "--set flexpipe.margin=... and others: docs/configuration.md)."
         ),
     ] = None

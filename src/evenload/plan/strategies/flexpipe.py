@@ -30,7 +30,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         ConfigError: a value that nothing can satisfy.
     """
 
-    known_steps: int = 1
+    known_steps: int = 8
     margin: float = 0.02
     patience_steps: int = 2
     overhead_s: float = 0.0
