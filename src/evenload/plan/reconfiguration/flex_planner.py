@@ -179,9 +179,8 @@ class FlexPlanner:
         keep = outcome(state.layout)
         others: list[LayoutOutcome] = []
         for layout in self.candidates.worth_planning(found, state.layout):
-            moving_s = switch_seconds(self._model, self.candidates.coefficients(layout), state.layout, layout)
-            switch_s = self.options.overhead_s + moving_s
-            others.append(replace(outcome(layout), switch_s=measured.switch_factor() * switch_s))
+            switch_s = measured.switch_factor() * self.switch_seconds(state.layout, layout)
+            others.append(replace(outcome(layout), switch_s=switch_s))
             if sum(bool(one.holds) for one in others) == self.options.finalists:
                 break
         best = min(others, key=lambda one: one.order(keep), default=None)
@@ -227,6 +226,10 @@ class FlexPlanner:
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
         """The candidates' search for one batch."""
         return self.candidates.search(num_tokens, current)
+
+    def switch_seconds(self, old: ParallelLayout, new: ParallelLayout) -> float:
+        """Predicted from links alone, before measured switches correct it."""
+        return self.options.overhead_s + switch_seconds(self._model, self.candidates.coefficients(new), old, new)
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""
