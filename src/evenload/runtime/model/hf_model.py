@@ -212,18 +212,8 @@ def build_stage_model(
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    numbered = [(LAYERS + index, names.layer_path(index), layer) for index, layer in kept.items()]
-    numbered += [
-        (number, name, unit)
-        for number, name, unit in (
-            (EMBEDDING, names.embedding_path, stage.embedding),
-            (POSITIONS, names.positions_path, stage.positions),
-            (NORM, names.norm_path, stage.norm),
-            (HEAD, "lm_head", stage.head),
-        )
-        if unit is not None
-    ]
-    for number, name, unit in numbered:
+    units = list(_numbered_units(stage))
+    for number, name, unit in units:
         if number == HEAD and tied_copy:
             assert stage.embedding is not None
             unit.weight = stage.embedding.weight
@@ -243,8 +233,23 @@ def build_stage_model(
         add_adapters(whole, kept, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
-            split_weights([(name, unit) for _, name, unit in numbered], architecture, tp_rank, tp)
+            split_weights([(name, unit) for _, name, unit in units], architecture, tp_rank, tp)
     return stage
+
+
+def _numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
+    """What is filled by itself: the number of its seed, its name in the whole model, the module."""
+    names = stage.architecture.names
+    for index, layer in stage.layers.items():
+        yield LAYERS + index, names.layer_path(index), layer
+    for number, name, unit in (
+        (EMBEDDING, names.embedding_path, stage.embedding),
+        (POSITIONS, names.positions_path, stage.positions),
+        (NORM, names.norm_path, stage.norm),
+        (HEAD, "lm_head", stage.head),
+    ):
+        if unit is not None:
+            yield number, name, unit
 
 
 def build_rank_models(
