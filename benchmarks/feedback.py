@@ -127,7 +127,7 @@ def planned_batches(trainer: Trainer, costs: CostCoefficients, speeds: RankSpeed
         loader,
         run_planner(config, trainer.model, mesh.layout, costs, MEMORY_BYTES),
         config.plan.strategy,
-        replicas=[mesh.layout.dp_rank(rank) for rank in range(mesh.layout.world_size)],
+        replicas=lambda layout: layout.replicas(mesh.num_ranks),
         max_pack_tokens=config.max_pack_tokens,
         speeds_of=lambda step: speeds,
         waiting=mesh.watch.waiting,

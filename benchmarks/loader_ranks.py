@@ -48,7 +48,9 @@ def run_rank(directory: Path, name: str, rank: int, size: int) -> dict[str, Any]
     coefficients = analytic_coefficients(model, cluster_from(f"h100x{size}"), layout)
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PACK_WINDOW))
     loader = GlobalBatchLoader(token_config(directory / "short", BATCH, 1), peers=TorchPeers(group))
-    maker = StepMaker(loader, planner, "best_fit", replicas=range(size), max_pack_tokens=PACK_WINDOW, may_delay=False)
+    maker = StepMaker(
+        loader, planner, "best_fit", replicas=lambda layout: range(size), max_pack_tokens=PACK_WINDOW, may_delay=False
+    )
     step, documents, plan_bytes, start_s = 0, 0, 0, 0.0
     while (planned := maker.next()) is not None:
         for pack in planned.plan.pack_plans[rank].forward:

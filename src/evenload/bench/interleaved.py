@@ -178,7 +178,7 @@ def _planned(
             source,
             planner,
             strategy,
-            replicas=[mesh.layout.dp_rank(rank) for rank in range(mesh.layout.world_size)],
+            replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=config.max_pack_tokens,
             may_delay=False,
             waiting=mesh.watch.waiting,

@@ -22,10 +22,10 @@ from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import reduce_gradients
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange
-from evenload.runtime.rank_stages import build_rank_stages
 from evenload.runtime.replay.stage import PackTokens, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.types.plan import StepPlan
 
 Seen = dict[tuple[str, int, int], Tensor]

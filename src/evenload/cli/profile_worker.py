@@ -85,7 +85,7 @@ def run_profile_worker(options: ProfileOptions, answer: Path | None, line: StopL
     config, model = _model(options)
     layout = _layout(options, model)
     run = RunConfig(output_dir="", device=options.device, threads_per_process=options.threads)
-    with joined_rank(run, layout) as setup:
+    with joined_rank(run, (layout,)) as setup:
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         found = _profiled(options, config, model, setup, console)
         if setup.mesh.rank == 0 and answer is not None:

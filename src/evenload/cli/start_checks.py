@@ -14,8 +14,9 @@ from evenload.cost.coverage import require_covered
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.plan.strategies.registry import require_trainable
+from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
@@ -25,12 +26,14 @@ from evenload.types.layout import ParallelLayout
 
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
-    """The layout of a run whose settings go together; the error says which do not, and why."""
+    """The layout in which a run starts whose settings go together; the error says which do not, and why."""
     hf_config = load_config(config.model.path)
     require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)
-    layout = layout_of(config, spec.num_layers)
-    require_trainable(config.plan.strategy, layout, config.plan.options, feedback=config.plan.feedback)
+    layouts = layouts_of(config, spec.num_layers)
+    layout = layouts[0]
+    for one in layouts:
+        require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")

@@ -18,13 +18,15 @@ from evenload.cli.run_lines import (
 )
 from evenload.cli.speed_line import speed_line
 from evenload.cli.stop_request import StopLine, StopRequest
+from evenload.cli.switch_line import groups_line, switch_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
-from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.trainer import StepReport, Trainer
@@ -39,14 +41,14 @@ def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | 
         command: goes on with this run.
         line: to our launcher; None under another one.
     """
-    with started_rank(config, layout_of(config, model_spec(config).num_layers)) as setup:
+    with started_rank(config, *layouts_of(config, model_spec(config).num_layers)) as setup:
         return _train(config, setup, cache, command, StopRequest(line))
 
 
 def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:
     mesh, memory_cap_bytes = setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
-    trainer = Trainer(config, mesh)
+    trainer = Trainer(config, mesh, setup.meshes)
     resumed = trainer.resume()
     costs = run_coefficients(trainer, cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
@@ -109,6 +111,8 @@ def _show_events(report: StepReport, console: Console) -> None:
     _warn(console, report.warning)
     if report.decision is not None and (line := layout_line(report.decision)):
         console.print(line, soft_wrap=True, markup=False)
+    if report.switch is not None:
+        console.print(switch_line(report.plan.step, report.switch), soft_wrap=True, markup=False)
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)
@@ -137,6 +141,8 @@ def _show_start(
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
+    if groups := groups_line(trainer.meshes):
+        console.print(groups, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     _warn(console, position_warning(trainer.hf_config, config.data.max_document_tokens))

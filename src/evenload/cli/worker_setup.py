@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ from evenload.cli.cost_lines import cost_file_warnings
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
-from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import RunConfig, TrainConfig
@@ -38,9 +38,14 @@ _FREE_DEVICE_SHARE = 0.1
 class RankSetup:
     """One process as a rank, with its threads and what it may hold."""
 
-    mesh: Mesh
+    meshes: Meshes
     threads: int
     memory_cap_bytes: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the layout in which the run starts."""
+        return self.meshes.start
 
     @property
     def demand(self) -> float:
@@ -48,14 +53,17 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-def started_rank(config: TrainConfig, layout: ParallelLayout) -> AbstractContextManager[RankSetup]:
-    """Join the other processes of this job."""
-    return joined_rank(config.train, layout, config.parallel.channels, config.plan.memory_bytes)
+def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
+    """Join the other processes of this job, with groups for these layouts; the run starts in the first."""
+    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes)
 
 
 @contextmanager
 def joined_rank(
-    run: RunConfig, layout: ParallelLayout, channels: ChannelMode = "directed", memory_bytes: int | None = None
+    run: RunConfig,
+    layouts: Sequence[ParallelLayout],
+    channels: ChannelMode = "directed",
+    memory_bytes: int | None = None,
 ) -> Iterator[RankSetup]:
     """As `started_rank`, with only what processes need to meet.
 
@@ -68,8 +76,8 @@ def joined_rank(
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
-    mesh = create_mesh(
-        layout,
+    meshes = create_meshes(
+        layouts,
         device,
         run.timeout_s,
         run.checkpoint_timeout_s,
@@ -77,12 +85,12 @@ def joined_rank(
         channels=channels,
         ranks_per_machine=local_world,
     )
-    if device.type == "cuda":
-        warm_up(mesh)
+    if device.type == "cuda" or len(layouts) > 1:
+        warm_up(meshes)
     cap = memory_bytes or memory_for_rank(device, local_world)
-    yield RankSetup(mesh=mesh, threads=threads, memory_cap_bytes=cap)
+    yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
     # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
-    mesh.watch.close()
+    meshes.start.watch.close()
     dist.destroy_process_group()
 
 

@@ -31,6 +31,7 @@ from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
 from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 from evenload.types.rank_speeds import RankSpeeds
@@ -78,7 +79,8 @@ class StepMaker:
     Args:
         planner: of the run's layout, or one that may change it.
         strategy: that plans every step; a planner that changes the layout brings its own.
-        replicas: of every rank of the loader's peers, the replica whose documents it wants.
+        replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
+            none.
         max_pack_tokens: limit that every plan is checked against.
         planner_state: of the step before the first.
         may_delay: strategies that defer documents may do so; else every step trains its whole batch.
@@ -94,7 +96,7 @@ class StepMaker:
         planner: StepPlanner | FlexPlanner,
         strategy: str,
         *,
-        replicas: Sequence[int],
+        replicas: Callable[[ParallelLayout], Sequence[int | None]],
         max_pack_tokens: int,
         planner_state: PlannerState | None = None,
         may_delay: bool = True,
@@ -107,7 +109,7 @@ class StepMaker:
         self.planner_state = planner_state or PlannerState()
         self._strategy, self._may_delay = strategy, may_delay
         self._speeds_of, self._measured_of, self._waiting = speeds_of, measured_of, waiting
-        self._replicas, self._max_pack_tokens = tuple(replicas), max_pack_tokens
+        self._replicas, self._max_pack_tokens = replicas, max_pack_tokens
 
     def next(self, steps_left: int | None = None) -> PlannedStep | None:
         """The next step; None when the data has ended. Collective.
@@ -135,7 +137,7 @@ class StepMaker:
         # Also checks that the plan is of this batch: who sends what to whom follows from both.
         self.loader.note_step(batch, plan)
         by_replica = documents_by_replica(plan)
-        wanted = [by_replica[replica] for replica in self._replicas]
+        wanted = [() if replica is None else by_replica[replica] for replica in self._replicas(plan.layout)]
         with self._waiting(f"the tokens of step {batch.step}"):
             tokens = exchange_tokens(batch, wanted, self.loader.peers)
         self.loader.check_ledger()

@@ -117,7 +117,7 @@ class PackedLoader:
             self._loader,
             planner,
             strategy,
-            replicas=place.replicas,
+            replicas=lambda layout: place.replicas,
             max_pack_tokens=max_tokens,
             may_delay=strategy_named(strategy).delays(planning) and not evaluation,
         )

@@ -102,14 +102,23 @@ class RankRun:
 
 
 class Executor:
-    """Runs plans on one rank, which has virtual stages by index."""
+    """Runs plans on one rank, which has virtual stages by index; none where it is idle in the mesh's layout."""
 
     def __init__(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
-        self._stages = stages
-        self._mesh = mesh
+        self.move_to(stages, mesh)
         self._clock = step_clock(mesh.device)
         self._receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copies = host_copies(mesh.device)
+
+    def move_to(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
+        """The next steps run in another layout: its mesh, and what this rank holds in it."""
+        self._stages, self._mesh = stages, mesh
+
+    def idle(self) -> RankRun:
+        """The result of a step on a rank that is idle in it."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        empty = HeldBytes()
+        return RankRun(nothing, functools.partial(_trace, [], self._clock), 0, empty.peak_by_kind, 0, 0, 0, ())
 
     def run(self, step: RankStep) -> RankRun:
         """Run this rank's actions of a step; gradients are added to `main_grad`."""

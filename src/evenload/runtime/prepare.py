@@ -21,7 +21,7 @@ def prepare_step(
 ) -> RankStep:
     """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
     `InvalidPlanError` for a plan of another layout, or one that this model cannot run."""
-    if plan.layout != mesh.layout:
+    if plan.layout.arrangement != mesh.layout:
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
         )

@@ -60,13 +60,14 @@ def gather_timeline(
         memory_bytes=trace.memory_bytes + static_bytes,
     )
     told = (mesh.dp_rank, mesh.pp_rank, mine)
-    everyone = [told] * mesh.layout.world_size
+    everyone = [told] * mesh.num_ranks
     dist.gather_object(told, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
     places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
     for dp_rank, pp_rank, one in everyone:
-        places[dp_rank, pp_rank].append(one)
+        if pp_rank >= 0:  # not idle
+            places[dp_rank, pp_rank].append(one)
     parts = [_columns(*place, traces) for place, traces in places.items()]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return Timeline(**joined, step_time_s=step_time_s)
@@ -103,6 +104,7 @@ def step_row(
     grad_norm: float,
     learning_rate: float,
     peak_flops_per_s: float,
+    num_devices: int,
     plan_time_s: float,
     data_wait_s: float,
     memory: StepMemory,
@@ -111,6 +113,7 @@ def step_row(
 
     Args:
         peak_flops_per_s: of one device.
+        num_devices: of the run, idle ones included.
         data_wait_s: seconds the step waited for its batch and plan.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
@@ -130,7 +133,7 @@ def step_row(
         "step_time_s": timeline.step_time_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
-        "mfu": flops / (timeline.step_time_s * peak_flops_per_s * plan.layout.world_size),
+        "mfu": flops / (timeline.step_time_s * peak_flops_per_s * num_devices),
         "bubble_fraction": timeline.bubble_fraction(),
         "imbalance_forward": pack_times(timeline, "forward").imbalance(),
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),

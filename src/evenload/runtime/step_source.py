@@ -17,17 +17,23 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.plan.strategies.registry import require_trainable
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange, RankStep
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """One step: what was planned, and this rank's part, ready to run."""
+    """One step: what was planned, and this rank's part, ready to run; None where it is idle in the plan's layout."""
 
     planned: PlannedStep
-    step: RankStep
+    step: RankStep | None
+
+
+def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:
+    """For the plan's own layout, which need not be the one that runs now."""
+    mesh = meshes.of(planned.plan.layout)
+    return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
 
 class StepSource:
@@ -48,7 +54,7 @@ class StepSource:
         loader: GlobalBatchLoader,
         planner: StepPlanner | FlexPlanner,
         strategy: str,
-        mesh: Mesh,
+        meshes: Meshes,
         exchange: Exchange,
         *,
         num_steps: int | None,
@@ -58,17 +64,19 @@ class StepSource:
         layouts: LayoutTrack | None = None,
     ) -> None:
         options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
-        require_trainable(strategy, mesh.layout, options, feedback=track is not None)
+        for layout in meshes.layouts:
+            require_trainable(strategy, layout, options, feedback=track is not None)
+        watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
             planner,
             strategy,
-            replicas=[mesh.layout.dp_rank(rank) for rank in range(mesh.layout.world_size)],
+            replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=max_pack_tokens,
             planner_state=planner_state,
             speeds_of=(lambda step: None) if track is None else track.for_step,
             measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
-            waiting=mesh.watch.waiting,
+            waiting=watch.waiting,
         )
         self._loader = loader
         left = num_steps
@@ -80,7 +88,7 @@ class StepSource:
                 loader.close()
                 return None
             left = None if left is None else left - 1
-            return PreparedStep(planned, prepare_step(planned.plan, planned.tokens, mesh, exchange))
+            return prepared_step(planned, meshes, exchange)
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
 

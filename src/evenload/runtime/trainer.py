@@ -17,14 +17,16 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.process_memory import process_bytes
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
+from evenload.errors import InvalidPlanError
 from evenload.plan.feedback.speed_track import SpeedTrack
+from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
 from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
@@ -42,9 +44,11 @@ from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
-from evenload.runtime.rank_stages import build_rank_stages
+from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
+from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import StepMemory, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
+from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan
 from evenload.types.rank_speeds import RankSpeeds
@@ -62,6 +66,7 @@ class StepReport:
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         warning: what else should be seen, such as a batch without labels.
+        switch: the change of the layout before the step, if there was one.
         new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
         speeds_from_step: the first step that is planned with them.
         decision: about the layout before the step; None where it cannot change.
@@ -74,6 +79,7 @@ class StepReport:
     saved: SavedCheckpoint | None = None
     failed_save: str = ""
     warning: str = ""
+    switch: Switch | None = None
     new_speeds: RankSpeeds | None = None
     speeds_from_step: int = 0
     decision: LayoutDecision | None = None
@@ -82,10 +88,12 @@ class StepReport:
 class Trainer:
     """State of one rank: its virtual stages, optimizer shard and loader."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
         self.config = config
         self.mesh = mesh
-        held = build_rank_stages(config, mesh)
+        self.meshes = meshes or Meshes([mesh])
+        self._live = LiveStages(config, self.meshes) if len(self.meshes.layouts) > 1 else None
+        held = build_rank_stages(config, mesh) if self._live is None else self._live.held
         self.hf_config, self.model, self.stages = held.hf_config, held.model, held.stages
         self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
         tokenizer = require_tokenizer(
@@ -100,15 +108,17 @@ class Trainer:
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         self.steps_done = 0
+        self.layout = mesh.layout
+        """That runs now; its generation is that of the last plan."""
         self._loader_state = self._loader.state()
         self._planner_state = PlannerState()
         self.coefficients: CostCoefficients | None = None
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
-        writer = CheckpointWriter(
+        self._writer = CheckpointWriter(
             self._checkpoints, self._buffers, self._optimizer, mesh, keep=config.train.keep_checkpoints
         )
-        self._saves = Saves(config.train, writer, self._position)
+        self._saves = Saves(config.train, self._writer, self._position)
         self._is_time_to_save = False
         self._fixed_bytes: int | None = None
         self._predicted_process_bytes = 0
@@ -161,10 +171,7 @@ class Trainer:
             RankLostError: another rank died or is stuck.
         """
         self.coefficients = coefficients
-        mesh = self.mesh
-        planner = run_planner(
-            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
-        )
+        planner = self.planner(coefficients, memory_cap_bytes)
         last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
         track = None
         if self.config.plan.feedback:
@@ -173,7 +180,7 @@ class Trainer:
             self._loader,
             planner,
             self.config.plan.strategy,
-            self.mesh,
+            self.meshes,
             self.config.parallel.cp_exchange,
             num_steps=None if last_step is None else max(0, last_step - self.steps_done),
             max_pack_tokens=self.config.max_pack_tokens,
@@ -208,6 +215,11 @@ class Trainer:
                 report = replace(report, saved=saved, failed_save=failed_save)
             yield report
         source.close()
+
+    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner:
+        """That plans this run's steps; arguments as `train`."""
+        mesh = self.meshes.start
+        return run_planner(self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
 
     def save(self) -> Path:
         """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
@@ -260,23 +272,27 @@ class Trainer:
         Raises:
             NonFiniteStepError, RankLostError: as `train`.
         """
-        planned, mesh = prepared.planned, self.mesh
-        plan = planned.plan
-        watch, replicas = mesh.watch, f"the ranks that hold stage {mesh.pp_rank}"
+        planned, plan = prepared.planned, prepared.planned.plan
+        watch = self.mesh.watch
         watch.step = plan.step
         with watch.waiting("the barrier at the start"):
-            dist.barrier(group=mesh.control)
-        zero_s = seconds_now(mesh.device)
-        forget_peak_bytes(mesh.device)
+            dist.barrier(group=self.mesh.control)
+        zero_s = seconds_now(self.mesh.device)
+        forget_peak_bytes(self.mesh.device)
         if self._fixed_bytes is None:
             self._fixed_bytes = self._bytes_beside_tensors()
-        forget_peak_process_bytes(mesh.device)
-        self._optimizer.zero_gradients()
-        run = self._executor.run(prepared.step)
+        forget_peak_process_bytes(self.mesh.device)
+        if plan.layout != self.layout:
+            self._change_layout(plan.layout, coefficients)
+        mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pp_rank}"
+        for buffer in self._buffers:
+            buffer.grads.zero_()
+        run = self._executor.idle() if prepared.step is None else self._executor.run(prepared.step)
         with watch.waiting("the sum of gradients", replicas):
             shards = reduce_gradients(self._buffers, mesh)
         with watch.waiting("the gradient norm"):
             grad_norm, loss = global_norm_and_loss(self._buffers, shards, run.loss_sum, mesh)
+        switch = self._settled()
         warning = ""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._non_finite.note_finite()
@@ -300,12 +316,42 @@ class Trainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             peak_flops_per_s=coefficients.peak_flops_per_s,
+            num_devices=mesh.num_ranks,
             plan_time_s=planned.plan_time_s,
             data_wait_s=waited_s,
             memory=self._with_process(memory, plan),
         )
         lines = self._non_finite.ledger_lines(planned)
-        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning)
+        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
+
+    def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
+        """Go on in another layout, or in another generation of this one. Collective."""
+        from_s, mesh = time.perf_counter(), self.meshes.of(layout)
+        if mesh is not self.mesh:
+            if layout.generation == self.layout.generation:
+                raise InvalidPlanError(
+                    f"a plan is made for {layout.describe()}, but {self.layout.describe()} runs in the same generation "
+                    f"({layout.generation}); a change of the layout has to begin another"
+                )
+            assert self._live is not None, "there are meshes of several layouts"
+            mesh.watch.name = mesh.place
+            self._live.move_to(mesh, self._optimizer, coefficients, from_s)
+            held = self._live.held
+            self.mesh, self.stages = mesh, held.stages
+            self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
+            self._executor.move_to(self.stages, mesh)
+            self._non_finite.mesh = mesh
+        self.layout = layout
+
+    def _settled(self) -> Switch | None:
+        """After a step's gradients, before its update: the optimizer of the layout that runs; what a switch before the
+        step took, on all ranks. Collective where there was one."""
+        found = None if self._live is None else self._live.settle(self.config.optimizer)
+        if found is None:
+            return None
+        self._optimizer, switch = found
+        self._writer.move_to(self._buffers, self._optimizer, self.mesh)
+        return joined_switch(switch, self.mesh)
 
     def _tell(
         self, run: RankRun, zero_s: float, step_time_s: float, data_wait_s: float, stop_signal: int

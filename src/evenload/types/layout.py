@@ -8,6 +8,8 @@ the traffic is smallest.
 import itertools
 from collections.abc import Sequence
 
+import msgspec
+
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
@@ -69,6 +71,15 @@ class ParallelLayout(Frozen):
     def dp_rank(self, rank: int) -> int:
         """The replica that a global rank belongs to."""
         return rank // (self.tp * self.cp) % self.dp
+
+    def replicas(self, num_ranks: int) -> tuple[int | None, ...]:
+        """Of every one of so many ranks its replica; None for ranks beyond the layout, which are idle in it."""
+        return tuple(self.dp_rank(rank) if rank < self.world_size else None for rank in range(num_ranks))
+
+    @property
+    def arrangement(self) -> "ParallelLayout":
+        """This layout in generation 0: equal for layouts that place everything alike."""
+        return msgspec.structs.replace(self, generation=0) if self.generation else self
 
     @property
     def stage_counts(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
     if tensors:
         save_tensors(tensors, directory / name)
     sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
-    everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.layout.world_size)]
+    everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.num_ranks)]
     dist.all_gather_object(everyone, sizes, group=mesh.control)
     if mesh.rank == 0:
         merged = {n: entry for part in everyone for n, entry in part.items()}
@@ -54,7 +54,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
 
 def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig, model_path: str, mesh: Mesh) -> None:
     """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective."""
-    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.layout.world_size)]
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.num_ranks)]
     own = {name: parameter.cpu() for name, parameter in _own_parameters(buffers, mesh).items()}
     dist.all_gather_object(everyone, own, group=mesh.control)
     if mesh.rank == 0:

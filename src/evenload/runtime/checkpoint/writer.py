@@ -86,6 +86,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._outcome: SavedCheckpoint | BaseException | None = None
 
+    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> None:
+        """The next saves are of another layout; one that is under way has its copies."""
+        self._buffers, self._optimizer, self._mesh = buffers, optimizer, mesh
+        self._staged = {}
+
     def start(self, position: RunPosition, from_s: float) -> None:
         """Copy what is to be saved and write it in the background. None may be under way: `wait` first. Training
         stopped for it at `from_s` of `time.perf_counter()`."""
@@ -193,7 +198,7 @@ class CheckpointWriter:
                 work()
             except OSError as error:
                 answer = (local_bytes, f"rank 0: {type(error).__name__}: {error}")
-        answers: list[tuple[int, str]] = [(0, "")] * self._mesh.layout.world_size
+        answers: list[tuple[int, str]] = [(0, "")] * self._mesh.num_ranks
         dist.all_gather_object(answers, answer, group=self._mesh.saving)
         sizes = [size for size, _ in answers]
         if answers[0][1]:
@@ -203,7 +208,7 @@ class CheckpointWriter:
     def _give_up(self, cause: str, partial: Path | None, num_bytes: int) -> None:
         """On every rank raise rank 0's account of the failure, after it has removed what was written."""
         told = [""]
-        refused: list[str] = [""] * self._mesh.layout.world_size
+        refused: list[str] = [""] * self._mesh.num_ranks
         if partial is not None:
             mine = _refusal(partial, self._mesh.rank)
             dist.all_gather_object(refused, mine, group=self._mesh.saving)

@@ -1,14 +1,15 @@
-"""`Mesh`: this rank's place in the layout and the process groups it talks through.
+"""`Mesh`: this rank's place in a layout and the process groups it talks through; `Meshes`: of all layouts of a run.
 
-Groups are made once at start, in the same order on every rank. Every directed channel between two virtual stages on
-different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why nothing
-deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order: with virtual stages the same two
-ranks are neighbours several times, in both directions. With `channels="fifo"` all channels between two ranks share one
-group.
+Groups are made once at start, for all layouts, in the same order on every rank (`group_pool`). Every directed channel
+between two virtual stages on different ranks has a group of its own, so no channel waits for another
+(docs/architecture.md, "Why nothing deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order:
+with virtual stages the same two ranks are neighbours several times, in both directions. With `channels="fifo"` all
+channels between two ranks share one
+group. Ranks beyond a layout are idle in it: they hold nothing, and take part in what all ranks do together.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, InvalidPlanError
 from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
+from evenload.runtime.comm.group_pool import GroupPool
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
@@ -27,13 +29,16 @@ from evenload.types.transfers import ChannelMode
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mesh:
-    """One rank's view.
+    """One rank's view of one layout.
 
     Args:
+        pp_rank, dp_rank, cp_rank, tp_rank: this rank's place; an idle rank has -1 of the first two.
         control: all ranks, on the CPU (clocks, norms, metrics).
         planning: all ranks, on the CPU, used by the thread that prepares coming steps.
         saving: all ranks, on the CPU, used by the thread that writes checkpoints.
-        data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here.
+        moving: all ranks, on their devices, used by what moves between two layouts; None = the layout never changes.
+        data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here. Of an
+            idle rank itself alone.
         forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
             the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
         channels: whether every channel has a group of its own ("directed") or all channels of two ranks share one
@@ -55,6 +60,7 @@ class Mesh:
     control: dist.ProcessGroup
     planning: dist.ProcessGroup
     saving: dist.ProcessGroup
+    moving: dist.ProcessGroup | None
     data: dist.ProcessGroup
     forward: Mapping[int, dist.ProcessGroup]
     backward: Mapping[int, dist.ProcessGroup]
@@ -64,6 +70,25 @@ class Mesh:
     tie: dist.ProcessGroup | None
     watch: RankWatch
     ranks_per_machine: int
+
+    @property
+    def is_idle(self) -> bool:
+        """The layout has fewer ranks than the run, and none for this one."""
+        return self.pp_rank < 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the run; a layout may have fewer."""
+        return dist.get_world_size(self.control)
+
+    @property
+    def place(self) -> str:
+        """How errors call this rank, such as "rank 3 (dp 1, stage 1)"."""
+        if self.is_idle:
+            return f"rank {self.rank} (idle)"
+        sizes = (("dp", self.dp_rank, 0), ("cp", self.cp_rank, self.layout.cp), ("tp", self.tp_rank, self.layout.tp))
+        named = [f"{axis} {place}" for axis, place, size in sizes if axis == "dp" or size > 1]
+        return f"rank {self.rank} ({', '.join(named)}, stage {self.pp_rank})"
 
     @property
     def is_last_stage(self) -> bool:
@@ -88,6 +113,50 @@ class Mesh:
         )
 
 
+class Meshes:
+    """The meshes of all layouts that a run may take, of one rank.
+
+    Args:
+        meshes: the first is that in which the run starts.
+        num_groups: process groups of all of them.
+    """
+
+    def __init__(self, meshes: Sequence[Mesh], num_groups: int = 0) -> None:
+        self.start = meshes[0]
+        self.num_groups = num_groups
+        self._by_layout = {mesh.layout.arrangement: mesh for mesh in meshes}
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """The first is that in which the run starts."""
+        return tuple(self._by_layout)
+
+    def of(self, layout: ParallelLayout) -> Mesh:
+        """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
+        found = self._by_layout.get(layout.arrangement)
+        if found is None:
+            raise InvalidPlanError(
+                f"a plan is made for {layout.describe()}, this run may take "
+                f"{', '.join(one.describe() for one in self._by_layout)} (parallel.*, plan.layouts)"
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Shared:
+    """What all meshes of a run have in common; fields as those of `Mesh`."""
+
+    rank: int
+    device: torch.device
+    control: dist.ProcessGroup
+    planning: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    moving: dist.ProcessGroup | None
+    channels: ChannelMode
+    watch: RankWatch
+    ranks_per_machine: int
+
+
 def create_mesh(
     layout: ParallelLayout,
     device: torch.device,
@@ -97,9 +166,23 @@ def create_mesh(
     channels: ChannelMode = "directed",
     ranks_per_machine: int | None = None,
 ) -> Mesh:
-    """Make the groups of a layout. Collective: every process of the default group calls it.
+    """`create_meshes` of a run that has one layout."""
+    return create_meshes([layout], device, timeout_s, saving_timeout_s, signs, channels, ranks_per_machine).start
+
+
+def create_meshes(
+    layouts: Sequence[ParallelLayout],
+    device: torch.device,
+    timeout_s: float,
+    saving_timeout_s: float | None = None,
+    signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
+    channels: ChannelMode = "directed",
+    ranks_per_machine: int | None = None,
+) -> Meshes:
+    """Make the groups of all layouts of a run. Collective: every process of the default group calls it.
 
     Args:
+        layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
         timeout_s: how long a rank waits for another before it gives up with an error.
         saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
             None = `timeout_s`.
@@ -109,38 +192,52 @@ def create_mesh(
     Raises:
         ConfigError: the number of processes does not fit.
     """
-    world_size = dist.get_world_size()
-    if world_size != layout.world_size:
+    start, world_size = layouts[0], dist.get_world_size()
+    if world_size != start.world_size:
         raise ConfigError(
-            f"layout {layout.describe()} needs {layout.world_size} processes, {world_size} are running; "
-            f"start with --nproc {layout.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
+            f"layout {start.describe()} needs {start.world_size} processes, {world_size} are running; "
+            f"start with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
-    timeout = timedelta(seconds=timeout_s)
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
-    device_backend = "nccl" if device.type == "cuda" else "gloo"
-    rank = dist.get_rank()
-    grid = rank_grid(layout)
-    pp_rank, dp_rank, cp_rank, tp_rank = (int(place) for place in np.unravel_index(rank, grid.shape))
-
-    def group(members: list[int], backend: str = device_backend, timeout: timedelta = timeout) -> dist.ProcessGroup:
-        return dist.new_group(members, timeout=timeout, backend=backend)  # type: ignore[return-value]
-
+    pool = GroupPool("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
     everyone = list(range(world_size))
-    control, planning = (group(everyone, backend="gloo") for _ in range(2))
-    saving = group(everyone, backend="gloo", timeout=timedelta(seconds=saving_timeout_s or timeout_s))
+    control, planning = (pool.make(everyone, "gloo") for _ in range(2))
+    rank = dist.get_rank()
+    shared = _Shared(
+        rank=rank,
+        device=device,
+        control=control,
+        planning=planning,
+        saving=pool.make(everyone, "gloo", timedelta(seconds=saving_timeout_s or timeout_s)),
+        moving=pool.make(everyone) if len(layouts) > 1 else None,
+        channels=channels,
+        watch=RankWatch(rank, f"rank {rank}", world_size, signs),
+        ranks_per_machine=ranks_per_machine or world_size,
+    )
+    meshes = []
+    for layout in layouts:
+        if layout.world_size > world_size:
+            raise ConfigError(f"layout {layout.describe()} has {layout.world_size} ranks, {world_size} are running")
+        pool.begin_layout()
+        meshes.append(_mesh_of(layout.arrangement, shared, pool))
+    shared.watch.name = meshes[0].place
+    return Meshes(meshes, pool.num_groups)
 
-    data = {(p, t): group(grid[p, :, :, t].ravel().tolist()) for p, t in np.ndindex(layout.pp, layout.tp)}
-    places = [
-        f"dp {dp_rank}",
-        *([f"cp {cp_rank}"] if layout.cp > 1 else []),
-        *([f"tp {tp_rank}"] if layout.tp > 1 else []),
-    ]
-    watch = RankWatch(rank, f"rank {rank} ({', '.join(places)}, stage {pp_rank})", world_size, signs)
+
+def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
+    """One layout's mesh. Collective."""
+    rank, grid = shared.rank, rank_grid(layout)
+    is_idle = rank >= layout.world_size
+    pp_rank, dp_rank, cp_rank, tp_rank = (
+        (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
+    )
+    data = {(p, t): pool.take(grid[p, :, :, t].ravel().tolist()) for p, t in np.ndindex(layout.pp, layout.tp)}
+    alone = {idle: pool.take([idle]) for idle in range(layout.world_size, dist.get_world_size())}
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
-        made = group(grid[place].tolist())
-        tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    forward, backward, tie = _stage_groups(layout, rank, group, channels)
+        made = pool.take(grid[place].tolist())
+        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
+    forward, backward, tie = _stage_groups(layout, rank, pool.take, shared.channels)
     return Mesh(
         layout=layout,
         rank=rank,
@@ -148,19 +245,20 @@ def create_mesh(
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
-        device=device,
-        control=control,
-        planning=planning,
-        saving=saving,
-        data=data[pp_rank, tp_rank],
+        device=shared.device,
+        control=shared.control,
+        planning=shared.planning,
+        saving=shared.saving,
+        moving=shared.moving,
+        data=alone[rank] if is_idle else data[pp_rank, tp_rank],
         forward=forward,
         backward=backward,
-        channels=channels,
-        context=create_context_groups(layout, rank, group, watch),
+        channels=shared.channels,
+        context=create_context_groups(layout, rank, pool.take, shared.watch),
         tensor=tensor,
         tie=tie,
-        watch=watch,
-        ranks_per_machine=ranks_per_machine or world_size,
+        watch=shared.watch,
+        ranks_per_machine=shared.ranks_per_machine,
     )
 
 

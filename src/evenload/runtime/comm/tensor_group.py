@@ -32,7 +32,7 @@ class TensorGroup:
     """This rank's view of its group."""
 
     def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
-        self._group = group
+        self.process_group = self._group = group
         self._watch = watch
         self.shard = RowShard(dist.get_rank(group), dist.get_world_size(group))
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]

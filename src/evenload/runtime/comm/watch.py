@@ -40,7 +40,7 @@ class RankWatch:
 
     Args:
         rank: global.
-        name: how errors call it, such as "rank 3 (dp 1, stage 1)".
+        name: how errors call it, such as "rank 3 (dp 1, stage 1)"; may change with the layout.
         world_size: ranks whose signs are read.
         store: shared by all ranks; used by this object alone. None = errors know this rank only.
     """
@@ -53,7 +53,8 @@ class RankWatch:
         store: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
     ) -> None:
         self.step = -1
-        self._rank, self._name, self._world_size = rank, name, world_size
+        self.name = name
+        self._rank, self._world_size = rank, world_size
         self._store = store
         self._interval_s = max(1.0, world_size / 100)
         self._doing: tuple[str | Action, float] = ("the start", time.monotonic())
@@ -97,7 +98,7 @@ class RankWatch:
             waited_s = time.monotonic() - from_s
             reason = " ".join(str(error).split())
             how = f"nothing for {waited_s:.0f} s" if "imed out" in reason else "the connection broke"
-            raise RankLostError(f"{self._name} waited for {text}: {how}. {self._diagnosis()}({reason})") from error
+            raise RankLostError(f"{self.name} waited for {text}: {how}. {self._diagnosis()}({reason})") from error
         finally:
             if outer is None:
                 del self._waiting[thread]

@@ -98,6 +98,10 @@ class PlanConfig(Frozen):
         feedback: the measured seconds of trained steps correct the predicted ones of coming steps, so that a replica
             with a slow rank gets less work (`balanced`, `slimpack` and `auto`; `docs/training.md`). It never changes
             what a step trains. Not saved with checkpoints: a resumed run measures anew. `evenload bench` leaves it out.
+        layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
+            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
+            there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
+            Process groups of all of them are made at start. `evenload bench` and `check` stay in that of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
             machine, or its container, has.
@@ -106,11 +110,17 @@ class PlanConfig(Frozen):
 
     strategy: str = "slimpack"
     feedback: bool = False
+    layouts: tuple[str, ...] = ()
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     options: PlanOptions = PlanOptions()
 
     def __post_init__(self) -> None:
+        if self.feedback and self.layouts:
+            raise ConfigError(
+                "plan.feedback and plan.layouts are both set, but the measured speed of ranks is of one layout; leave "
+                "one of them out"
+            )
         for field in ("memory_bytes", "host_memory_bytes"):
             value = getattr(self, field)
             if value is not None and value < 1:

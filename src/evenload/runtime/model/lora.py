@@ -42,14 +42,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
     Raises:
         ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
     """
-    try:
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
-    some_layer = next(iter(layers.values()))
-    known = {name.rsplit(".", 1)[-1]: m for name, m in some_layer.named_modules() if type(m) is nn.Linear}
-    # What `linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
-    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
+    inject_adapters(whole, next(iter(layers.values())), lora)
     for index, layer in layers.items():
         prefix = f"model.layers.{index}"
         found = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
@@ -57,6 +50,17 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
             _initialise(found, unit_seed(LAYERS + index, seed))
         else:
             _load(found, Path(lora.path), lora)
+
+
+def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:
+    """As `add_adapters`, without values of any adapter; `some_layer` is one of the model's."""
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
+    known = {name.rsplit(".", 1)[-1]: m for name, m in some_layer.named_modules() if type(m) is nn.Linear}
+    # What `linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
+    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
 
 
 def is_adapter(module_name: str) -> bool:

@@ -36,7 +36,9 @@ class NonFiniteSteps:
     def __init__(self, on_nonfinite: Literal["stop", "skip"], mesh: Mesh) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
-        self._may_skip, self._mesh = on_nonfinite == "skip", mesh
+        self.mesh = mesh
+        """Of the layout that runs."""
+        self._may_skip = on_nonfinite == "skip"
         self._in_a_row = 0
         self._skipped, self._masked = Tally(), 0  # since the loader's account was loaded
 
@@ -61,7 +63,7 @@ class NonFiniteSteps:
             NonFiniteStepError: on every rank.
         """
         plan = planned.plan
-        text = _account(plan, run, loss, grad_norm, planned.origin, self._mesh)
+        text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
         self._in_a_row += 1
         if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
             skipped = tally_of(plan.documents)
@@ -110,7 +112,7 @@ def _account(
 ) -> str:
     """What is not finite and where it comes from; the same on every rank. Collective over the control group."""
     mine = ([_Suspect(mesh.dp_rank, *found) for output in run.heads if (found := _suspect(output))], len(run.heads))
-    everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.layout.world_size
+    everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     suspects = sorted({suspect for found, _ in everyone for suspect in found})
     num_packs = sum(count for _, count in everyone)

@@ -7,15 +7,18 @@ units. One buffer takes weight decay (matrices), the other does not (norms, bias
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
+from evenload.types.architectures.architecture import Architecture
 
 
 @dataclass(eq=False)
@@ -43,43 +46,113 @@ class FlatBuffer:
     is_part: bool
     tied_name: str = ""
 
+    @property
+    def has_master(self) -> bool:
+        """The optimizer keeps weights in the precision of gradients beside these."""
+        return self.values.dtype != self.grads.dtype
+
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         """The view of `flat` that a data-parallel rank owns."""
         size = flat.numel() // dp
         return flat[dp_rank * size : (dp_rank + 1) * size]
 
 
-def flatten_units(stages: StageModel | Sequence[StageModel], dp: int) -> list[FlatBuffer]:
+@dataclass(frozen=True, eq=False)
+class BufferGroup:
+    """Parameters that share a flat buffer; fields as those of `FlatBuffer`."""
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    decays: bool
+    is_part: bool
+    tied: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = ()) -> list[FlatBuffer]:
     """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
 
     A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that
     autograd produces itself (norm weights, adapters) are added to `main_grad` by a hook; linears and the embedding
     write there directly. Frozen parameters stay where they are.
+
+    Args:
+        dp: ranks that the buffers are cut for; others: for which they may be cut later, in the same memory.
     """
     stages = [stages] if isinstance(stages, StageModel) else stages
+    buffers = []
+    for group in buffer_groups(stages):
+        values, grads = _flatten(group.parameters, group.num_elements, padded_size(group.num_elements, dp, *others))
+        padded = padded_size(group.num_elements, dp)
+        buffers.append(
+            FlatBuffer(
+                group.names,
+                group.parameters,
+                group.num_elements,
+                values[:padded],
+                grads[:padded],
+                group.decays,
+                group.tied,
+                group.is_part,
+                embedding_name(stages[0]),
+            )
+        )
+    return buffers
+
+
+def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
+    """Of one rank's stages, in the order of their buffers, which is that of all ranks of these stages."""
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
-    crosses_ranks = bool(stages[0].config.tie_word_embeddings) and not is_within
-    embedding_name = f"{stages[0].architecture.names.embedding_path}.weight"
-    tied_names = (embedding_name, "lm_head.weight") if crosses_ranks else ()
-    buffers, seen = [], set()
-    for named in (unit for stage in stages for unit in stage.unit_parameters()):
+    crosses_ranks = bool(stages) and is_tied(stages[0]) and not is_within
+    seen: set[int] = set()
+    for stage, named in ((stage, unit) for stage in stages for unit in stage.unit_parameters()):
         named = [(name, p) for name, p in named if id(p) not in seen]
         seen |= {id(p) for _, p in named}
-        for tied, decays, is_part in itertools.product((True, False), repeat=3):
-            group = [
-                (name, p)
-                for name, p in named
-                if (p.ndim >= 2, tensor_split(p) is not None, name in tied_names) == (decays, is_part, tied)
-            ]
-            if not group:
-                continue
+        for group in unit_groups(named, tied_names(stage)):
+            yield replace(group, tied=crosses_ranks and group.names[0] in tied_names(stage))
+
+
+class HasEmbedding(Protocol):
+    """A model or a part of one."""
+
+    config: PretrainedConfig
+    architecture: Architecture
+
+
+def is_tied(model: HasEmbedding) -> bool:
+    """Embedding and head are one matrix."""
+    return bool(model.config.tie_word_embeddings)
+
+
+def embedding_name(model: HasEmbedding) -> str:
+    """Of the matrix."""
+    return f"{model.architecture.names.embedding_path}.weight"
+
+
+def tied_names(model: HasEmbedding) -> tuple[str, ...]:
+    """Names of a tied embedding, as a first and as a last stage call it; none where it is not tied."""
+    return (embedding_name(model), "lm_head.weight") if is_tied(model) else ()
+
+
+def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str]) -> Iterator[BufferGroup]:
+    """Of one unit's trained parameters; a `tied` embedding shares its buffer with nothing, whoever holds it."""
+    for is_tied, decays, is_part in itertools.product((True, False), repeat=3):
+        group = [
+            (name, p)
+            for name, p in named
+            if (p.ndim >= 2, tensor_split(p) is not None, name in tied) == (decays, is_part, is_tied)
+        ]
+        if group:
             names, parameters = zip(*group, strict=True)
-            num_elements = sum(p.numel() for p in parameters)
-            values, grads = _flatten(parameters, num_elements, -(-num_elements // dp) * dp)
-            buffers.append(
-                FlatBuffer(names, parameters, num_elements, values, grads, decays, tied, is_part, embedding_name)
-            )
-    return buffers
+            yield BufferGroup(names, parameters, decays, is_part)
+
+
+def padded_size(num_elements: int, *data_sizes: int) -> int:
+    """Elements of a buffer that can be cut into equal shards for any of these numbers of ranks."""
+    return max(-(-num_elements // size) * size for size in data_sizes)
 
 
 def frozen_bytes(stages: Sequence[StageModel]) -> int:
@@ -91,14 +164,28 @@ def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int)
     """Values and gradients, [padded], of parameters, which become views of them."""
     values = torch.zeros(padded, dtype=parameters[0].dtype, device=parameters[0].device)
     grads = torch.zeros_like(values, dtype=work_dtype(values))
-    sizes = [p.numel() for p in parameters]
-    parts, grad_parts = (flat[:num_elements].split(sizes) for flat in (values, grads))
-    for parameter, part, grad in zip(parameters, parts, grad_parts, strict=True):
+    shapes = [parameter.shape for parameter in parameters]
+    parts = values[:num_elements].split([shape.numel() for shape in shapes])
+    for parameter, part in zip(parameters, parts, strict=True):
         part.copy_(parameter.detach().flatten())
-        parameter.data = part.view(parameter.shape)
-        parameter.main_grad = grad.view(parameter.shape)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        parameter.data = part  # so that its own memory goes before the next one's is copied
+        add_gradients_of_autograd(parameter)
+    attach(parameters, shapes, values, grads)
     return values, grads
+
+
+def attach(parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor) -> None:
+    """Parameters and their `main_grad` become views of flat buffers, one after the other."""
+    sizes = [shape.numel() for shape in shapes]
+    parts, grad_parts = (flat[: sum(sizes)].split(sizes) for flat in (values, grads))
+    for parameter, shape, part, grad in zip(parameters, shapes, parts, grad_parts, strict=True):
+        parameter.data = part.view(shape)
+        parameter.main_grad = grad.view(shape)  # type: ignore[attr-defined]
+
+
+def add_gradients_of_autograd(parameter: nn.Parameter) -> None:
+    """From now on what autograd gives a parameter is added to its `main_grad`."""
+    parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 
 def _add_to_main_grad(parameter: Tensor) -> None:

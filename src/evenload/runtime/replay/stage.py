@@ -5,7 +5,7 @@ the last stage (its forward stops at the final hidden states), so the head's cos
 pack, where the cost model charges it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,19 @@ from evenload.runtime.replay.state import ReplayState, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import gather_rows, make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.architectures.architecture import Architecture
 from evenload.types.token_range import Range
+
+
+def make_layers_replayable(
+    layers: Mapping[int, nn.Module], state: ReplayState, architecture: Architecture, tensor: TensorGroup | None
+) -> None:
+    """Turn decoder layers, by index, into those that stages run; once, in place. Layers of a rank may share a state,
+    because one pass runs at a time."""
+    for index, layer in layers.items():
+        make_replayable(layer, index, state, architecture)
+        if tensor is not None:
+            make_tensor_parallel(layer, state, architecture)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,26 +78,33 @@ class PipelineStage:
     Args:
         tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
             between layers and stages and their gradients have this rank's rows of a pack only (`row_shard`).
+        state: that of layers which are replayable already (`make_layers_replayable`), and may be those of another stage
+            later; None = they become so here.
     """
 
-    def __init__(self, model: StageModel, backend: RangeAttention, tensor: TensorGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        backend: RangeAttention,
+        tensor: TensorGroup | None = None,
+        state: ReplayState | None = None,
+    ) -> None:
         self.model = model
         self._like = next(next(iter(model.layers.values())).parameters())
         self._tensor = tensor
         self.head_row_sums: Tensor | None = None
         """On a last stage, sums over every row of the gradient that the last backward pack's head gave."""
-        self._state = ReplayState(backend=backend)
+        self._balance: RouterBalance | None = None
         if model.architecture.experts is not None and model.router_aux_loss_coef:
-            self._state.balance = RouterBalance(
+            self._balance = RouterBalance(
                 model.router_aux_loss_coef,
                 num_layers=model.config.num_hidden_layers,
                 num_experts=model.config.num_experts,
                 layers=tuple(model.layers),
             )
-        for index, layer in model.layers.items():
-            make_replayable(layer, index, self._state, model.architecture)
-            if tensor is not None:
-                make_tensor_parallel(layer, self._state, model.architecture)
+        self._state = state or ReplayState(backend=backend)
+        if state is None:
+            make_layers_replayable(model.layers, self._state, model.architecture, tensor)
 
     @property
     def backend_name(self) -> str:
@@ -118,8 +137,8 @@ class PipelineStage:
 
     def begin_step(self, num_tokens: dict[int, int]) -> None:
         """Before a step's first pack; tokens of every document of the global batch, without padding."""
-        if self._state.balance is not None:
-            self._state.balance.begin_step(num_tokens)
+        if self._balance is not None:
+            self._balance.begin_step(num_tokens)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
@@ -156,8 +175,8 @@ class PipelineStage:
 
     def _end_counts(self, pack: PackTokens) -> None:
         """After a forward pack: tell the ranks that share it which experts its tokens chose."""
-        if self._state.balance is not None:
-            self._state.balance.end_pack(pack.shared, self.device)
+        if self._balance is not None:
+            self._balance.end_pack(pack.shared, self.device)
 
     def announce_backward(self, ranges: tuple[Range, ...], store: ActivationStore) -> None:
         """Let what a coming backward pack has in host memory start to come back."""
@@ -192,8 +211,8 @@ class PipelineStage:
             self.head_row_sums = grad.sum(dim=-1)
         assert grad is not None
         grad = self.backward_layers(pack, grad, store, products)
-        if self._state.balance is not None:
-            loss = loss + self._state.balance.take_loss()
+        if self._balance is not None:
+            loss = loss + self._balance.take_loss()
         if self.model.is_first:
             if pack.ranges:
                 rows = self._exchange(pack, "gradients of embeddings")
@@ -275,7 +294,7 @@ class PipelineStage:
     ) -> Iterator[None]:
         state = self._state
         state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
-        state.shared = pack.shared
+        state.shared, state.balance = pack.shared, self._balance
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")

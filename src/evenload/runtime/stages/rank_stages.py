@@ -12,7 +12,7 @@ from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
+from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_ring import require_no_window
@@ -40,11 +40,31 @@ class RankStages(Generic[Stage]):
     frozen_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class RankModels:
+    """One rank's stages as modules with weights, by index, ascending, and what runs them."""
+
+    hf_config: PretrainedConfig
+    model: ModelSpec
+    dtype: torch.dtype
+    models: dict[int, StageModel]
+    backend: RangeAttention
+
+
 def build_rank_stages(
     config: TrainConfig, mesh: Mesh, stage_class: type[Stage] = PipelineStage, backend: RangeAttention | None = None
 ) -> RankStages[Stage]:
     """Make this rank's stages with their weights, and the configured attention or another. `ConfigError` or
     `UnsupportedModelError` where the model, its weights or its options cannot be trained like this."""
+    built = build_models(config, mesh, backend)
+    models = tuple(built.models.values())
+    buffers = flatten_units(models, mesh.data_size)
+    stages = {index: stage_class(part, built.backend, mesh.tensor) for index, part in built.models.items()}
+    return RankStages(built.hf_config, built.model, stages, buffers, frozen_bytes(models))
+
+
+def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> RankModels:
+    """The modules of `build_rank_stages`; errors as there."""
     hf_config, model = load_config(config.model.path), model_spec(config)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.parallel.cp_exchange == "ring":
@@ -60,7 +80,6 @@ def build_rank_stages(
         router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
     )
     models = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
-    buffers = flatten_units(tuple(models.values()), mesh.data_size)
     if backend is None:
         backend = select_backend(
             config.train.attention,
@@ -69,5 +88,4 @@ def build_rank_stages(
             dtype=dtype,
             head_dim=model.head_dim,
         )
-    stages = {index: stage_class(part, backend, mesh.tensor) for index, part in models.items()}
-    return RankStages(hf_config, model, stages, buffers, frozen_bytes(tuple(models.values())))
+    return RankModels(hf_config, model, dtype, models, backend)

@@ -1,0 +1,40 @@
+"""The layouts that a run may take: that of `[parallel]`, in which it starts, and `plan.layouts`."""
+
+from evenload.errors import ConfigError
+from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_text import read_layout_text
+
+
+def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
+    """All of them, each once; the run starts in the first, which gives the number of processes.
+
+    Raises:
+        ConfigError: as `layout_of`; or an entry of `plan.layouts` that cannot be read, needs more processes than
+            `[parallel]` starts, changes cp or tp, or does not hold the model's layers.
+    """
+    start = layout_of(config, num_layers)
+    found = [start]
+    for text in config.plan.layouts:
+        written = read_layout_text(text)
+        for axis in ("cp", "tp"):
+            if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):
+                raise ConfigError(
+                    f"plan.layouts: '{text}' has {axis}={written.sizes[axis]}, [parallel] has "
+                    f"{axis}={getattr(start, axis)}; only dp, pp, virtual and the layers of stages may change while a "
+                    "run trains"
+                )
+        per_replica = written.size("pp") * start.cp * start.tp
+        # As many replicas as there are processes for; those that are left over are idle.
+        sizes = {"cp": start.cp, "tp": start.tp, "dp": max(1, start.world_size // per_replica)}
+        layout = written.layout(num_layers, **sizes)
+        if layout.world_size > start.world_size:
+            raise ConfigError(
+                f"plan.layouts: '{text}' needs {layout.world_size} processes, [parallel] ({start.describe()}) starts "
+                f"{start.world_size}; a run starts in its largest layout: make that [parallel]'s"
+            )
+        if layout in found[1:]:
+            raise ConfigError(f"plan.layouts: '{text}' is the same layout as an entry before it ({layout.describe()})")
+        if layout != start:
+            found.append(layout)
+    return tuple(found)

@@ -1,0 +1,156 @@
+"""`LivePiece`: a piece of the model (`plan.reconfiguration.moves.Piece`) on one rank, with memory or without.
+
+A trained piece is one flat buffer, a frozen one the tensors that are not trained. Memory comes and goes with the piece;
+buffers are large enough for every number of data-parallel ranks that the run's layouts have, so that a piece that stays
+is cut anew without being moved. Fresh memory is not touched before it is received into or computed in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evenload.attention.range_attention import work_dtype
+from evenload.plan.reconfiguration.moves import Piece
+from evenload.runtime.optim.parameter_units import (
+    BufferGroup,
+    FlatBuffer,
+    add_gradients_of_autograd,
+    attach,
+    padded_size,
+    unit_groups,
+)
+from evenload.runtime.stages.unit_modules import UnitModules
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
+MASTER_NAME = "master"
+"""As `ShardedAdamW.state_tensors` calls the optimizer's tensors."""
+
+
+class LivePiece:
+    """One piece.
+
+    Args:
+        parameters: the same objects for the whole run.
+        group: of a trained piece; None = frozen.
+        data_sizes: numbers of data-parallel ranks that it may be cut for.
+        is_held: its parameters have values from the start.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        parameters: Sequence[nn.Parameter],
+        group: BufferGroup | None,
+        *,
+        at_both_ends: bool,
+        data_sizes: Sequence[int],
+        device: torch.device,
+        is_held: bool,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.is_held = is_held
+        self.buffer: FlatBuffer | None = None
+        self._group, self._data_sizes, self._device = group, tuple(data_sizes), device
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self._shapes = [parameter.shape for parameter in parameters]
+        num_elements = sum(shape.numel() for shape in self._shapes)
+        self._work = work_dtype(parameters[0])
+        self.state_names: tuple[str, ...] = ()
+        if group is not None:
+            self.state_names = (*STATE_NAMES, *([MASTER_NAME] if self._work != parameters[0].dtype else []))
+            if not is_held:
+                for parameter in parameters:
+                    add_gradients_of_autograd(parameter)
+        if not is_held:
+            self.drop()
+        self.piece = Piece(
+            unit=unit,
+            num_elements=num_elements,
+            weight_bytes=parameters[0].element_size(),
+            state_bytes=len(self.state_names) * self._work.itemsize,
+            at_both_ends=at_both_ends,
+        )
+
+    def hold(self, buffer: FlatBuffer) -> None:
+        """The run begins with this buffer, as `flatten_units` made it for all `data_sizes`."""
+        self.buffer = buffer
+        whole = padded_size(self.piece.num_elements, *self._data_sizes)
+        self._memory = tuple(flat.as_strided((whole,), (1,), 0) for flat in (buffer.values, buffer.grads))  # type: ignore[assignment]
+
+    def gain(self) -> None:
+        """Take memory; values are to be received, those of padding are zeros."""
+        assert not self.is_held
+        self.is_held = True
+        if self._group is None:
+            for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+                parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+            return
+        num_elements, whole = self.piece.num_elements, padded_size(self.piece.num_elements, *self._data_sizes)
+        values = torch.empty(whole, dtype=self.parameters[0].dtype, device=self._device)
+        grads = torch.empty(whole, dtype=self._work, device=self._device)
+        for flat in (values, grads):
+            flat[num_elements:].zero_()
+        attach(self.parameters, self._shapes, values, grads)
+        self._memory = values, grads
+
+    def drop(self) -> None:
+        """Let memory go; parameters stay the same objects."""
+        for parameter in self.parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
+            parameter.main_grad = None  # type: ignore[attr-defined]
+        self.is_held, self.buffer, self._memory = False, None, None
+
+    def cut(self, group: BufferGroup, data_size: int) -> FlatBuffer:
+        """The buffer in a layout, in which the piece may have another name and other holders beside this rank."""
+        assert self._memory is not None
+        padded = padded_size(self.piece.num_elements, data_size)
+        values, grads = (flat[:padded] for flat in self._memory)
+        self.buffer = FlatBuffer(
+            group.names,
+            group.parameters,
+            self.piece.num_elements,
+            values,
+            grads,
+            group.decays,
+            group.tied,
+            group.is_part,
+        )
+        return self.buffer
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """What travels as the piece's weights, in place: all of it in one tensor where it is trained."""
+        if self._memory is not None:
+            return (self._memory[0][: self.piece.num_elements],)
+        return tuple(parameter.detach() for parameter in self.parameters)
+
+
+def live_pieces(
+    modules: UnitModules, buffers: Sequence[FlatBuffer], data_sizes: Sequence[int], device: torch.device
+) -> list[LivePiece]:
+    """All pieces of the model, held ones with these buffers; in the order of units, which is that of all ranks."""
+    buffer_of = {id(buffer.parameters[0]): buffer for buffer in buffers}
+    pieces = []
+    for unit, named in enumerate(modules.named_units()):
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        frozen = [parameter for _, parameter in named if not parameter.requires_grad]
+        groups: list[tuple[Sequence[nn.Parameter], BufferGroup | None]] = [
+            (group.parameters, group) for group in unit_groups(trained)
+        ]
+        groups += [(frozen, None)] if frozen else []
+        for parameters, group in groups:
+            piece = LivePiece(
+                unit,
+                parameters,
+                group,
+                at_both_ends=unit == 0 and modules.is_tied,
+                data_sizes=data_sizes,
+                device=device,
+                is_held=id(parameters[0]) in modules.held,
+            )
+            if group is not None and piece.is_held:
+                piece.hold(buffer_of[id(parameters[0])])
+            pieces.append(piece)
+    for unit in (modules.embedding, *modules.layers.values(), modules.norm, modules.head):
+        unit.to(device)  # what is no parameter: parameters without values are there already
+    return pieces

@@ -1,0 +1,136 @@
+"""`UnitModules`: every unit of the model as a module on this rank, with memory or as a shell without.
+
+A run whose layout changes makes all modules at its start: those that the rank holds with their weights, the others as
+shells, whose parameters have no elements (`live_pieces`) until the unit comes to this rank. So a switch builds no
+modules; it gives parameters memory and takes it away, and hooks, classes of replay and tensor-parallel parts are put on
+once.
+
+Price: the modules of the layers elsewhere, without weights: kilobytes a layer, milliseconds at start.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.model.hf_model import StageModel, empty_model
+from evenload.runtime.model.hf_weights import fill_constants
+from evenload.runtime.model.lora import inject_adapters
+from evenload.runtime.model.tensor_weights import split_weights
+from evenload.types.architectures.architecture import Architecture
+from evenload.types.layout import ParallelLayout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnitModules:
+    """All units; of a tied model embedding and head have one weight. `held` are the parameters, by `id`, that have
+    values; the others have memory that nothing touched, on the CPU."""
+
+    config: PretrainedConfig
+    architecture: Architecture
+    layers: dict[int, nn.Module]
+    rotary: nn.Module
+    embedding: nn.Embedding
+    norm: nn.Module
+    head: nn.Linear
+    router_aux_loss_coef: float
+    held: frozenset[int]
+
+    @property
+    def is_tied(self) -> bool:
+        """Embedding and head are one matrix."""
+        return bool(self.config.tie_word_embeddings)
+
+    def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Of every unit (embedding, layers, norm with head) its (Hugging Face parameter name, parameter) pairs; a tied
+        matrix is the embedding's."""
+        head = [] if self.is_tied else _named("lm_head", self.head)
+        return [
+            _named("model.embed_tokens", self.embedding),
+            *(_named(f"model.layers.{index}", layer) for index, layer in self.layers.items()),
+            _named("model.norm", self.norm) + head,
+        ]
+
+    def stage_models(self, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
+        """The virtual stages of a pipeline rank in a layout, ascending; none of an idle rank. As `build_rank_models`
+        makes them."""
+        models: dict[int, StageModel] = {}
+        for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True)):
+            if rank != pp_rank:
+                continue
+            is_first, is_last = stage == 0, stage == layout.num_stages - 1
+            has_tied_copy = is_last and self.is_tied and 0 not in models
+            models[stage] = StageModel(
+                config=self.config,
+                architecture=self.architecture,
+                layers={index: self.layers[index] for index in range(*layers)},
+                rotary=self.rotary,
+                embedding=self.embedding if is_first or has_tied_copy else None,
+                norm=self.norm if is_last else None,
+                head=self.head if is_last else None,
+                is_first=is_first,
+                is_last=is_last,
+                router_aux_loss_coef=self.router_aux_loss_coef,
+            )
+        return models
+
+
+def unit_modules(
+    models: Collection[StageModel],
+    *,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    tp_rank: int,
+    tp: int,
+) -> UnitModules:
+    """The units of a rank's stages as they are, and shells of all others.
+
+    Args:
+        models: of all its stages, with weights; at least one.
+        dtype, lora, tp_rank, tp: with which they were made.
+    """
+    some = next(iter(models))
+    config, architecture = some.config, some.architecture
+    whole = empty_model(config, dtype)
+    decoder: Any = whole.model
+    units: dict[str, Any] = {f"model.layers.{index}": layer for index, layer in enumerate(decoder.layers)}
+    units |= {"model.embed_tokens": decoder.embed_tokens, "model.norm": decoder.norm, "lm_head": whole.lm_head}
+    held: dict[str, nn.Module] = {}
+    for model in models:
+        held |= {f"model.layers.{index}": layer for index, layer in model.layers.items()}
+        named = {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
+        held |= {name: unit for name, unit in named.items() if unit is not None}
+    shells = {name: unit for name, unit in units.items() if name not in held}
+    # Memory that nothing touches is not taken: sizes come from it, then it goes (`live_pieces`). A GPU's would be.
+    for unit in shells.values():
+        unit.to_empty(device="cpu")
+    if lora is not None:
+        with torch.random.fork_rng(devices=[]):
+            inject_adapters(whole, decoder.layers[0], lora)
+    units |= held
+    if config.tie_word_embeddings:
+        units["lm_head"].weight = units["model.embed_tokens"].weight
+    split = [(name, unit) for name, unit in shells.items() if unit is not None]
+    if tp > 1:
+        split_weights(split, architecture, tp_rank, tp)
+    for unit in shells.values():
+        fill_constants(unit)
+    return UnitModules(
+        config=config,
+        architecture=architecture,
+        layers={index: units[f"model.layers.{index}"] for index in range(config.num_hidden_layers)},
+        rotary=some.rotary,
+        embedding=units["model.embed_tokens"],
+        norm=units["model.norm"],
+        head=units["lm_head"],
+        router_aux_loss_coef=some.router_aux_loss_coef,
+        held=frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters()),
+    )
+
+
+def _named(prefix: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(prefix=prefix))

@@ -1,0 +1,76 @@
+"""A layout as people write it: `dp=8,pp=4`, or with layers of stages that are not even, `pp=3,layers=3+3+2`."""
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.nearest_name import did_you_mean
+
+_AXES = ("dp", "cp", "pp", "tp", "virtual")
+
+
+class LayoutText(Frozen):
+    """What was written.
+
+    Args:
+        text: for messages.
+        sizes: of the axes that are named.
+        layers: of every virtual stage; None = split evenly.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    layers: tuple[int, ...] | None = None
+
+    def size(self, axis: str) -> int:
+        """1 where the axis is not named."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that one replica takes."""
+        return self.size("cp") * self.size("pp") * self.size("tp")
+
+    def layout(self, num_layers: int, **sizes: int) -> ParallelLayout:
+        """With these sizes in place of those that were not written.
+
+        Raises:
+            ConfigError: more stages than layers, or `layers` that are not those of the stages and the model.
+        """
+        all_sizes = sizes | self.sizes
+        if self.layers is None:
+            return even_layout(num_layers, **all_sizes)
+        virtual = all_sizes.pop("virtual", 1)
+        stages = all_sizes.get("pp", 1) * virtual
+        if len(self.layers) != stages or sum(self.layers) != num_layers:
+            raise ConfigError(
+                f"layout '{self.text}': layers={'+'.join(map(str, self.layers))} gives {sum(self.layers)} layers to "
+                f"{len(self.layers)} stages, the layout has {stages} stages and the model {num_layers} layers"
+            )
+        return split_layout(self.layers, **all_sizes)
+
+
+def read_layout_text(text: str) -> LayoutText:
+    """Read sizes of axes and layers of stages; `ConfigError` for anything else, or the same twice."""
+    sizes: dict[str, int] = {}
+    layers: tuple[int, ...] | None = None
+    for part in text.split(","):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if key in sizes or (key == "layers" and layers is not None):
+            raise ConfigError(f"layout '{text}': {key} is given twice")
+        if key == "devices":
+            raise ConfigError(
+                f"layout '{text}': stages with different numbers of devices are planned by 'evenload plan --strategy "
+                "flexpipe' at most; in training every stage of a layout has dp x cp x tp of them"
+            )
+        counts = value.split("+") if key == "layers" else [value]
+        if not separator or key not in (*_AXES, "layers") or not all(one.isdecimal() and int(one) for one in counts):
+            hint = "" if key in (*_AXES, "layers") else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
+            raise ConfigError(
+                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as dp=8,pp=4, nor "
+                f"layers of all stages, as pp=3,layers=3+3+2{hint}"
+            )
+        if key == "layers":
+            layers = tuple(map(int, counts))
+        else:
+            sizes[key] = int(value)
+    return LayoutText(text=text, sizes=sizes, layers=layers)

@@ -1,0 +1,85 @@
+"""Layouts that a run may take, as they are written, and what is refused."""
+
+import pytest
+
+from evenload.cli.option_values import parse_layout
+from evenload.errors import ConfigError
+from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.types.layout import even_layout, split_layout
+from small_run import write_small_run
+
+NUM_LAYERS = 8
+
+
+def config_of(tmp_path, *overrides: str) -> TrainConfig:
+    tmp_path.mkdir(exist_ok=True)
+    file = write_small_run(tmp_path, [], "max_document_tokens = 8\nbatch_documents = 1\n[train]\nsteps = 1")
+    return load_train_config(file, list(overrides))
+
+
+def test_the_run_starts_in_its_own_layout_and_others_follow_each_once(tmp_path) -> None:
+    config = config_of(
+        tmp_path,
+        "parallel.pp=4",
+        'plan.layouts=["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=3+3+2", "pp=2,virtual=2", "dp=1,pp=2,layers=5+3"]',
+    )
+    assert layouts_of(config, NUM_LAYERS) == (
+        even_layout(NUM_LAYERS, pp=4),
+        even_layout(NUM_LAYERS, pp=2, dp=2),
+        even_layout(NUM_LAYERS, dp=4),
+        split_layout([3, 3, 2], pp=3),
+        even_layout(NUM_LAYERS, pp=2, dp=2, virtual=2),
+        split_layout([5, 3], pp=2),
+    )
+
+
+def test_groups_of_context_and_tensor_ranks_stay(tmp_path) -> None:
+    config = config_of(tmp_path, "parallel.pp=2", "parallel.tp=2", 'plan.layouts=["dp=2", "dp=2,tp=2,cp=1"]')
+    with pytest.raises(ConfigError, match="'dp=2,tp=2,cp=1' is the same layout as an entry before it"):
+        layouts_of(config, NUM_LAYERS)
+    config = config_of(tmp_path / "again", "parallel.pp=2", "parallel.tp=2", 'plan.layouts=["dp=2"]')
+    assert layouts_of(config, NUM_LAYERS)[1] == even_layout(NUM_LAYERS, dp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pp=2,cp=2", r"'pp=2,cp=2' has cp=2, \[parallel\] has cp=1; only dp, pp, virtual"),
+        ("pp=4,dp=2", r"needs 8 processes, \[parallel\] \(pp=4\) starts 4; a run starts in its largest layout"),
+        ("pp=3,layers=3+3", "gives 6 layers to 2 stages, the layout has 3 stages and the model 8 layers"),
+        ("pp=3,layers=3+3+3", "gives 9 layers to 3 stages"),
+        ("pp=3,layers=3+3+", "'layers=3[+]3[+]' is not one of dp cp pp tp virtual"),
+        ("pp=9", "8 layers cannot fill 9 stages"),
+        ("pp=3,devices=1+1+2", "stages with different numbers of devices are planned"),
+        ("stages=3", "'stages=3' is not one of"),
+        ("pp=2,pp=4", "pp is given twice"),
+        ("", "'' is not one of"),
+    ],
+)
+def test_what_no_run_can_take_is_refused_in_words(tmp_path, text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layouts_of(config_of(tmp_path, "parallel.pp=4", f'plan.layouts=["{text}"]'), NUM_LAYERS)
+
+
+def test_measured_speeds_are_of_one_layout(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.feedback and plan\.layouts are both set"):
+        config_of(tmp_path, "plan.feedback=true", 'plan.layouts=["dp=2"]')
+
+
+def test_layers_of_stages_may_be_written_on_the_command_line() -> None:
+    assert parse_layout("pp=3,layers=3+3+2", NUM_LAYERS, 6) == split_layout([3, 3, 2], pp=3, dp=2)
+    with pytest.raises(ConfigError, match="takes 3 devices a replica"):
+        parse_layout("pp=3,layers=3+3+2", NUM_LAYERS, 4)
+
+
+def test_generations_differ_and_arrangements_do_not() -> None:
+    first, later = even_layout(NUM_LAYERS, pp=2), even_layout(NUM_LAYERS, pp=2, generation=3)
+    assert first != later
+    assert first.arrangement == later.arrangement == first
+    assert even_layout(NUM_LAYERS, pp=2, dp=2).arrangement != first
+
+
+def test_ranks_beyond_a_layout_have_no_replica() -> None:
+    assert even_layout(NUM_LAYERS, pp=3).replicas(4) == (0, 0, 0, None)
+    assert even_layout(NUM_LAYERS, pp=2, dp=2).replicas(4) == (0, 1, 0, 1)

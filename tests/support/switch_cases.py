@@ -1,0 +1,124 @@
+"""Runs whose layout changes between steps as a script says, as one rank of a `GlooPool`."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dist_training import COSTS
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.runtime.checkpoint.checkpoint import run_tensors
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.run_planner import run_planner
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.stages.live_stages import Switch
+from evenload.runtime.trainer import Trainer
+from evenload.types.plan import seal
+from gloo_pool import TIMEOUT_S
+
+
+class ScriptedPlanner:
+    """Plans every step in the layout that a script names, as a planner that decides would hand it out.
+
+    Args:
+        planners: of the run's layouts, in their order.
+        script: for every step the index of its layout; the last one stays.
+    """
+
+    def __init__(self, planners: Sequence[StepPlanner], script: Sequence[int]) -> None:
+        self._planners, self._script = planners, tuple(script)
+        self.options = planners[0].options
+
+    def propose(self, step: int, documents, strategy: str, **settings) -> Proposal:
+        so_far = self._script[: step + 1]
+        proposal = self._planners[so_far[-1]].propose(step, documents, strategy, **settings)
+        generation = sum(a != b for a, b in itertools.pairwise((0, *so_far)))
+        layout = msgspec.structs.replace(proposal.plan.layout, generation=generation)
+        return replace(proposal, plan=seal(msgspec.structs.replace(proposal.plan, layout=layout)))
+
+
+class ScriptedTrainer(Trainer):
+    """A trainer whose layouts follow a script."""
+
+    script: Sequence[int] = (0,)
+
+    def planner(self, coefficients, memory_cap_bytes):
+        planners = [
+            run_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
+            for layout in self.meshes.layouts
+        ]
+        return ScriptedPlanner(planners, self.script)
+
+
+class Outcome(NamedTuple):
+    """Of a run, on rank 0: by step its loss, gradient norm and layout; every switch; all tensors of a checkpoint at the
+    end, whole; process groups that were made."""
+
+    losses: list[float]
+    norms: list[float]
+    layouts: list[str]
+    switches: list[Switch]
+    state: dict[str, np.ndarray]
+    num_groups: int
+
+
+def scripted_run(
+    config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
+) -> Outcome | None:
+    """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
+    config = load_train_config(Path(config_file), overrides)
+    layouts = layouts_of(config, model_spec(config).num_layers)
+    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
+    trainer = ScriptedTrainer(config, meshes.start, meshes)
+    trainer.script = script
+    trainer.resume()
+    reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
+    trainer.save()
+    if export:
+        trainer.export()
+    state = whole_state(trainer)
+    if trainer.mesh.rank != 0:
+        return None
+    return Outcome(
+        losses=[float(report.row["loss"]) for report in reports],
+        norms=[float(report.row["grad_norm"]) for report in reports],
+        layouts=[str(report.row["layout"]) for report in reports],
+        switches=[report.switch for report in reports if report.switch is not None],
+        state=state,
+        num_groups=meshes.num_groups,
+    )
+
+
+def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
+    mine = {
+        name: (tensor.shape, [(piece.offsets, as_numpy(piece.local)) for piece in tensor.pieces])
+        for name, tensor in run_tensors(trainer._buffers, trainer._optimizer, trainer.mesh).items()
+    }
+    everyone: list[dict] = [{}] * trainer.mesh.num_ranks
+    dist.all_gather_object(everyone, mine, group=trainer.mesh.control)
+    whole: dict[str, np.ndarray] = {}
+    known: dict[str, np.ndarray] = {}
+    for name, (shape, pieces) in ((name, held) for one in everyone for name, held in one.items()):
+        for offsets, local in pieces:
+            target = whole.setdefault(name, np.zeros(shape, local.dtype))
+            seen = known.setdefault(name, np.zeros(shape, bool))
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
+            assert np.array_equal(target[place][seen[place]], local[seen[place]]), f"copies of {name} differ"
+            target[place], seen[place] = local, True
+    assert all(seen.all() for seen in known.values())
+    return whole
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy; bf16, which numpy does not know, as its bits."""
+    tensor = tensor.detach().clone()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
