@@ -26,7 +26,9 @@ def config_file(tmp_path: Path) -> str:
 
 def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = LAYOUTS) -> list[str]:
     chosen = [] if layouts is None else [f"plan.layouts={layouts}"]
-    return [*chosen, f"train.steps={STEPS}", f"train.output_dir={tmp_path / name}", *more]
+    # At a rate at which AdamW does not blow rounding of tiny gradients up within so many steps.
+    fixed = ["optimizer.learning_rate=1e-3", "plan.strategy=balanced", f"train.steps={STEPS}"]
+    return [*chosen, *fixed, f"train.output_dir={tmp_path / name}", *more]
 
 
 def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) -> None:
@@ -43,8 +45,8 @@ def test_twenty_switches_train_what_one_layout_and_one_process_train(gloo_pool, 
     """Losses, weights and optimizer state after 40 steps, with tied embeddings and an idle rank now and then."""
     script = [0, *(layout for layout in SWITCHES for _ in range(2))][:STEPS]
     moved = gloo_pool.run(4, scripted_run, config_file, settings(tmp_path, "moved", "parallel.pp=4"), script, STEPS)[0]
-    fixed = settings(tmp_path, "fixed", "parallel.pp=2", "parallel.dp=2", layouts=None)
-    still = gloo_pool.run(4, scripted_run, config_file, fixed, [0], STEPS)[0]
+    fixed = settings(tmp_path, "fixed", "parallel.dp=2", layouts=None)
+    still = gloo_pool.run(2, scripted_run, config_file, fixed, [0], STEPS)[0]
     alone = gloo_pool.run(1, scripted_run, config_file, settings(tmp_path, "alone", layouts=None), [0], STEPS)[0]
 
     assert len(moved.switches) == 20

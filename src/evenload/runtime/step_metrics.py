@@ -104,7 +104,6 @@ def step_row(
     grad_norm: float,
     learning_rate: float,
     peak_flops_per_s: float,
-    num_devices: int,
     plan_time_s: float,
     data_wait_s: float,
     memory: StepMemory,
@@ -112,8 +111,7 @@ def step_row(
     """One row.
 
     Args:
-        peak_flops_per_s: of one device.
-        num_devices: of the run, idle ones included.
+        peak_flops_per_s: of all devices of the run together, idle ones included.
         data_wait_s: seconds the step waited for its batch and plan.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
@@ -133,7 +131,7 @@ def step_row(
         "step_time_s": timeline.step_time_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
-        "mfu": flops / (timeline.step_time_s * peak_flops_per_s * num_devices),
+        "mfu": flops / (timeline.step_time_s * peak_flops_per_s),
         "bubble_fraction": timeline.bubble_fraction(),
         "imbalance_forward": pack_times(timeline, "forward").imbalance(),
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),
