@@ -9,7 +9,6 @@ units. One buffer takes weight decay (matrices), the other does not (norms, bias
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
                 group.decays,
                 group.tied,
                 group.is_part,
-                embedding_name(stages[0]),
+                embedding_name(stages[0].architecture),
             )
         )
     return buffers
@@ -106,35 +105,24 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
 def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
     """Of one rank's stages, in the order of their buffers, which is that of all ranks of these stages."""
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
-    crosses_ranks = bool(stages) and is_tied(stages[0]) and not is_within
     seen: set[int] = set()
-    for stage, named in ((stage, unit) for stage in stages for unit in stage.unit_parameters()):
-        named = [(name, p) for name, p in named if id(p) not in seen]
-        seen |= {id(p) for _, p in named}
-        for group in unit_groups(named, tied_names(stage)):
-            yield replace(group, tied=crosses_ranks and group.names[0] in tied_names(stage))
+    for part in stages:
+        tied = tied_names(part.config, part.architecture)
+        for named in part.unit_parameters():
+            named = [(name, p) for name, p in named if id(p) not in seen]
+            seen |= {id(p) for _, p in named}
+            for group in unit_groups(named, tied):
+                yield replace(group, tied=group.names[0] in tied and not is_within)
 
 
-class HasEmbedding(Protocol):
-    """A model or a part of one."""
-
-    config: PretrainedConfig
-    architecture: Architecture
+def embedding_name(architecture: Architecture) -> str:
+    """Of the embedding's matrix."""
+    return f"{architecture.names.embedding_path}.weight"
 
 
-def is_tied(model: HasEmbedding) -> bool:
-    """Embedding and head are one matrix."""
-    return bool(model.config.tie_word_embeddings)
-
-
-def embedding_name(model: HasEmbedding) -> str:
-    """Of the matrix."""
-    return f"{model.architecture.names.embedding_path}.weight"
-
-
-def tied_names(model: HasEmbedding) -> tuple[str, ...]:
+def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[str, ...]:
     """Names of a tied embedding, as a first and as a last stage call it; none where it is not tied."""
-    return (embedding_name(model), "lm_head.weight") if is_tied(model) else ()
+    return (embedding_name(architecture), "lm_head.weight") if config.tie_word_embeddings else ()
 
 
 def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str]) -> Iterator[BufferGroup]:

@@ -17,7 +17,9 @@ from evenload.runtime.optim.parameter_units import (
     FlatBuffer,
     add_gradients_of_autograd,
     attach,
+    embedding_name,
     padded_size,
+    tied_names,
     unit_groups,
 )
 from evenload.runtime.stages.unit_modules import UnitModules
@@ -33,6 +35,7 @@ class LivePiece:
     Args:
         parameters: the same objects for the whole run.
         group: of a trained piece; None = frozen.
+        tied_name: of the embedding, which a tied head is called in checkpoints.
         data_sizes: numbers of data-parallel ranks that it may be cut for.
         is_held: its parameters have values from the start.
     """
@@ -44,6 +47,7 @@ class LivePiece:
         group: BufferGroup | None,
         *,
         at_both_ends: bool,
+        tied_name: str,
         data_sizes: Sequence[int],
         device: torch.device,
         is_held: bool,
@@ -51,6 +55,7 @@ class LivePiece:
         self.parameters = tuple(parameters)
         self.is_held = is_held
         self.buffer: FlatBuffer | None = None
+        self._tied_name = tied_name
         self._group, self._data_sizes, self._device = group, tuple(data_sizes), device
         self._memory: tuple[Tensor, Tensor] | None = None
         self._shapes = [parameter.shape for parameter in parameters]
@@ -115,6 +120,7 @@ class LivePiece:
             group.decays,
             group.tied,
             group.is_part,
+            self._tied_name,
         )
         return self.buffer
 
@@ -129,21 +135,24 @@ def live_pieces(
     modules: UnitModules, buffers: Sequence[FlatBuffer], data_sizes: Sequence[int], device: torch.device
 ) -> list[LivePiece]:
     """All pieces of the model, held ones with these buffers; in the order of units, which is that of all ranks."""
+    tied = tied_names(modules.config, modules.architecture)
     buffer_of = {id(buffer.parameters[0]): buffer for buffer in buffers}
     pieces = []
     for unit, named in enumerate(modules.named_units()):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        frozen = [parameter for _, parameter in named if not parameter.requires_grad]
         groups: list[tuple[Sequence[nn.Parameter], BufferGroup | None]] = [
-            (group.parameters, group) for group in unit_groups(trained)
+            (group.parameters, group) for group in unit_groups(trained, tied)
         ]
-        groups += [(frozen, None)] if frozen else []
+        for is_matrix in (True, False):
+            frozen = [p for name, p in named if not p.requires_grad and (name in tied) == is_matrix]
+            groups += [(frozen, None)] if frozen else []
         for parameters, group in groups:
             piece = LivePiece(
                 unit,
                 parameters,
                 group,
-                at_both_ends=unit == 0 and modules.is_tied,
+                at_both_ends=bool(tied) and parameters[0] is modules.embedding.weight,
+                tied_name=embedding_name(modules.architecture),
                 data_sizes=data_sizes,
                 device=device,
                 is_held=id(parameters[0]) in modules.held,
@@ -151,6 +160,6 @@ def live_pieces(
             if group is not None and piece.is_held:
                 piece.hold(buffer_of[id(parameters[0])])
             pieces.append(piece)
-    for unit in (modules.embedding, *modules.layers.values(), modules.norm, modules.head):
-        unit.to(device)  # what is no parameter: parameters without values are there already
+    for module in modules.modules:
+        module.to(device)  # what is no parameter: parameters without values are there already
     return pieces

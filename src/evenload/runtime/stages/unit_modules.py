@@ -33,26 +33,30 @@ class UnitModules:
     config: PretrainedConfig
     architecture: Architecture
     layers: dict[int, nn.Module]
-    rotary: nn.Module
+    rotary: nn.Module | None
     embedding: nn.Embedding
+    positions: nn.Embedding | None
     norm: nn.Module
     head: nn.Linear
     router_aux_loss_coef: float
     held: frozenset[int]
 
     @property
-    def is_tied(self) -> bool:
-        """Embedding and head are one matrix."""
-        return bool(self.config.tie_word_embeddings)
+    def modules(self) -> list[nn.Module]:
+        """Of all units."""
+        found = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
+        return [module for module in found if module is not None]
 
     def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Of every unit (embedding, layers, norm with head) its (Hugging Face parameter name, parameter) pairs; a tied
         matrix is the embedding's."""
-        head = [] if self.is_tied else _named("lm_head", self.head)
+        names = self.architecture.names
+        positions = [] if self.positions is None else _named(names.positions_path, self.positions)
+        head = [] if self.config.tie_word_embeddings else _named("lm_head", self.head)
         return [
-            _named("model.embed_tokens", self.embedding),
-            *(_named(f"model.layers.{index}", layer) for index, layer in self.layers.items()),
-            _named("model.norm", self.norm) + head,
+            _named(names.embedding_path, self.embedding) + positions,
+            *(_named(names.layer_path(index), layer) for index, layer in self.layers.items()),
+            _named(names.norm_path, self.norm) + head,
         ]
 
     def stage_models(self, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
@@ -63,13 +67,14 @@ class UnitModules:
             if rank != pp_rank:
                 continue
             is_first, is_last = stage == 0, stage == layout.num_stages - 1
-            has_tied_copy = is_last and self.is_tied and 0 not in models
+            has_tied_copy = is_last and self.config.tie_word_embeddings and 0 not in models
             models[stage] = StageModel(
                 config=self.config,
                 architecture=self.architecture,
                 layers={index: self.layers[index] for index in range(*layers)},
                 rotary=self.rotary,
                 embedding=self.embedding if is_first or has_tied_copy else None,
+                positions=self.positions if is_first else None,
                 norm=self.norm if is_last else None,
                 head=self.head if is_last else None,
                 is_first=is_first,
@@ -96,36 +101,41 @@ def unit_modules(
     some = next(iter(models))
     config, architecture = some.config, some.architecture
     whole = empty_model(config, dtype)
-    decoder: Any = whole.model
-    units: dict[str, Any] = {f"model.layers.{index}": layer for index, layer in enumerate(decoder.layers)}
-    units |= {"model.embed_tokens": decoder.embed_tokens, "model.norm": decoder.norm, "lm_head": whole.lm_head}
+    names = architecture.names
+    decoder: Any = getattr(whole, names.decoder)
+    layers = getattr(decoder, names.layers)
+    units: dict[str, Any] = {names.layer_path(index): layer for index, layer in enumerate(layers)}
+    units |= {names.embedding_path: getattr(decoder, names.embedding), names.norm_path: getattr(decoder, names.norm)}
+    units |= {names.positions_path: getattr(decoder, names.positions)} if names.positions else {}
+    units["lm_head"] = whole.lm_head  # behind the embedding, whose matrix may be its own
     held: dict[str, nn.Module] = {}
     for model in models:
-        held |= {f"model.layers.{index}": layer for index, layer in model.layers.items()}
-        named = {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
-        held |= {name: unit for name, unit in named.items() if unit is not None}
+        held |= {names.layer_path(index): layer for index, layer in model.layers.items()}
+        ends = {names.embedding_path: model.embedding, names.norm_path: model.norm, "lm_head": model.head}
+        ends |= {names.positions_path: model.positions}
+        held |= {name: unit for name, unit in ends.items() if unit is not None}
     shells = {name: unit for name, unit in units.items() if name not in held}
     # Memory that nothing touches is not taken: sizes come from it, then it goes (`live_pieces`). A GPU's would be.
     for unit in shells.values():
         unit.to_empty(device="cpu")
     if lora is not None:
         with torch.random.fork_rng(devices=[]):
-            inject_adapters(whole, decoder.layers[0], lora)
+            inject_adapters(whole, layers[0], lora)
     units |= held
     if config.tie_word_embeddings:
-        units["lm_head"].weight = units["model.embed_tokens"].weight
-    split = [(name, unit) for name, unit in shells.items() if unit is not None]
+        units["lm_head"].weight = units[names.embedding_path].weight
     if tp > 1:
-        split_weights(split, architecture, tp_rank, tp)
+        split_weights(shells.items(), architecture, tp_rank, tp)
     for unit in shells.values():
         fill_constants(unit)
     return UnitModules(
         config=config,
         architecture=architecture,
-        layers={index: units[f"model.layers.{index}"] for index in range(config.num_hidden_layers)},
+        layers={index: units[names.layer_path(index)] for index in range(config.num_hidden_layers)},
         rotary=some.rotary,
-        embedding=units["model.embed_tokens"],
-        norm=units["model.norm"],
+        embedding=units[names.embedding_path],
+        positions=units.get(names.positions_path),
+        norm=units[names.norm_path],
         head=units["lm_head"],
         router_aux_loss_coef=some.router_aux_loss_coef,
         held=frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters()),
