@@ -39,7 +39,7 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     model = model_from_hf_config(config.to_dict(), "tiny", 4)
     task = ProfileTask(
         model=model, timed=model, layers=4 // layout.pp, tp=layout.tp, device_name="this machine", dtype="float32",
-        longest=1024, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,
+        longest=256, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,
         partial=partial_path(directory / "cost.json"), versions={"torch": "1"},
     )  # fmt: skip
     said = []
