@@ -41,9 +41,9 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
     return file
 
 
-def write_small_costs(directory: Path, **layout: int) -> Path:
+def write_small_costs(directory: Path, bytes_per_element: int = 4, **layout: int) -> Path:
     """cost.json as if measured on the run's model in a layout; sizes that are not given are 1."""
-    model = msgspec.structs.replace(model_from(str(directory / "model")), bytes_per_element=4)
+    model = msgspec.structs.replace(model_from(str(directory / "model")), bytes_per_element=bytes_per_element)
     measured_on = MeasuredOn(model=model, **{"dp": 1, "cp": 1, "pp": 1, "tp": 1, **layout})
     write_coefficients(directory / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
     return directory / "cost.json"

@@ -65,7 +65,7 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         signals_to_handle="SIGQUIT",
     )
     line = StopLine()
-    guard = _SignalGuard(line, grace_s, SignalException)
+    guard = SignalGuard(line, grace_s, SignalException)
     try:
         with guard.watching():
             returned = elastic_launch(config, _run_rank)(function, arguments, line)
@@ -89,7 +89,7 @@ def _run_rank(function: Callable[..., int | None], arguments: tuple, line: StopL
         raise
 
 
-class _SignalGuard:
+class SignalGuard:
     """Signals to the launcher, and ranks that do not end. All killing happens in signal handlers, on the main thread,
     which alone looks after the child processes."""
 
@@ -123,10 +123,10 @@ class _SignalGuard:
         if self._grace_s is None:
             self._end(number)
         if not self._line.is_training.value:
-            _tell(f"{signal_name(number)} before training began: ended, there is nothing to save")
+            tell(f"{signal_name(number)} before training began: ended, there is nothing to save")
             self._end(number)
         self._line.asked.value = number
-        _tell(
+        tell(
             f"{signal_name(number)}: the running step is finished and a checkpoint saved, for which there are "
             f"{self._grace_s:.0f} s (train.stop_grace_s); a second signal ends the run at once"
         )
@@ -134,7 +134,7 @@ class _SignalGuard:
 
     def _on_alarm(self, number: int, frame: object) -> None:
         if self._signal and time.monotonic() - self._since_s >= (self._grace_s or 0.0) - 0.1:
-            _tell(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete")
+            tell(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete")
             self._end(self._signal)
         _kill_ranks()
 
@@ -156,7 +156,8 @@ def _kill_ranks() -> None:
         process.kill()
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """A line to people."""
     try:
         sys.stderr.write(f"evenload: {text}\n")
         sys.stderr.flush()

@@ -46,6 +46,7 @@ def train_command(
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import run_local
+    from evenload.cli.launch_survivors import run_surviving
     from evenload.cli.run_lines import resume_command
     from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
     from evenload.runtime.config.train_config import load_train_config
@@ -54,6 +55,11 @@ def train_command(
     settings = load_train_config(config, overrides or [])
     cache = calibration_cache()
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if settings.train.on_lost_rank == "shrink":
+            raise ConfigError(
+                "train.on_lost_rank is 'shrink', but torchrun ends all processes when one is lost; leave it at 'stop' "
+                "and give torchrun --max-restarts: it starts them again, and the run goes on from its last checkpoint"
+            )
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
         with needs_train_extra("evenload train"):
@@ -75,7 +81,8 @@ def train_command(
             "change --nproc, or parallel.dp / parallel.pp"
         )
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
-    run_local(_run_rank, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)
+    launch = run_surviving if settings.train.on_lost_rank == "shrink" else run_local
+    launch(_run_rank, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)
 
 
 # Named here, so that the launcher itself need not import what its children have imported.

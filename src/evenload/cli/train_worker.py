@@ -1,7 +1,9 @@
 """One rank of `evenload train`: set up, calibrate, train, write. Runs under our launcher or `torchrun`."""
 
+import os
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -21,12 +23,15 @@ from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.switch_line import groups_line, switch_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
+from evenload.errors import RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
+from evenload.runtime.comm.membership import Membership
 from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.shrunk_parallel import shrunk_parallel
+from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.trainer import StepReport, Trainer
@@ -41,8 +46,42 @@ def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | 
         command: goes on with this run.
         line: to our launcher; None under another one.
     """
+    if config.train.on_lost_rank == "shrink":
+        return _run_with_fewer_and_fewer(config, cache, command, line)
     with started_rank(config, *layouts_of(config, model_spec(config).num_layers)) as setup:
         return _train(config, setup, cache, command, StopRequest(line))
+
+
+def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, line: StopLine | None) -> int:
+    """As `run_worker`; where ranks are lost, those that are left make everything but their processes anew."""
+    here = os.environ
+    members = Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
+    num_layers, why = model_spec(config).num_layers, ""
+    while True:
+        parallel = shrunk_parallel(config.parallel, num_layers, len(members.ranks))
+        # What was saved before a loss is this run's own; measured costs are of the layout that they were measured in.
+        train = msgspec.structs.replace(
+            config.train,
+            resume=config.train.resume or members.round > 0,
+            cost_file=config.train.cost_file if parallel == config.parallel else None,
+        )
+        now = msgspec.structs.replace(config, parallel=parallel, train=train)
+        layout = layout_of(now, num_layers)
+        if not members.keep(layout.world_size):
+            return 0
+        if why and members.rank == 0:
+            _warn(
+                Console(stderr=True, highlight=False),
+                f"{why}. Ranks {', '.join(map(str, members.ranks))} of the start go on from the last checkpoint, in "
+                f"layout {layout.describe()}",
+            )
+        try:
+            with started_rank(now, layout, members=members) as setup:
+                return _train(now, setup, cache, command, StopRequest(line))
+        except RankLostError as error:
+            why = str(error)
+        # Nothing of the round is held any more, so its groups can go.
+        members.go_on()
 
 
 def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:

@@ -19,6 +19,7 @@ from evenload.cli.cost_lines import cost_file_warnings
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
+from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import machine_memory_bytes
@@ -53,9 +54,11 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
+def started_rank(
+    config: TrainConfig, *layouts: ParallelLayout, members: Membership | None = None
+) -> AbstractContextManager[RankSetup]:
     """Join the other processes of this job, with groups for these layouts; the run starts in the first."""
-    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes)
+    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes, members)
 
 
 @contextmanager
@@ -64,34 +67,46 @@ def joined_rank(
     layouts: Sequence[ParallelLayout],
     channels: ChannelMode = "directed",
     memory_bytes: int | None = None,
+    members: Membership | None = None,
 ) -> Iterator[RankSetup]:
     """As `started_rank`, with only what processes need to meet.
 
     Args:
         memory_bytes: what one process may hold; None = its share of what there is.
+        members: who trains, where others may be lost; None = all that the launcher started, to the end.
+
+    Raises:
+        RankLostError: with `members`, another rank is lost.
     """
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
-    meshes = create_meshes(
-        layouts,
-        device,
-        run.timeout_s,
-        run.checkpoint_timeout_s,
-        signs=_store_of_signs(),
-        channels=channels,
-        ranks_per_machine=local_world,
-    )
-    if device.type == "cuda" or len(layouts) > 1:
-        warm_up(meshes)
-    cap = memory_bytes or memory_for_rank(device, local_world)
-    yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
-    # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
-    meshes.start.watch.close()
-    dist.destroy_process_group()
+    with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
+        meshes = create_meshes(
+            layouts,
+            device,
+            run.timeout_s,
+            run.checkpoint_timeout_s,
+            # Where a loss is no error nobody asks for signs.
+            signs=_store_of_signs() if members is None else None,
+            channels=channels,
+            ranks_per_machine=local_world,
+        )
+        if device.type == "cuda" or len(layouts) > 1:
+            warm_up(meshes)
+        cap = memory_bytes or memory_for_rank(device, local_world)
+        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+        # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
+        meshes.start.watch.close()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _all_ranks(timeout_s: float) -> Iterator[None]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    yield
 
 
 def run_coefficients(

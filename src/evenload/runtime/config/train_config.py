@@ -165,6 +165,9 @@ class RunConfig(Frozen):
         recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         timeout_s: how long a rank waits for another before it gives up.
+        on_lost_rank: what to do where a process of the run is killed. "stop" the run with an error, or "shrink": the
+            others go on in a smaller layout from the last checkpoint, in the same processes. Not under torchrun, which
+            starts all processes anew (`--max-restarts`), and not on GPUs.
     """
 
     output_dir: str
@@ -187,12 +190,18 @@ class RunConfig(Frozen):
     recalibrate: bool = False
     export_hf: bool = True
     timeout_s: float = 600.0
+    on_lost_rank: Literal["stop", "shrink"] = "stop"
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:
             raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
+        if self.on_lost_rank == "shrink" and self.device != "cpu":
+            raise ConfigError(
+                f"train.on_lost_rank is 'shrink' and train.device '{self.device}': groups of GPUs are not rebuilt in a "
+                "running process in this version; leave it at 'stop' and start the run again from its last checkpoint"
+            )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
         for field in ("checkpoint_every_s", "report_every_s"):
@@ -225,6 +234,11 @@ class TrainConfig(Frozen):
     train: RunConfig
 
     def __post_init__(self) -> None:
+        if self.train.on_lost_rank == "shrink" and self.plan.layouts:
+            raise ConfigError(
+                f"plan.layouts is {list(self.plan.layouts)} and train.on_lost_rank 'shrink': which of them fewer ranks "
+                "still hold is not decided in this version; leave plan.layouts out, or on_lost_rank at 'stop'"
+            )
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         if self.train.steps is None and self.optimizer.decay != "constant":

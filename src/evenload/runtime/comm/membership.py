@@ -1,0 +1,152 @@
+"""`Membership`: the ranks that train together, and how those that are left become a new set in the same processes.
+
+    round 0   all ranks of the start make their groups
+    loss      the launcher sees a process end and marks it as gone in the store, or a rank waits in vain and gives the
+              alarm there. Every rank looks for both several times a second and cuts its connections (`sever`), so that
+              whatever waits in a group ends with an error
+    round 1   survivors agree (`agreement`), are numbered anew in the order of their old numbers, and make new groups
+              under keys of their own in the store
+
+Nothing of a rank but its process goes over: models, optimizers, loaders and threads are made anew from the last
+checkpoint, which depends on no layout. Groups of a round are never used in another, so a rank that wakes up late can
+talk to nobody.
+
+Price: two reads of the store a rank and `_LOOK_S`; making groups again, as at the start.
+"""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, RankLostError
+from evenload.runtime.comm.agreement import Agreement, agree, gone_key
+from evenload.runtime.comm.sever import can_sever, open_sockets, sever_all_but
+
+_LOOK_S = 0.2
+PATIENCE_S = 60.0
+"""How long survivors wait for a rank that nobody saw die before they go on without it."""
+
+
+class Membership:
+    """One process's place among those that train.
+
+    Args:
+        rank: of this process at the start of the run; names it for ever.
+        world_size: processes at the start.
+        host, port: of the launcher's store.
+
+    Raises:
+        ConfigError: a system on which a rank cannot leave what it waits for.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, port: int) -> None:
+        if not can_sever():
+            raise ConfigError(
+                "train.on_lost_rank is 'shrink', which needs /proc/self/fd (Linux) to cut connections to lost ranks; "
+                "leave it at 'stop'"
+            )
+        self.start_rank = rank
+        self.round = 0
+        self.ranks = tuple(range(world_size))
+        """Of the members, as they were numbered at the start."""
+        self._address = host, port
+        self._store = self._connection()
+
+    @property
+    def rank(self) -> int:
+        """Of this process among the members."""
+        return self.ranks.index(self.start_rank)
+
+    @contextmanager
+    def groups(self, timeout_s: float) -> Iterator[None]:
+        """Inside, torch's default group is that of the members; other groups may be made of it. Where one of them is
+        gone or gives the alarm, all connections are cut and whatever waits in a group fails.
+
+        Raises:
+            RankLostError: instead of any error that comes after the alarm, or out of a wait in vain.
+        """
+        alarm = _Alarm(self._connection(), self.round, self.ranks)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"round/{self.round}/groups", self._connection()),
+                rank=self.rank,
+                world_size=len(self.ranks),
+                timeout=timedelta(seconds=timeout_s),
+            )
+            yield
+        except Exception as error:
+            if not (alarm.is_given() or isinstance(error, RankLostError)):
+                raise
+            alarm.give()
+            raise RankLostError(" ".join(str(error).split())) from error
+        finally:
+            alarm.close()
+
+    def keep(self, size: int) -> bool:
+        """From now on the first `size` members alone; whether this process is one of them. On all members alike."""
+        self.ranks = self.ranks[:size]
+        return self.start_rank in self.ranks
+
+    def go_on(self) -> None:
+        """After `groups` ended with `RankLostError` and nothing of what used them is held any more: leave them, agree
+        with the other survivors, and be a member of what they are from now on.
+
+        Raises:
+            RankLostError: the others went on without this rank, or there is no store any more.
+        """
+        gc.collect()  # what a loop of references holds may hold groups, too
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        decision = agree(Agreement(self._store, self.round + 1, self.ranks, self.start_rank, PATIENCE_S))
+        self.round, self.ranks = decision.round, decision.ranks
+
+    def _connection(self) -> dist.Store:  # type: ignore[reportPrivateImportUsage]
+        """A connection of its own: one may wait in a call while another is used."""
+        return dist.TCPStore(*self._address, is_master=False)  # type: ignore[reportPrivateImportUsage]
+
+
+class _Alarm:
+    """Looks for an alarm in a thread. Once it is given, connections made after this object are cut again and again
+    until it is closed, because more may be in the making."""
+
+    def __init__(
+        self,
+        store: dist.Store,  # type: ignore[reportPrivateImportUsage]
+        number: int,
+        members: tuple[int, ...],
+    ) -> None:
+        self._store, self._key = store, f"round/{number}/alarm"
+        self._watched = [self._key, *map(gone_key, members)]
+        self._spared = open_sockets()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._look, name="evenload-alarm", daemon=True)
+        self._thread.start()
+
+    def is_given(self) -> bool:
+        with self._lock:
+            try:
+                return any(self._store.check([key]) for key in self._watched)
+            except RuntimeError:
+                return True  # The store is gone, and with it the launcher.
+
+    def give(self) -> None:
+        with self._lock:
+            try:
+                self._store.set(self._key, "given")
+            except RuntimeError:
+                return  # Without a store `agree` says so.
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            if self.is_given():
+                sever_all_but(self._spared)
