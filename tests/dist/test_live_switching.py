@@ -1,11 +1,13 @@
 """Layouts that change between steps: what is trained stays the same, to rounding; what moves, to the bit."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from switch_cases import Outcome, scripted_run
+from small_run import write_small_run
+from switch_cases import Outcome, changed_by_moving, refused_layouts, scripted_run
 from training_cases import write_training_config
 
 LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1"]
@@ -27,7 +29,7 @@ def config_file(tmp_path: Path) -> str:
 def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = LAYOUTS) -> list[str]:
     chosen = [] if layouts is None else [f"plan.layouts={layouts}"]
     # At a rate at which AdamW does not blow rounding of tiny gradients up within so many steps.
-    fixed = ["optimizer.learning_rate=1e-3", "plan.strategy=balanced", f"train.steps={STEPS}"]
+    fixed = ["optimizer.learning_rate=1e-3", "plan.strategy=balanced", "data.batch_documents=4", f"train.steps={STEPS}"]
     return [*chosen, *fixed, f"train.output_dir={tmp_path / name}", *more]
 
 
@@ -61,3 +63,86 @@ def test_twenty_switches_train_what_one_layout_and_one_process_train(gloo_pool, 
     shrunk = [switch for switch in moved.switches if switch.before == "dp=4"]
     assert shrunk
     assert all(switch.weight_bytes == 0 and switch.state_bytes > 0 for switch in shrunk)
+
+
+def run_file(tmp_path: Path, kind: str = "llama", **model: object) -> str:
+    """Short documents; the model has four layers."""
+    texts = (f"document {i} " * (1 + (i * 7) % 4) for i in range(12))
+    lines = "max_document_tokens = 128\nbatch_documents = 4\n[optimizer]\nlearning_rate = 1e-3\n[train]\nsteps = 9"
+    return str(write_small_run(tmp_path, texts, lines, kind, **model))
+
+
+MOVED = {
+    "bf16 with fp32 masters, tied": ("llama", {"tied": True}, ["model.dtype=bfloat16"], LAYOUTS),
+    "learned positions, tied": ("gpt2", {"tied": True}, ["model.dtype=float64"], LAYOUTS),
+    "experts": (
+        "qwen3_moe",
+        {"tied": False},
+        ["model.dtype=float32", "model.router_aux_loss_coef=0.01"],
+        ["pp=2,dp=2", "dp=4", "pp=2,virtual=2"],
+    ),
+    "adapters, tied": (
+        "llama",
+        {"tied": True},
+        ["model.dtype=float32", "model.lora.rank=2", "model.lora.alpha=4.0"],
+        LAYOUTS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_no_bit_changes_on_the_way_through_all_layouts(gloo_pool, tmp_path, name):
+    """Weights, moments and masters, whole, after every change; then a step is trained."""
+    kind, model, overrides, layouts = MOVED[name]
+    order = [*range(1, len(layouts) + ("pp=4" not in layouts)), 0]
+    chosen = ["parallel.pp=4", f"plan.layouts={layouts}", "plan.strategy=balanced", *overrides]
+    assert gloo_pool.run(4, changed_by_moving, run_file(tmp_path, kind, **model), chosen, order, 2) == [[]] * 4
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}], ids=["tensor parallel", "context parallel"])
+def test_groups_of_tensor_and_context_ranks_stay_and_their_parts_move(gloo_pool, tmp_path, sizes):
+    (axis, size), file = *sizes.items(), run_file(tmp_path, tied=True)
+    chosen = [f"parallel.{axis}={size}", "parallel.pp=2", 'plan.layouts=["dp=2", "pp=2,layers=3+1"]']
+    assert gloo_pool.run(4, changed_by_moving, file, [*chosen, "model.dtype=float64"], [1, 2, 0], 1) == [[]] * 4
+
+
+def test_adapters_and_virtual_stages_train_the_same_while_layouts_change(gloo_pool, tmp_path):
+    """Frozen weights are in no checkpoint: that they arrived shows in the loss."""
+    file = run_file(tmp_path, tied=False)
+    base = ["model.dtype=float64", "model.lora.rank=2", "model.lora.alpha=4.0", "plan.strategy=balanced"]
+    layouts = 'plan.layouts=["pp=4", "pp=2,virtual=2", "dp=3"]'
+    script = [0, 1, 2, 0, 2, 1]
+    moved = gloo_pool.run(
+        4, scripted_run, file, [*base, "parallel.pp=4", layouts, f"train.output_dir={tmp_path}/moved"], script, 6
+    )[0]
+    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 6)[0]
+    assert moved.layouts == ["pp=4", "dp=2 pp=2 virtual=2", "dp=3", "pp=4", "dp=3", "dp=2 pp=2 virtual=2"]
+    assert_same_training(moved, alone, 1e-10)
+
+
+def test_a_checkpoint_between_switches_goes_on_there_and_elsewhere(gloo_pool, tmp_path):
+    """In the same layouts to the bit, though a run starts in [parallel]'s; with other processes to rounding."""
+    file = run_file(tmp_path, tied=True)
+    base = ["model.dtype=float64", "plan.strategy=balanced"]
+    live = [*base, "parallel.pp=4", f"plan.layouts={LAYOUTS}"]
+    script = [0, 1, 2, 2, 3]
+    whole = gloo_pool.run(4, scripted_run, file, [*live, f"train.output_dir={tmp_path}/whole"], script, 5)[0]
+    here = f"train.output_dir={tmp_path}/parts"
+    first = gloo_pool.run(4, scripted_run, file, [*live, here], script, 3)[0]
+    shutil.copytree(tmp_path / "parts", tmp_path / "elsewhere")
+    rest = gloo_pool.run(4, scripted_run, file, [*live, here], script, 5)[0]
+    assert rest.layouts == whole.layouts[3:]
+    assert [switch.after for switch in rest.switches] == ["dp=4", "pp=3 layers=1+2+1"]
+    assert first.losses + rest.losses == whole.losses
+    assert all(np.array_equal(rest.state[name], tensor) for name, tensor in whole.state.items())
+    there = [*base, "parallel.dp=2", f"train.output_dir={tmp_path}/elsewhere"]
+    other = gloo_pool.run(2, scripted_run, file, there, [0], 5)[0]
+    assert other.losses == pytest.approx(whole.losses[3:], rel=1e-10)
+
+
+def test_a_plan_of_a_layout_that_was_not_declared_is_refused(gloo_pool, tmp_path):
+    """And one that changes the layout without saying so."""
+    told = gloo_pool.run(2, refused_layouts, run_file(tmp_path), ["parallel.pp=2", 'plan.layouts=["dp=2"]'])
+    for undeclared, unsaid in told:
+        assert "a plan is made for pp=2 layers=1+3, this run may take pp=2, dp=2" in undeclared
+        assert "but pp=2 runs in the same generation (0)" in unsaid

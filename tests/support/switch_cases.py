@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.errors import InvalidPlanError
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import run_tensors
 from evenload.runtime.comm.mesh import create_meshes
@@ -21,6 +22,7 @@ from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
+from evenload.types.layout import split_layout
 from evenload.types.plan import seal
 from gloo_pool import TIMEOUT_S
 
@@ -74,10 +76,7 @@ def scripted_run(
     config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
 ) -> Outcome | None:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
-    config = load_train_config(Path(config_file), overrides)
-    layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
-    trainer = ScriptedTrainer(config, meshes.start, meshes)
+    trainer = scripted_trainer(config_file, overrides)
     trainer.script = script
     trainer.resume()
     reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
@@ -93,8 +92,49 @@ def scripted_run(
         layouts=[str(report.row["layout"]) for report in reports],
         switches=[report.switch for report in reports if report.switch is not None],
         state=state,
-        num_groups=meshes.num_groups,
+        num_groups=trainer.meshes.num_groups,
     )
+
+
+def changed_by_moving(config_file: str, overrides: list[str], order: Sequence[int], steps: int) -> list[str]:
+    """Train some steps, then go from layout to layout without training; names of tensors that are not what they were,
+    to the bit, after any of the changes. Ends with a step in the last layout."""
+    trainer = scripted_trainer(config_file, overrides)
+    trainer.script = (*[0] * steps, order[-1])
+    for _ in trainer.train(COSTS, 2**34, steps):
+        pass
+    before, changed = whole_state(trainer), []
+    for generation, index in enumerate(order, start=1):
+        layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
+        trainer._change_layout(layout, COSTS)
+        switch = trainer._settled()
+        after = whole_state(trainer)
+        assert switch is not None
+        assert switch.weight_bytes + switch.state_bytes > 0
+        assert before.keys() == after.keys()
+        changed += [name for name, tensor in before.items() if not np.array_equal(tensor, after[name])]
+    reports = [report for report in trainer.train(COSTS, 2**34, steps + 1) if report is not None]
+    assert all(np.isfinite(float(report.row["loss"])) for report in reports)
+    return changed
+
+
+def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
+    """What a run says of a layout that it has no groups for, and of one that changes in the same generation."""
+    trainer, said = scripted_trainer(config_file, overrides), []
+    for layout in (split_layout([1, 3], pp=2, generation=1), trainer.meshes.layouts[1]):
+        try:
+            trainer._change_layout(layout, COSTS)
+        except InvalidPlanError as error:
+            said.append(str(error))
+    return said
+
+
+def scripted_trainer(config_file: str, overrides: list[str]) -> ScriptedTrainer:
+    """With the meshes of all configured layouts."""
+    config = load_train_config(Path(config_file), overrides)
+    layouts = layouts_of(config, model_spec(config).num_layers)
+    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
+    return ScriptedTrainer(config, meshes.start, meshes)
 
 
 def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
