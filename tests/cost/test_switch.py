@@ -34,7 +34,7 @@ def layout_of(counts: list[int], dp: int, cp: int = 1, tp: int = 1) -> ParallelL
 
 def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout) -> int:
     """Bytes that all devices together receive."""
-    needed = _holds(new)
+    needed = _holds(new, model)
     return round(sum(float((part * needed).sum()) for part in _missing_bytes(model, devices_per_node, old, new)))
 
 
@@ -76,10 +76,11 @@ def test_frozen_weights_have_no_optimizer_state_to_move() -> None:
     assert switch_seconds(model, linked(2), old, new) == pytest.approx(first / 4.0)
 
 
-def test_tied_head_is_not_moved_to_a_rank_that_has_the_embedding() -> None:
+def test_a_tied_embedding_is_not_moved_to_a_rank_that_has_the_head_or_the_other_way() -> None:
     tied, untied = sample_model(num_layers=2, tied_embeddings=True), sample_model(num_layers=2)
     old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
-    assert switch_bytes(untied, 2, old, new) - switch_bytes(tied, 2, old, new) == 256 * (2 + 12 / 2)
+    # Device 0 lacks no head, and device 1, which held it, no embedding.
+    assert switch_bytes(untied, 2, old, new) - switch_bytes(tied, 2, old, new) == 2 * 256 * (2 + 12 / 2)
 
 
 def test_latency_counts_once_a_unit() -> None:
@@ -118,7 +119,7 @@ def test_equals_a_count_device_by_device(case) -> None:
     received = {device: [Fraction(0), Fraction(0)] for device in range(new.world_size)}
     sent = {device: [Fraction(0), Fraction(0)] for device in range(old.world_size)}
     for unit, size in enumerate(unit_sizes(model, new)):
-        old_share, new_share = shares(old, unit), shares(new, unit)
+        old_share, new_share = shares(old, unit, tied), shares(new, unit, tied)
         for device, (low, high) in new_share.items():
             holders = [other for other in old_share if other % old.tp == device % old.tp]
             near = [other for other in holders if other // devices_per_node == device // devices_per_node]
@@ -126,12 +127,14 @@ def test_equals_a_count_device_by_device(case) -> None:
                 received[device][not near] += model.bytes_per_element * size
                 for other in holders:
                     sent[other][not near] += Fraction(model.bytes_per_element * size, len(holders))
-            for other in holders:
-                both = min(high, old_share[other][1]) - max(low, old_share[other][0])
-                if both > 0 and other != device:
-                    is_far = other // devices_per_node != device // devices_per_node
-                    received[device][is_far] += optimizer_bytes_per_parameter(model) * size * both
-                    sent[other][is_far] += optimizer_bytes_per_parameter(model) * size * both
+            edges = {low, high, *(edge for other in holders for edge in old_share[other] if low < edge < high)}
+            for start, stop in itertools.pairwise(sorted(edges)):
+                having = [other for other in holders if old_share[other][0] <= start and stop <= old_share[other][1]]
+                if device not in having:
+                    near = [other for other in having if other // devices_per_node == device // devices_per_node]
+                    moved = optimizer_bytes_per_parameter(model) * size * (stop - start)
+                    received[device][not near] += moved
+                    sent[having[0]][not near] += moved
     assert switch_bytes(model, devices_per_node, old, new) == pytest.approx(
         float(sum(sum(pair) for pair in received.values())), abs=1
     )
@@ -139,10 +142,11 @@ def test_equals_a_count_device_by_device(case) -> None:
     receive = ReceiveSeconds(model, linked(devices_per_node), old, new)
     found = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
     assert found == pytest.approx(max(seconds))
-    # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only.
+    # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only; a tied
+    # embedding does so from both ends.
     total = switch_seconds(model, linked(devices_per_node), old, new)
     assert total >= found - 1e-9
-    if old.tp == 1:
+    if old.tp == 1 and not tied:
         assert total == pytest.approx(
             max([*seconds, *(max(float(near) / 4.0, float(far)) for near, far in sent.values())])
         )
@@ -150,20 +154,22 @@ def test_equals_a_count_device_by_device(case) -> None:
 
 def unit_sizes(model, layout: ParallelLayout) -> list[int]:
     embedding = embedding_parameters(model, layout.tp)
-    head = 0 if model.tied_embeddings and layout.pp == 1 else embedding
+    head = 0 if model.tied_embeddings else embedding
     return [embedding, *[layer_parameters(model, layout.tp)] * model.num_layers, head + model.hidden_size]
 
 
-def shares(layout: ParallelLayout, unit: int) -> dict[int, tuple[Fraction, Fraction]]:
-    """Devices that hold a unit, and which part of its optimizer state."""
+def shares(layout: ParallelLayout, unit: int, tied: bool) -> dict[int, tuple[Fraction, Fraction]]:
+    """Devices that hold a unit, and which part of its optimizer state; of a tied embedding those of both ends."""
     layer = min(max(unit - 1, 0), layout.num_layers - 1)
-    rank = next(r for r, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)
+    ranks = [next(r for r, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)]
+    ranks += [layout.pp - 1] if tied and unit == 0 else []
     count = layout.dp * layout.cp
     return {
         layout.global_rank(pp_rank=rank, dp_rank=dp, cp_rank=cp, tp_rank=tp): (
             Fraction(dp * layout.cp + cp, count),
             Fraction(dp * layout.cp + cp + 1, count),
         )
+        for rank in ranks
         for dp in range(layout.dp)
         for cp in range(layout.cp)
         for tp in range(layout.tp)

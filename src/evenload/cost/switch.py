@@ -9,6 +9,9 @@ from both layouts:
     optimizer   its new share of every unit of its new stage, less what it holds already, from the one owner; of
                 adapters alone where the model's own weights are frozen (LoRA)
 
+A tied embedding is the embedding's unit alone, which both the first and the last stage hold, each with a whole
+optimizer state; a device that was at one end and comes to the other lacks nothing of it.
+
 Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
 ways at once; the switch lasts as long as its busiest device. Price: O(devices · units) numpy.
 
@@ -41,7 +44,7 @@ def switch_seconds(model: ModelSpec, coefficients: CostCoefficients, old: Parall
     Raises:
         ConfigError: the coefficients know no link that the bytes cross, or cp or tp change.
     """
-    needed = _holds(new)
+    needed = _holds(new, model)
     arriving = [part * needed for part in _missing_bytes(model, coefficients.devices_per_node, old, new)]
     leaving = _sent_bytes(model, coefficients.devices_per_node, old, new, arriving)
     seconds = [0.0]
@@ -69,6 +72,7 @@ class ReceiveSeconds:
         sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
         self._sums = sums.reshape(2, new.pp, -1, sums.shape[2])
         self._num_layers = model.num_layers
+        self._is_tied = model.tied_embeddings
         self._known: dict[tuple[int, int, int], float] = {}
 
     def of_stage(self, rank: int, first: int, last: int) -> float:
@@ -78,7 +82,10 @@ class ReceiveSeconds:
             low = 0 if first == 0 else first + 1
             high = self._num_layers + 2 if last == self._num_layers else last + 1
             stage = self._sums[:, rank]
-            self._known[key] = float((stage[:, :, high] - stage[:, :, low]).max())
+            received = stage[:, :, high] - stage[:, :, low]
+            if self._is_tied and low > 0 and last == self._num_layers:
+                received = received + stage[:, :, 1]
+            self._known[key] = float(received.max())
         return self._known[key]
 
 
@@ -109,7 +116,7 @@ def _links(coefficients: CostCoefficients) -> tuple[_Link, _Link]:
 def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
     """Of embedding, layers, head (with the final norm) on one tensor-parallel rank; float64[U]."""
     embedding, layer = embedding_parameters(model, layout.tp), layer_parameters(model, layout.tp)
-    head = 0 if model.tied_embeddings and layout.pp == 1 else embedding
+    head = 0 if model.tied_embeddings else embedding
     first, last = embedding + model.position_parameters, head + model.norm_parameters
     return np.array([first, *[layer] * model.num_layers, last], np.float64)
 
@@ -138,10 +145,20 @@ def _places(layout: ParallelLayout, devices: int) -> tuple[NDArray[np.int64], ND
     return rank, device // layout.tp % (layout.dp * layout.cp)
 
 
-def _holds(layout: ParallelLayout, devices: int | None = None) -> NDArray[np.bool_]:
+def _homes(layout: ParallelLayout, model: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The pipeline ranks of every unit, twice the same but for a tied embedding; int64[U] each."""
+    first = _owners(layout)
+    other = first.copy()
+    if model.tied_embeddings:
+        other[0] = first[-1]
+    return first, other
+
+
+def _holds(layout: ParallelLayout, model: ModelSpec, devices: int | None = None) -> NDArray[np.bool_]:
     """Units of every device's stage; bool[D, U]."""
     rank, _ = _places(layout, layout.world_size if devices is None else devices)
-    return rank[:, None] == _owners(layout)[None, :]
+    first, other = _homes(layout, model)
+    return (rank[:, None] == first[None, :]) | (rank[:, None] == other[None, :])
 
 
 def _missing_bytes(
@@ -155,10 +172,10 @@ def _missing_bytes(
             "cp and tp may not"
         )
     devices = new.world_size
-    held = _holds(old, devices)
+    held = _holds(old, model, devices)
     weights = model.bytes_per_element * _unit_parameters(model, new) * ~held
-    near = _node_sums(_holds(old), devices_per_node, devices) > 0
-    inside, outside = _shares_elsewhere(new, old, devices_per_node)
+    near = _node_sums(_holds(old, model), devices_per_node, devices) > 0
+    inside, outside = _shares_elsewhere(new, old, model, devices_per_node)
     state = _state_bytes(model, new)
     return weights * near + state * inside, weights * ~near + state * outside
 
@@ -170,20 +187,25 @@ def _sent_bytes(
     new: ParallelLayout,
     arriving: list[NDArray[np.float64]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What every device of `old` sends inside its node and to others; weights by all holders alike; float64[D]."""
-    held = _holds(old)
+    """What every device of `old` sends inside its node and to others; weights, and all of a tied embedding, by all
+    holders alike; float64[D]."""
+    held = _holds(old, model)
     state = _state_bytes(model, new)
     sent = []
-    receiving = _shares_elsewhere(new, old, devices_per_node)
-    leaving = _shares_elsewhere(old, new, devices_per_node)
+    receiving = _shares_elsewhere(new, old, model, devices_per_node)
+    leaving = _shares_elsewhere(old, new, model, devices_per_node)
     for arrived, received_share, leaving_share in zip(arriving, receiving, leaving, strict=True):
-        weights = (arrived - state * received_share * _holds(new)).sum(axis=0) / np.maximum(held.sum(axis=0), 1)
-        sent.append((held * (weights + state * leaving_share)).sum(axis=1))
+        by_share = state * leaving_share
+        by_all = arrived - state * received_share * _holds(new, model)
+        if model.tied_embeddings:
+            # Two ends have the same shares, and two want them.
+            by_share[:, 0], by_all[:, 0] = 0.0, arrived[:, 0]
+        sent.append((held * (by_all.sum(axis=0) / np.maximum(held.sum(axis=0), 1) + by_share)).sum(axis=1))
     return sent[0], sent[1]
 
 
 def _shares_elsewhere(
-    mine: ParallelLayout, theirs: ParallelLayout, devices_per_node: int
+    mine: ParallelLayout, theirs: ParallelLayout, model: ModelSpec, devices_per_node: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of the share of a unit's optimizer state that a device has in `mine`, were the unit on its stage: what other
     devices of its node have in `theirs`, and what devices of other nodes have; float64[D, U] each."""
@@ -192,18 +214,28 @@ def _shares_elsewhere(
     low = (place / (mine.dp * mine.cp))[:, None]
     high = ((place + 1) / (mine.dp * mine.cp))[:, None]
 
-    def overlap(first: NDArray, last: NDArray) -> NDArray[np.float64]:
-        """With the shares of the owners' devices `[first, last)`, counted from the first of their stage."""
+    def shares(first: NDArray, last: NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """From where to where the owners' devices `[first, last)` have, counted from the first of their stage."""
         begin = np.clip(first // theirs.tp, 0, span // theirs.tp) * theirs.tp / span
         end = np.clip(-(-last // theirs.tp), 0, span // theirs.tp) * theirs.tp / span
+        return begin, end
+
+    def overlap(begin: NDArray, end: NDArray) -> NDArray[np.float64]:
         return np.clip(np.minimum(high, end) - np.maximum(low, begin), 0.0, None)
 
-    start = (_owners(theirs) * span)[None, :]
     device = np.arange(devices)[:, None]
     node = device // devices_per_node * devices_per_node
-    near = overlap(node - start, node + devices_per_node - start)
-    # A device's tensor-parallel neighbours hold other columns; the clip leaves out devices of other stages.
-    own = np.where((device >= start) & (device < start + span), overlap(device - start, device - start + 1), 0.0)
+    near, own, of_node = 0.0, 0.0, []
+    for home in _homes(theirs, model):
+        start = (home * span)[None, :]
+        of_node.append(shares(node - start, node + devices_per_node - start))
+        near = near + overlap(*of_node[-1])
+        # A device's tensor-parallel neighbours hold other columns; the clip leaves out devices of other stages.
+        is_there = (device >= start) & (device < start + span)
+        own = np.maximum(own, np.where(is_there, overlap(*shares(device - start, device - start + 1)), 0.0))
+    # What both homes have in the node counts once; of all units but a tied embedding both are the same.
+    (begin, end), (other_begin, other_end) = of_node
+    near = near - overlap(np.maximum(begin, other_begin), np.minimum(end, other_end))
     return near - own, (high - low) - near
 
 
