@@ -142,8 +142,8 @@ def test_equals_a_count_device_by_device(case) -> None:
     receive = ReceiveSeconds(model, linked(devices_per_node), old, new)
     found = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
     assert found == pytest.approx(max(seconds))
-    # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only; a tied
-    # embedding does so from both ends.
+    # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only; so
+    # does a tied embedding from both ends.
     total = switch_seconds(model, linked(devices_per_node), old, new)
     assert total >= found - 1e-9
     if old.tp == 1 and not tied:
