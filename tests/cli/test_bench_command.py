@@ -95,7 +95,7 @@ def test_all_says_what_it_leaves_out(project):
     assert {*plan.strategies, *(one.name for one in plan.left_out)} == set(STRATEGIES)
     why = {one.name: one.why for one in plan.left_out}
     assert "it knows no pipeline" in why["skrull"]
-    assert "live switching is not available" in why["flexpipe"]
+    assert "changes the layout between steps, and there is pp=2 alone" in why["flexpipe"]
 
 
 def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsys, monkeypatch):
@@ -112,7 +112,7 @@ def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsy
     ("arguments", "message"),
     [
         (["--strategy", "slimpak"], "slimpack"),
-        (["--strategy", "best_fit,flexpipe"], "live switching is not available"),
+        (["--strategy", "best_fit,flexpipe"], "changes the layout between steps"),
         (["--ledger", "config.toml"], "is no ledger of this version"),
         (["--json", "nowhere/result.json"], "its folder does not exist"),
         (["--html", "nowhere/page.html"], "its folder does not exist"),

@@ -14,7 +14,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexState
 from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.plan.strategies.registry import STRATEGIES, require_trainable
+from evenload.plan.strategies.registry import STRATEGIES, require_layouts
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
@@ -190,16 +190,19 @@ def test_row_counts_switches_and_their_seconds() -> None:
         evaluate_strategies(flex.start, batches, ["flexpipe"])
 
 
-def test_training_refuses_strategies_that_change_the_layout() -> None:
-    for name in STRATEGIES:
-        if not STRATEGIES[name].changes_layout:
-            require_trainable(name, even_layout(4), PlanOptions())
-    with pytest.raises(
-        ConfigError, match=r"live switching is not available in this version; 'evenload plan --strategy"
-    ):
-        require_trainable("flexpipe", even_layout(4), PlanOptions())
+def test_strategies_and_layouts_that_do_not_go_together_are_refused() -> None:
+    here = even_layout(4, dp=2, pp=2)
+    for name, one in STRATEGIES.items():
+        if not one.changes_layout:
+            require_layouts(name, here, 1)
+    for name in ("flexpipe", "auto"):
+        require_layouts(name, here, 3)
+    with pytest.raises(ConfigError, match=r'there is dp=2 pp=2 alone.*plan\.layouts = \["pp=1", "pp=4"\]'):
+        require_layouts("flexpipe", here, 1)
+    with pytest.raises(ConfigError, match=r"strategy 'balanced' stays in its layout.*flexpipe or auto"):
+        require_layouts("balanced", here, 2)
     with pytest.raises(ConfigError, match="did you mean 'flexpipe'"):
-        require_trainable("flexpip", even_layout(4), PlanOptions())
+        require_layouts("flexpip", here, 2)
 
 
 def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> None:

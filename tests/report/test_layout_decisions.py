@@ -114,10 +114,11 @@ def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
     assert "200 ms (310 ms measured)" in console.file.getvalue()
     assert "took 310 ms, measured" in layout_figure([made]).to_json()
     assert layout_line(made) == (
-        "layout dp=4 -> dp=4 before step 6, ④ shrink: because of step 6; 3.00 MiB moved, switch predicted 200 ms, "
-        "measured 310 ms; predicted over 3 known steps: -100 ms gained"
+        "layout dp=4 -> dp=4 before step 6, ④ shrink: because of step 6; predicted: 200 ms for the switch, -100 ms "
+        "gained over 3 known steps"
     )
-    assert layout_line(decision(4, 3, keep_s=None, save_s=None)).endswith("the batch did not fit")
+    forced = layout_line(decision(4, 3, keep_s=None, save_s=None))
+    assert forced.endswith("200 ms for the switch, nothing gained over 3 known steps")
     assert layout_line(decision(5)) == ""
 
 

@@ -19,7 +19,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.best_fit import BEST_FIT
-from evenload.plan.strategies.registry import require_trainable
+from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
 from evenload.runtime.config.train_config import TrainConfig, layout_of
@@ -57,13 +57,14 @@ def checked_bench(
     # Options that only one of the strategies reads may be set: all are compared under one set of options.
     shared = PlanOptions(schedule=config.plan.options.schedule)
     first = asked[0] if asked is not None else BEST_FIT.name
-    plan = msgspec.structs.replace(config.plan, strategy=first, options=shared, feedback=False)
+    plan = msgspec.structs.replace(config.plan, strategy=first, options=shared, feedback=False, layouts=())
     layout = require_runnable(msgspec.structs.replace(config, plan=plan))
     require_device(config.train.device, layout.world_size)
     names: list[str] = []
     chosen, left_out = chosen_strategies(asked, layout, config.plan.options)
     for name in chosen:
         try:
+            require_layouts(name, layout, 1)
             require_trainable(name, layout, shared)
             names.append(name)
         except ConfigError as error:

@@ -13,7 +13,7 @@ from evenload.cost.coefficients import read_coefficients
 from evenload.cost.coverage import require_covered
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
-from evenload.plan.strategies.registry import require_trainable
+from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
 from evenload.runtime.config.train_config import TrainConfig
@@ -32,6 +32,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     spec = model_spec(config)
     layouts = layouts_of(config, spec.num_layers)
     layout = layouts[0]
+    require_layouts(config.plan.strategy, layout, len(layouts))
     for one in layouts:
         require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)
     if config.train.cost_file is not None:

@@ -18,9 +18,11 @@ from evenload.cost.process_memory import process_bytes
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.errors import InvalidPlanError
+from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
@@ -28,7 +30,7 @@ from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.config.run_planner import run_planner
+from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import (
@@ -41,6 +43,7 @@ from evenload.runtime.device import (
 )
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.export_files import copy_tokenizer
+from evenload.runtime.monitor import Monitor
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
@@ -112,6 +115,7 @@ class Trainer:
         """That runs now; its generation is that of the last plan."""
         self._loader_state = self._loader.state()
         self._planner_state = PlannerState()
+        self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
@@ -142,7 +146,9 @@ class Trainer:
             self.steps_done = position.progress.steps_done
             self._saves.note_resumed(self.steps_done)
             self._loader_state = self._loader.state()
-            self._planner_state = PlannerState(delay=position.progress.planner, flex=position.progress.flex)
+            flex = resumed_flex(position.progress.flex, self.meshes.layouts)
+            self._planner_state = PlannerState(delay=position.progress.planner, flex=flex)
+            self._layouts_known = position.progress.layouts_known
             self.coefficients = position.coefficients
             self.saved_strategy = position.progress.strategy
             self._non_finite.num_skipped = position.progress.skipped_steps
@@ -176,6 +182,9 @@ class Trainer:
         track = None
         if self.config.plan.feedback:
             track = SpeedTrack(self.mesh.layout, self.config.data.prefetch_steps)
+        monitor = None
+        if isinstance(planner, FlexPlanner):
+            monitor = Monitor(planner, self.layout, self.config.data.prefetch_steps, self._layouts_known)
         source = StepSource(
             self._loader,
             planner,
@@ -186,6 +195,7 @@ class Trainer:
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
             track=track,
+            layouts=monitor and monitor.track,
         )
         self._saves.begin()
         while not self.stop_signal:
@@ -207,6 +217,10 @@ class Trainer:
                 from_step = step + 1 + track.steps_ahead
                 if last_step is None or from_step < last_step:
                     report = replace(report, new_speeds=track.speeds, speeds_from_step=from_step)
+            if report is not None and monitor is not None:
+                peak_bytes = int(report.row["peak_memory_bytes"] or 0)
+                decision = monitor.note(prepared.planned, report.measured, report.switch, peak_bytes)
+                report, self._layouts_known = replace(report, decision=decision), monitor.known()
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
@@ -216,10 +230,15 @@ class Trainer:
             yield report
         source.close()
 
-    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner:
+    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""
         mesh = self.meshes.start
-        return run_planner(self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
+        planner = run_planner(
+            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
+        )
+        if len(self.meshes.layouts) == 1:
+            return planner
+        return run_flex_planner(self.config, planner, self.meshes.layouts)
 
     def save(self) -> Path:
         """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
@@ -234,6 +253,7 @@ class Trainer:
             skipped_steps=self._non_finite.num_skipped,
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
+            layouts_known=self._layouts_known,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

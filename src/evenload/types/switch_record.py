@@ -11,10 +11,10 @@ class SwitchRecord(Frozen):
         step: before which the layout changed.
         old, new: layouts.
         moved_bytes: sent from one device to another, all devices together; 0 = everything was in place.
-        predicted_s: seconds that the planner expected training to stand still.
-        measured_s: for which it did, on the slowest rank.
-        predicted_gain_s: that the planner expected to win over the steps it knew, the switch paid; below 0 where
-            memory forced it.
+        predicted_s: seconds that links alone say training stands still.
+        measured_s: for which it did, on the slowest rank, behind the step too.
+        predicted_gain_s: that the planner expected to win over the steps it knew, the switch paid; None where memory
+            forced it.
     """
 
     step: int
@@ -23,4 +23,4 @@ class SwitchRecord(Frozen):
     moved_bytes: int
     predicted_s: float
     measured_s: float
-    predicted_gain_s: float
+    predicted_gain_s: float | None

@@ -48,7 +48,7 @@ class LayoutTrack:
         """Take a trained step into account. Every step, in order.
 
         Args:
-            step_time_s: measured, without the switch before it.
+            step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
             peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
         """
         if plan.layout.generation != self._generation:

@@ -49,16 +49,10 @@ def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, *
         feedback: plans shall follow the measured speed of ranks (`plan.feedback`).
 
     Raises:
-        ConfigError: unknown; it changes the layout during the run; it knows no pipeline and the layout has one; an
-            option is set that it does not read; or feedback has nothing to decide.
+        ConfigError: unknown; it knows no pipeline and the layout has one; an option is set that it does not read; or
+            feedback has nothing to decide.
     """
     strategy = strategy_named(name)
-    if strategy.changes_layout:
-        raise ConfigError(
-            f"strategy '{name}' changes the layout between steps, and live switching is not available in this version; "
-            f"'evenload plan --strategy {name}' predicts it; to train, choose from "
-            f"{', '.join(other.name for other in STRATEGIES.values() if not other.changes_layout)}"
-        )
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
     if feedback:
@@ -79,6 +73,34 @@ def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, *
         raise ConfigError(
             f"plan.options.cp_sharding is '{options.cp_sharding}', but strategy {name} decides by itself which ranks "
             "compute a document; leave cp_sharding out, or train with another strategy"
+        )
+
+
+def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None:
+    """Refuse a strategy that changes the layout where there is one only, and several layouts under one that stays.
+
+    Args:
+        layout: in which the run starts.
+        num_layouts: that it may take.
+
+    Raises:
+        ConfigError: unknown, or either of these.
+    """
+    strategy = strategy_named(name)
+    if strategy.changes_layout and num_layouts == 1:
+        groups = layout.dp * layout.pp
+        others = [f'"pp={pp}"' for pp in range(1, groups + 1) if groups % pp == 0 and pp != layout.pp]
+        such = f", such as plan.layouts = [{', '.join(others[:3])}]" if others else ""
+        staying = ", ".join(other.name for other in STRATEGIES.values() if not other.changes_layout)
+        raise ConfigError(
+            f"strategy '{name}' changes the layout between steps, and there is {layout.describe()} alone; name the "
+            f"others in plan.layouts{such}, or choose from {staying}"
+        )
+    if num_layouts > 1 and not (strategy.changes_layout or strategy.follows_layouts):
+        following = [other.name for other in STRATEGIES.values() if other.changes_layout or other.follows_layouts]
+        raise ConfigError(
+            f"plan.layouts is set, and strategy '{name}' stays in its layout; leave it out, or train with "
+            f"{' or '.join(following)}"
         )
 
 

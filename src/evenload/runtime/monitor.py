@@ -1,0 +1,67 @@
+"""`Monitor`: what a run whose layout may change tells its planner, and what it says of every decision (FlexPipe §3.2).
+
+Measured step times, switches and memory go into a `LayoutTrack`, on rank 0, where steps are planned. What is told of a
+step is the decision that came with its plan, and what the switch before it took.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evenload.feed.step_maker import PlannedStep
+from evenload.plan.feedback.layout_track import KnownAfter, LayoutTrack
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.runtime.stages.live_stages import Switch
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.switch_record import SwitchRecord
+from evenload.types.timeline import Timeline
+
+
+class Monitor:
+    """Of one run.
+
+    Args:
+        planner: that decides.
+        start: the layout that runs now.
+        steps_ahead: of a step's training its plan may be made.
+        known: of a checkpoint.
+    """
+
+    def __init__(
+        self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]
+    ) -> None:
+        self._planner, self._layout = planner, start
+        self.track = LayoutTrack(steps_ahead, known) if planner.options.follow_measured else None
+
+    def known(self) -> tuple[KnownAfter, ...]:
+        """For a checkpoint."""
+        return () if self.track is None else self.track.known()
+
+    def note(
+        self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int
+    ) -> LayoutDecision | None:
+        """Take a trained step into account; its decision, with what was measured of it. Every step, in order.
+
+        Args:
+            switch: before the step; None = there was none.
+            peak_bytes: measured, of the fullest rank.
+        """
+        plan, decision, record = planned.plan, planned.decision, None
+        if switch is not None:
+            moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
+            record = SwitchRecord(
+                step=plan.step,
+                old=self._layout,
+                new=plan.layout,
+                moved_bytes=moved_bytes,
+                predicted_s=self._planner.switch_seconds(self._layout, plan.layout),
+                measured_s=taken_s,
+                predicted_gain_s=None if decision is None else decision.gain_s,
+            )
+            if decision is not None:
+                decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
+        self._layout = plan.layout
+        if self.track is not None:
+            self.track.note(plan, measured.step_time_s, record, peak_bytes)
+        return decision
