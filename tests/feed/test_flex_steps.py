@@ -33,7 +33,7 @@ def maker_of(config, known_steps, states=None, cap=NARROW, **further):
         loader,
         planner,
         "flexpipe",
-        replicas=[0],
+        replicas=lambda layout: [0],
         max_pack_tokens=400,
         planner_state=state,
         **further,

@@ -195,7 +195,7 @@ class Trainer:
             max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
             track=track,
-            layouts=monitor and monitor.track,
+            layouts=None if monitor is None else monitor.track,
         )
         self._saves.begin()
         while not self.stop_signal:
