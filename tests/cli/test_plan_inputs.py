@@ -89,6 +89,24 @@ def test_a_training_configuration_says_what_is_planned(project, capsys, monkeypa
     assert "20 documents" in capsys.readouterr().out
 
 
+def test_declared_layouts_are_those_that_strategies_change_to(project) -> None:
+    """`auto` stays where none are declared."""
+    ask = ("plan", "config.toml", "--cluster", "h100x8", "--strategy", "auto,flexpipe,balanced", "--steps", "2")
+    assert run(*ask, "--json", "plain.json") == 0
+    file = project / "config.toml"
+    file.write_text(file.read_text().replace("[plan]", '[plan]\n        layouts = ["pp=1", "pp=4"]'))
+    assert run(*ask, "--json", "declared.json") == 0
+    plain, declared = (
+        {row["name"]: row for row in json.loads(Path(name).read_text())["strategies"]}
+        for name in ("plain.json", "declared.json")
+    )
+    assert plain["auto"]["layout_decisions"] == declared["balanced"]["layout_decisions"] == []
+    for name in ("auto", "flexpipe"):
+        taken = {one["layout"] for one in declared[name]["layout_decisions"]}
+        assert len(declared[name]["layout_decisions"]) == 2
+        assert taken <= {"dp=2 pp=2 layers=1+3", "dp=4", "pp=4"}
+
+
 def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
     options = ("--layout", "dp=4", "--tokens", "1k", "--context", "2k", "--overlong", "drop", "--policy", "recompute")
     assert run(*PLAN, *options, "--include", "*.md", "--tokenizer", "bytes", "--json", "out.json") == 0

@@ -3,8 +3,13 @@
 What the switch took is said by `cli.switch_line`.
 """
 
+from collections.abc import Sequence
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coverage import completed_between_layouts
 from evenload.report.layout_table import format_action
 from evenload.report.units import format_seconds
+from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 
 
@@ -18,3 +23,11 @@ def layout_line(decision: LayoutDecision) -> str:
         f"layout {decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: "
         f"{decision.why}; predicted: {format_seconds(decision.switch_s)} for the switch, {gain} over {steps}"
     )
+
+
+def other_layouts_lines(costs: CostCoefficients, layouts: Sequence[ParallelLayout]) -> tuple[str, ...]:
+    """At the start: what was not measured and is taken from something else where the layout changes."""
+    if len(layouts) == 1:
+        return ()
+    notes = [note for layout in layouts for note in completed_between_layouts(costs, layout)[1]]
+    return tuple(f"costs of other layouts: {note}" for note in dict.fromkeys(notes))

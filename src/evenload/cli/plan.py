@@ -117,7 +117,7 @@ def _evaluated(
 ) -> Evaluation:
     costs = inputs.costs
     planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host)
-    flexible = FlexPlanner(planner, costs.of)
+    flexible = FlexPlanner(planner, costs.of, layouts=inputs.layouts)
     with progress_bar() as on_progress:
         return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
 

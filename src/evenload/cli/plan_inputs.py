@@ -24,6 +24,7 @@ from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import options_of_settings
 from evenload.runtime.config.lora_config import with_adapters
+from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.types.cluster import ClusterSpec
@@ -81,6 +82,7 @@ class PlanInputs:
         model_name, cluster_name, cost_name: as the user gave them.
         layout: None = the default one, or a search.
         keeps_stages: the layout is that of a run, layers of stages included; else they are balanced by cost.
+        layouts: that a run declares, the one in which it starts first; None = none are, or the layout is not the run's.
         batches: how a global batch is drawn from the lengths.
         memory_cap_bytes: what a device offers.
         host: what a node offers to offloaded activations.
@@ -92,6 +94,7 @@ class PlanInputs:
     machines: ClusterSpec
     layout: ParallelLayout | None
     keeps_stages: bool
+    layouts: tuple[ParallelLayout, ...] | None
     batches: BatchRule
     options: PlanOptions
     cost_name: str
@@ -127,6 +130,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         machines=machines,
         layout=layout,
         keeps_stages=keeps_stages,
+        layouts=layouts_of(run, costs.model.num_layers) if run and keeps_stages and run.plan.layouts else None,
         batches=BatchRule(
             num_documents=documents,
             num_tokens=tokens,

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evenload.cli.layout_line import layout_line
+from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
@@ -182,6 +182,8 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     if groups := groups_line(trainer.meshes):
         console.print(groups, soft_wrap=True)
+    for line in other_layouts_lines(costs, trainer.meshes.layouts):
+        console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     _warn(console, position_warning(trainer.hf_config, config.data.max_document_tokens))
