@@ -114,7 +114,11 @@ class _Ranks:
     def _lose(self, rank: int, process: BaseProcess) -> None:
         """Tell survivors and people of a killed process."""
         code = process.exitcode or 0
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code >= 0:
+            self.failure = EvenloadError(f"rank {rank} ended with exit code {code} and without a word")
+            self._line.has_failed.value = True
+            return
+        name = signal.Signals(-code).name
         if not self._running:
             self.failure = EvenloadError(
                 f"rank {rank} was killed by {name} (process {process.pid}), the last one that was left; if the machine "

@@ -70,6 +70,9 @@ def train_command(
     # Everything a user can get wrong is checked here, once, before ranks start.
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
+    if settings.train.on_lost_rank == "shrink":
+        # Connections to the lost are cut, of which torch would print a page each.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_fork_server("evenload.cli.train_worker", "evenload.cli.start_checks")
     with needs_train_extra("evenload train"):
         import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest

@@ -70,18 +70,19 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         if not members.keep(layout.world_size):
             return 0
         if why and members.rank == 0:
-            _warn(
-                Console(stderr=True, highlight=False),
-                f"{why}. Ranks {', '.join(map(str, members.ranks))} of the start go on from the last checkpoint, in "
-                f"layout {layout.describe()}",
-            )
+            left = ", ".join(map(str, members.ranks))
+            where = f"in layout {layout.describe()}, from the last checkpoint"
+            _warn(Console(stderr=True, highlight=False), f"lost {why}. Ranks {left} of the start go on {where}")
         try:
             with started_rank(now, layout, members=members) as setup:
                 return _train(now, setup, cache, command, StopRequest(line))
         except RankLostError as error:
             why = str(error)
         # Nothing of the round is held any more, so its groups can go.
+        before = members.ranks
         members.go_on()
+        lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
+        why = f"{', '.join(lost) or 'a connection'} ({why})"
 
 
 def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:
