@@ -18,7 +18,7 @@ from shrink_cases import die, leave_out, refuse, train_and_die
 from small_run import write_small_costs, write_small_run
 
 STEPS = 6
-COMMON = ["train.on_lost_rank=shrink", "train.checkpoint_every_steps=2", "train.export_hf=false", "train.timeout_s=60"]
+COMMON = ["train.on_lost_rank=shrink", "train.checkpoint_every_steps=2", "train.export_hf=false", "train.timeout_s=300"]
 
 
 @pytest.fixture
