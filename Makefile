@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about 13 minutes.)"
 endef
 
-.PHONY: demo test test-fast check bench accuracy gpu wheels docs clean
+.PHONY: demo test test-fast test-thorough check bench accuracy gpu wheels docs clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -33,6 +33,9 @@ TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )
 test: .venv/dev  ## everything CI checks
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null & $(MAKE) --no-print-directory check; checked=$$?; wait; exit $$checked
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
+
+test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, and new random examples; an hour
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
 
 # Everything that starts no training processes and no browser.
 FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule simulate stepplan types)

@@ -5,8 +5,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, so that a red run is red again; `--hypothesis-profile=explore` looks further. No
-# limits of time in either: on a loaded machine they fail whatever the code does.
+# The same examples in every run, so that a red run is red again; `--hypothesis-profile=explore` looks further, through
+# whole sweeps too (tests/support/sweeps.py). No limits of time in either: on a loaded machine they fail whatever the
+# code does.
 _ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", _ANY_MACHINE, derandomize=True)
 settings.register_profile("explore", _ANY_MACHINE)

@@ -1,7 +1,5 @@
 """Calibration at the start of a run: of a real stage, of links between ranks, and where its results are kept."""
 
-from unittest import mock
-
 import msgspec
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
+from quick_calibration import quick_calibration
 from reference_training import tiny_config
 
 
@@ -34,9 +33,7 @@ def _calibrated_on_a_rank():
     stage, model = tiny_stage()
     layout = even_layout(4)
     mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
-    # Other tests disturb every attempt, and what is fitted need not be true to a percent.
-    fewer = {"_MAX_ATTEMPTS": 1, "_WARM_UP_S": 0.1, "_TIME_BUDGET_S": 0.5}
-    with mock.patch.multiple("evenload.calibrate.calibrate", **fewer):
+    with quick_calibration():
         return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine").coefficients)
 
 

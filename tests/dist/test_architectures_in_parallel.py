@@ -9,6 +9,7 @@ from evenload.types.hf_config import model_from_hf_config
 from matrix import BALANCED
 from reference_training import KINDS, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import sweep
 from varied_plans import varied_plan
 
 
@@ -27,7 +28,7 @@ def test_random_cuts_equal_plain_training_and_hold_what_is_predicted(gloo_pool, 
             max_tokens=30,
             num_documents=5,
         )
-        for index, policies in enumerate(["replay", "mixed", "recompute", "mixed"])
+        for index, policies in sweep(list(enumerate(["replay", "mixed", "mixed", "recompute"])), 3)
     ]
     model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
     changes = {"tied": True}
@@ -47,7 +48,7 @@ def test_random_cuts_equal_plain_training_and_hold_what_is_predicted(gloo_pool, 
 )
 def test_random_cuts_of_shared_documents_equal_plain_training(gloo_pool, kind, exchange, changes):
     """Context parallelism and DP-Merge, in a pipeline; ranks that share a document add up its counts of experts."""
-    shared = [context_plan(500 + i, cp=2, pp=2, dp=1, rule=RULES[i % len(RULES)]) for i in range(2)]
+    shared = [context_plan(500 + i, cp=2, pp=2, dp=1, rule=RULES[i % len(RULES)]) for i in sweep(range(2), 1)]
     merged = [merged_plan(600 + i, dp=2, pp=2, cp=1, rule="per_document") for i in range(1)]
     for plans in (shared, merged):
         assert_plans_equal_plain(gloo_pool, plans, kind=kind, changes=changes, exchange=exchange)

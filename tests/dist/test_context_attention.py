@@ -15,6 +15,7 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, encode_plan
+from sweeps import sweep
 
 
 def whole_attention(num_tokens, doc_id, window, dtype=torch.float64):
@@ -59,7 +60,7 @@ def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, back
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
     """Every sharding rule, documents cut differently in both directions, lengths that 2·cp does not divide."""
-    plans = [context_plan(100 * cp + i, cp=cp, rule=RULES[i % len(RULES)]) for i in range(12)]
+    plans = [context_plan(100 * cp + i, cp=cp, rule=RULES[i % len(RULES)]) for i in sweep(range(12), 6)]
     assert any(d.num_tokens < cp for plan in plans for d in plan.documents)
     moved = assert_equals_whole(gloo_pool, plans, exchange)
     assert any(max(received) > 0 for received in moved)
@@ -67,7 +68,7 @@ def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
 
 @pytest.mark.parametrize("window", [1, 7, 100])
 def test_sliding_windows_by_all_gather(gloo_pool, window):
-    plans = [context_plan(i, cp=3, rule=RULES[i % len(RULES)]) for i in range(10)]
+    plans = [context_plan(i, cp=3, rule=RULES[i % len(RULES)]) for i in sweep(range(10), 4)]
     assert_equals_whole(gloo_pool, plans, "all_gather", window=window)
 
 
@@ -83,7 +84,7 @@ def test_the_reference_backend_too(gloo_pool, exchange):
 def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
     """DP-Merge: some documents on all replicas, some on blocks inside, some on one."""
     rules = ["per_document", "per_sequence", "owners", "dacp"]
-    plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in range(8)]
+    plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in sweep(range(8), 4)]
     assert_equals_whole(gloo_pool, plans, exchange)
 
 

@@ -10,6 +10,7 @@ from dist_equality import assert_plans_equal_plain
 from evenload.stepplan.validate import validate_plan
 from evenload.types.hf_config import model_from_hf_config
 from reference_training import tiny_config
+from sweeps import sweep
 from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan
 
 
@@ -18,7 +19,7 @@ def shared_plans(cp, pp=1, dp=1, virtual=1, count=2, rules=RULES, policies="mixe
     schedules = [name for name in SCHEDULES if virtual == 1 or name not in ("static", "zb_h1")]
     turn = itertools.cycle(rules)
     plans = []
-    for seed, name in itertools.product(range(count), schedules):
+    for seed, name in itertools.product(sweep(range(count), 1), schedules):
         plan = varied_plan(
             7919 * seed + 131 * pp + virtual, num_layers=4, pp=pp, dp=dp, virtual=virtual, policies=policies,
             schedule=name, whole=seed % 2 == 1, **options,

@@ -15,18 +15,19 @@ from evenload.types.layout import even_layout
 from evenload.types.rank_speeds import RankSpeeds
 from reference_training import tiny_config
 from steep_costs import STEEP_COSTS
+from sweeps import sweep
 from training_cases import STEPS, plain_losses, write_training_config
 
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 LAYOUTS = {
-    "dp2": {"dp": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
     "dp2 cp2": {"dp": 2, "cp": 2},
+    "dp2": {"dp": 2},
     "dp2 tp2": {"dp": 2, "tp": 2},
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sweep(list(LAYOUTS), 2))
 def test_gradients_of_plans_for_different_speeds_equal_plain_training(gloo_pool, name):
     """Every strategy that follows speeds, with documents shared by replicas where they may be; float64, to 1e-10."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
@@ -50,10 +51,13 @@ def test_gradients_of_plans_for_different_speeds_equal_plain_training(gloo_pool,
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "sizes", "true"),
-    [
-        ("balanced", {"dp": 2}, RankSpeeds(slowness=((1.0,), (1.4,)))),
-        ("slimpack", {"dp": 2, "pp": 2}, RankSpeeds(slowness=((1.0, 1.0), (1.0, 1.4)))),
-    ],
+    sweep(
+        [
+            ("slimpack", {"dp": 2, "pp": 2}, RankSpeeds(slowness=((1.0, 1.0), (1.0, 1.4)))),
+            ("balanced", {"dp": 2}, RankSpeeds(slowness=((1.0,), (1.4,)))),
+        ],
+        1,
+    ),
 )
 def test_a_run_with_a_slow_rank_gives_it_less_work_and_trains_the_same(
     gloo_pool, tmp_path: Path, strategy, sizes, true

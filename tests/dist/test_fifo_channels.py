@@ -8,12 +8,13 @@ import pytest
 from context_plans import merged_plan
 from dist_equality import assert_plans_equal_plain
 from evenload.stepplan.freed_sends import LAG
+from sweeps import sweep
 from varied_plans import SCHEDULES, varied_plan
 
 LAYERS = 4
 
 
-@pytest.mark.parametrize(("pp", "dp", "virtual"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize(("pp", "dp", "virtual"), sweep([(4, 1, 1), (2, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)], 2))
 def test_plans_with_policies_and_splits_equal_plain_training(gloo_pool, pp, dp, virtual):
     """With virtual stages two ranks are neighbours three times: all of it arrives in the order in which it is sent."""
     schedules = SCHEDULES if virtual == 1 else ("list", *("list_split",) * 4)

@@ -18,6 +18,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.coverage import missing_costs
 from evenload.errors import NonFiniteStepError
 from evenload.runtime.trainer import Trainer
+from quick_calibration import quick_calibration
 
 
 def stop_when_one_rank_is_asked(config_file: str, overrides: list[str], asked_rank: int) -> tuple[int, int]:
@@ -107,7 +108,8 @@ def costs_of_a_resume(
     said = io.StringIO()
     os.environ["LOCAL_WORLD_SIZE"] = str(mesh.layout.world_size)
     try:
-        found = run_coefficients(again, Path(cache), 1, Console(file=said, width=1000), 64)
+        with quick_calibration():
+            found = run_coefficients(again, Path(cache), 1, Console(file=said, width=1000), 64)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
     dist.barrier(group=mesh.control)

@@ -1,0 +1,17 @@
+"""Sweeps over seeds and layouts: a few of each in every run, all of them where one looks further.
+
+`make test` has minutes; the axes that matter meet in tests/dist/test_matrix.py in any case. `make test-thorough`
+(`--hypothesis-profile=explore`) runs whole sweeps and new random examples.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from hypothesis import settings
+
+Value = TypeVar("Value")
+
+
+def sweep(values: Sequence[Value], few: int) -> Sequence[Value]:
+    """All of them, or in the profile that every run has the first `few`."""
+    return values if settings.get_current_profile_name() == "explore" else values[:few]
