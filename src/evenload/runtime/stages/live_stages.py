@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coverage import completed_between_layouts
 from evenload.plan.reconfiguration.moves import Move, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.optimizer_config import OptimizerConfig
@@ -117,12 +118,14 @@ class LiveStages:
 
         Args:
             optimizer: of the layout so far, of no use afterwards.
-            coefficients: for what is predicted.
+            coefficients: for what is predicted, over the links that they know.
             from_s: `time.perf_counter` when training stopped for it.
         """
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, sizes = self.mesh, [live.piece for live in self._pieces]
         moves = plan_moves(old.layout, mesh.layout, sizes, ranks_per_node=mesh.ranks_per_machine, tp_rank=mesh.tp_rank)
+        largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
+        links = completed_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
         before = self._take_state(optimizer)
         gained, lost = [], []
@@ -144,8 +147,8 @@ class LiveStages:
             wait_s=0.0,
             weight_bytes=weight_bytes,
             state_bytes=0,
-            predicted_stall_s=moving_seconds(moves.weights, sizes, coefficients, of_state=False),
-            predicted_state_s=moving_seconds(moves.state, sizes, coefficients, of_state=True),
+            predicted_stall_s=moving_seconds(moves.weights, sizes, links, of_state=False),
+            predicted_state_s=moving_seconds(moves.state, sizes, links, of_state=True),
             predicted_weight_bytes=mesh.layout.tp * moved_bytes(moves.weights, sizes, of_state=False),
             predicted_state_bytes=mesh.layout.tp * moved_bytes(moves.state, sizes, of_state=True),
         )
