@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from transformers import LlamaConfig
 
+from context_parallel import COSTS
 from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
@@ -103,12 +104,14 @@ def write_run(directory: Path, hidden: int) -> None:
 class Rank:
     """One process of the run, which goes from layout to layout."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, quick: bool) -> None:
         config = load_train_config(Path(f"{directory}/config.toml"), [])
         meshes = create_meshes(layouts_of(config, 8), torch.device("cpu"), timeout_s=300)
         warm_up(meshes)
         self.trainer = Trainer(config, meshes.start, meshes)
-        measured = calibrate(self.trainer.stages, self.trainer.model, meshes.start, 64, "cpu").coefficients
+        measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
+        if not quick:
+            measured = calibrate(self.trainer.stages, self.trainer.model, meshes.start, 64, "cpu").coefficients
         self.costs = completed_between_layouts(measured, meshes.layouts[1])[0]
         self._planned = [self._step(index) for index in range(len(meshes.layouts))]
 
@@ -159,7 +162,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One process; rank 0 leaves what was measured in the directory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
-    here = Rank(directory)
+    here = Rank(directory, quick=rounds == QUICK_ROUNDS)
     found: dict[str, dict[str, list[float]]] = {name: {target: [] for target in TARGETS} for name in
                                                 ("live_s", "waited_s", "back_s", "stopped_s")}  # fmt: skip
     switches: dict[str, Switch] = {}

@@ -43,11 +43,11 @@ from evenload.runtime.device import (
 )
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.export_files import copy_tokenizer
-from evenload.runtime.monitor import Monitor
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
+from evenload.runtime.stages.monitor import Monitor
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import StepMemory, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
