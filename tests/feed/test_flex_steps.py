@@ -24,20 +24,14 @@ def corpus(root, phases):
 
 
 def maker_of(config, known_steps, states=None, cap=NARROW, **further):
-    loader, state = GlobalBatchLoader(config), None
+    loader, state = GlobalBatchLoader(config), PlannerState()
     if states is not None:
         loader.load_state(decode_state(states[0]))
         state = msgspec.json.decode(states[1], type=PlannerState)
     planner = make(4, 1, cap, known_steps=known_steps, **PUBLISHED)
-    return StepMaker(
-        loader,
-        planner,
-        "flexpipe",
-        replicas=lambda layout: [0],
-        max_pack_tokens=400,
-        planner_state=state,
-        **further,
-    )
+    maker = StepMaker(loader, planner, "flexpipe", replicas=lambda layout: [0], max_pack_tokens=400, **further)
+    maker.planner_state = state
+    return maker
 
 
 def steps_of(maker, count=None):

@@ -82,7 +82,6 @@ class StepMaker:
         replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
             none.
         max_pack_tokens: limit that every plan is checked against.
-        planner_state: of the step before the first.
         may_delay: strategies that defer documents may do so; else every step trains its whole batch.
         speeds_of: with which speeds of ranks a step is planned; asked once a step, on rank 0; None = as the
             coefficients say.
@@ -98,7 +97,6 @@ class StepMaker:
         *,
         replicas: Callable[[ParallelLayout], Sequence[int | None]],
         max_pack_tokens: int,
-        planner_state: PlannerState | None = None,
         may_delay: bool = True,
         speeds_of: Callable[[int], RankSpeeds | None] = lambda step: None,
         measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts(),
@@ -106,7 +104,8 @@ class StepMaker:
     ) -> None:
         self.loader = loader
         self.planner = planner
-        self.planner_state = planner_state or PlannerState()
+        self.planner_state = PlannerState()
+        """After the last step made; to be set where a run goes on."""
         self._strategy, self._may_delay = strategy, may_delay
         self._speeds_of, self._measured_of, self._waiting = speeds_of, measured_of, waiting
         self._replicas, self._max_pack_tokens = replicas, max_pack_tokens

@@ -73,11 +73,11 @@ class StepSource:
             strategy,
             replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=max_pack_tokens,
-            planner_state=planner_state,
             speeds_of=(lambda step: None) if track is None else track.for_step,
             measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,
         )
+        maker.planner_state = planner_state
         self._loader = loader
         left = num_steps
 

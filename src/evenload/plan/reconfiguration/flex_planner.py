@@ -146,17 +146,14 @@ class FlexPlanner:
             documents: of the step, in arrival order.
             state: what the step before handed out; None = the run starts.
             coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
-            delay, is_last: as of `StepPlanner.propose`.
-            measured: what trained steps say of layouts.
+            delay, is_last: as of `StepPlanner.propose`; measured: what trained steps say of layouts.
 
         Raises:
-            ConfigError: links that a switch needs are not known.
-            DataError: as `StepPlanner.propose`.
+            ConfigError, DataError: links that a switch needs are not known; as `StepPlanner.propose`.
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
         self._ahead = {key: plan for key, plan in self._ahead.items() if key[0] >= step}
-
         cap_bytes, memory_factor = self.start.memory_cap_bytes, measured.memory_factor()
 
         def fits(proposal: Proposal) -> bool:
@@ -175,8 +172,7 @@ class FlexPlanner:
                 holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
             )
 
-        found = self._searched(known, state.layout)
-        keep = outcome(state.layout)
+        found, keep = self._searched(known, state.layout), outcome(state.layout)
         others: list[LayoutOutcome] = []
         for layout in self.candidates.worth_planning(found, state.layout):
             switch_s = measured.switch_factor() * self.switch_seconds(state.layout, layout)
