@@ -58,7 +58,6 @@ class StepSource:
         exchange: Exchange,
         *,
         num_steps: int | None,
-        max_pack_tokens: int,
         planner_state: PlannerState,
         track: SpeedTrack | None = None,
         layouts: LayoutTrack | None = None,
@@ -66,13 +65,14 @@ class StepSource:
         options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
         for layout in meshes.layouts:
             require_trainable(strategy, layout, options, feedback=track is not None)
+        assert options.max_pack_tokens is not None, "`run_planner` decides it"
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
             planner,
             strategy,
             replicas=lambda layout: layout.replicas(num_ranks),
-            max_pack_tokens=max_pack_tokens,
+            max_pack_tokens=options.max_pack_tokens,
             speeds_of=(lambda step: None) if track is None else track.for_step,
             measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,

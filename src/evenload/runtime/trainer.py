@@ -192,7 +192,6 @@ class Trainer:
             self.meshes,
             self.config.parallel.cp_exchange,
             num_steps=None if last_step is None else max(0, last_step - self.steps_done),
-            max_pack_tokens=self.config.max_pack_tokens,
             planner_state=self._planner_state,
             track=track,
             layouts=None if monitor is None else monitor.track,
