@@ -33,7 +33,8 @@ from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.held_bytes import STORE_KINDS
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.trainer import Trainer
 from evenload.simulate.timeline import memory_ledger
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.types.cluster import LinkSpec

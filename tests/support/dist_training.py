@@ -14,7 +14,8 @@ from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.rank_packs import RankStep
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
 from evenload.types.rank_speeds import RankSpeeds

@@ -36,8 +36,9 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import PreparedStep
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import MEMORY_KINDS

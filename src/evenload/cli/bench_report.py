@@ -14,7 +14,7 @@ from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_change
-from evenload.runtime.trainer import StepReport
+from evenload.runtime.step_metrics import StepReport
 from evenload.types.time_split import mean_time_split
 
 

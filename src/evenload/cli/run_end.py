@@ -14,7 +14,8 @@ from rich.console import Console
 from evenload.cli.run_files import RunWriter
 from evenload.cli.stop_request import signal_name
 from evenload.runtime.model.export_files import tokenizer_note
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 
 FINISHED_FILE = "finished.json"

@@ -33,7 +33,8 @@ from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec

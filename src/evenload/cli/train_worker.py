@@ -34,7 +34,8 @@ from evenload.runtime.config.shrunk_parallel import shrunk_parallel
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
-from evenload.runtime.trainer import StepReport, Trainer
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.trainer import Trainer
 from evenload.types.scaled_units import format_bytes
 
 

@@ -1,4 +1,5 @@
-"""What is told of a step: its measured `Timeline`, and its row of `metrics.jsonl` (docs/architecture.md).
+"""What is told of a step: a `StepReport` with its measured `Timeline` and its row of `metrics.jsonl`
+(docs/architecture.md).
 
 Ranks agree on time zero by a barrier at the step's start; each rank's times count from its own exit of
 that barrier, so clocks need not be synchronised (the error is the barrier's skew, microseconds on one
@@ -19,12 +20,46 @@ import numpy as np
 import torch.distributed as dist
 
 from evenload.cost.flops import training_flops
+from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
+from evenload.runtime.stages.live_stages import Switch
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
+from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepReport:
+    """What happened in a step; made on rank 0.
+
+    Args:
+        row: the fixed keys of metrics.jsonl.
+        measured: all ranks' timeline.
+        ledger_lines: documents and tokens so far.
+        saved: the checkpoint that was completed meanwhile.
+        failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
+        warning: what else should be seen, such as a batch without labels.
+        switch: the change of the layout before the step, if there was one.
+        new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
+        speeds_from_step: the first step that is planned with them.
+        decision: about the layout before the step; None where it cannot change.
+    """
+
+    row: dict[str, int | float | str | None]
+    plan: StepPlan
+    measured: Timeline
+    ledger_lines: tuple[str, ...]
+    saved: SavedCheckpoint | None = None
+    failed_save: str = ""
+    warning: str = ""
+    switch: Switch | None = None
+    new_speeds: RankSpeeds | None = None
+    speeds_from_step: int = 0
+    decision: LayoutDecision | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ line, or a user's script) gets a `StepReport` per step on rank 0 and decides wha
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_c
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
 from evenload.runtime.checkpoint.saves import Saves
-from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_flex_planner, run_planner
@@ -49,43 +49,11 @@ from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.monitor import Monitor
 from evenload.runtime.stages.rank_stages import build_rank_stages
-from evenload.runtime.step_metrics import StepMemory, gather_timeline, no_label_warning, step_row
+from evenload.runtime.step_metrics import StepMemory, StepReport, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan
-from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.timeline import Timeline
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StepReport:
-    """What happened in a step; made on rank 0.
-
-    Args:
-        row: the fixed keys of metrics.jsonl.
-        measured: all ranks' timeline.
-        ledger_lines: documents and tokens so far.
-        saved: the checkpoint that was completed meanwhile.
-        failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
-        warning: what else should be seen, such as a batch without labels.
-        switch: the change of the layout before the step, if there was one.
-        new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
-        speeds_from_step: the first step that is planned with them.
-        decision: about the layout before the step; None where it cannot change.
-    """
-
-    row: dict[str, int | float | str | None]
-    plan: StepPlan
-    measured: Timeline
-    ledger_lines: tuple[str, ...]
-    saved: SavedCheckpoint | None = None
-    failed_save: str = ""
-    warning: str = ""
-    switch: Switch | None = None
-    new_speeds: RankSpeeds | None = None
-    speeds_from_step: int = 0
-    decision: LayoutDecision | None = None
 
 
 class Trainer:
