@@ -26,8 +26,9 @@ demo: .venv/train  ## plan, measure and train: a small Llama on this machine's P
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-# One process more than cores, because some tests wait; at most four, because each starts a pool of four ranks.
-TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores + 1 : 4 )))
+# One process a core; at most four, because each starts a pool of four ranks, which take cores from each other: with three
+# on two cores the tests of tests/dist took a fifth longer.
+TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
 
 # What the tests import is compiled once, while the checks run, instead of by every process of the tests.
 test: .venv/dev  ## everything CI checks

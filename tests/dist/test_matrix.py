@@ -147,7 +147,7 @@ def test_what_is_tested_is_not_refused(config_file):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["plan.strategy=flexpipe"], "live switching is not available"),
+        (["plan.strategy=flexpipe"], "name the others in plan.layouts"),
         (["plan.strategy=skrull", "plan.options.schedule=list"], "schedule is 'list': strategy skrull has no pipeline"),
         (["plan.options.schedule=interleaved"], "schedule is 'interleaved': strategy slimpack cuts documents"),
         (["plan.options.schedule=word"], "schedule 'word' is called 'static' now"),

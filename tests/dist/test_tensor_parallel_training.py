@@ -4,7 +4,6 @@ exported model is the trained one, calibration measures a part as a part, a lost
 import math
 import signal
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 import pytest
@@ -23,6 +22,7 @@ from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from lost_rank_cases import run_rank
+from quick_calibration import quick_calibration
 from rank_server import rank_context
 from training_cases import plain_losses, write_training_config
 
@@ -154,8 +154,7 @@ def make_trainer(config_file: str, overrides: list[str]):
 
 def calibrated(config_file: str, overrides: list[str]) -> bytes:
     trainer, mesh = make_trainer(config_file, overrides)
-    # Other tests disturb every attempt; tests/calibrate shows that a disturbed one is repeated.
-    with mock.patch("evenload.calibrate.calibrate._MAX_ATTEMPTS", 1):
+    with quick_calibration():
         return msgspec.json.encode(calibrate(trainer.stages, trainer.model, mesh, 256, "this machine").coefficients)
 
 
