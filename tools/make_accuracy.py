@@ -26,7 +26,7 @@ from evenload.bench.accuracy import (
     kind_of,
     ranked,
 )
-from evenload.bench.ledger import QUIET_SPREAD, QUIET_WAITED_SHARE, LedgerRow, current_rows, read_ledger
+from evenload.bench.ledger import QUIET_DRIFT, QUIET_SPREAD, QUIET_WAITED_SHARE, LedgerRow, current_rows, read_ledger
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
 from evenload.plan.strategies.registry import strategy_named
 
@@ -107,7 +107,7 @@ _DISTURBED = f"""\
 
 Cases with more computing threads than cores, whose ranks take cores from each other, which the simulator's devices do
 not; and rows measured beside other work (a rank stood without a core for more than {QUIET_WAITED_SHARE:.0%} of the
-time, or rounds differ by more than {QUIET_SPREAD:.0%}).
+time, rounds differ by more than {QUIET_SPREAD:.0%}, or the machine's drift is beyond {QUIET_DRIFT:.0%}).
 """
 
 
@@ -184,7 +184,10 @@ def _why(row: LedgerRow) -> str:
     if row.demand > 1:
         return f"{row.demand:g} computing threads a core: ranks wait for each other's cores"
     if not row.is_quiet:
-        return f"busy machine: {row.waited_share:.0%} of the time without a core, rounds differ by {row.spread:.0%}"
+        drift = f", drift {row.machine_drift:+.0%}" if row.machine_drift is not None else ""
+        return (
+            f"busy machine: {row.waited_share:.0%} of the time without a core, rounds differ by {row.spread:.0%}{drift}"
+        )
     if row.model_error * row.pack_time_error_total > 0 and abs(row.pack_time_error_total) > abs(row.model_error / 2):
         return "packs: their seconds are off by as much"
     return "between packs: waiting, transfers, reduction, optimizer"

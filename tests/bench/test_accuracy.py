@@ -57,6 +57,8 @@ def test_the_machines_drift_is_not_the_models_error():
     assert faster.model_error == pytest.approx(1.10 * 0.92 - 1)
     assert as_recorded(faster)[0].model_error == pytest.approx(1.10 * 0.92 - 1)
     assert beyond_limits(as_recorded(faster)) == []
+    assert faster.is_quiet
+    assert not row(1.0, 1.0, machine_drift=0.11).is_quiet
     assert len(beyond_limits(as_recorded(row(1.0, 1.11)))) == 2
 
 

@@ -24,8 +24,9 @@ from evenload.types.base import Frozen
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
 """Facts of a result that every row repeats."""
-QUIET_WAITED_SHARE, QUIET_SPREAD = 0.05, 0.15
-"""At most these of a row whose measurement nothing else disturbed."""
+QUIET_WAITED_SHARE, QUIET_SPREAD, QUIET_DRIFT = 0.05, 0.15, 0.10
+"""At most these of a row whose measurement nothing else disturbed. A neighbour on another core of the same processor
+takes no core, but caches and memory: packs of the calibration are then slower by a fifth, and not all alike."""
 
 
 class LedgerRow(Frozen):
@@ -92,7 +93,8 @@ class LedgerRow(Frozen):
     @property
     def is_quiet(self) -> bool:
         """Nothing else kept the machine busy while it was measured."""
-        return self.waited_share <= QUIET_WAITED_SHARE and self.spread <= QUIET_SPREAD
+        quiet = self.waited_share <= QUIET_WAITED_SHARE and self.spread <= QUIET_SPREAD
+        return quiet and abs(self.machine_drift or 0.0) <= QUIET_DRIFT
 
 
 COLUMNS = LedgerRow.__struct_fields__
