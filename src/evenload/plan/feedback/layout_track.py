@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
-from evenload.types.switch_record import SwitchRecord
 
 WARM_UP_STEPS = 1
 """Steps in a layout that say nothing: at the start of a run and after every switch they pay for what is done once."""
@@ -42,32 +41,35 @@ class LayoutTrack:
         self,
         plan: StepPlan,
         step_time_s: float,
-        switch: SwitchRecord | None = None,
+        switch_ratio: float | None = None,
         peak_bytes: int | None = None,
     ) -> None:
         """Take a trained step into account. Every step, in order.
 
         Args:
             step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
+            switch_ratio: measured over predicted seconds of that switch; None = there was none, or none was predicted.
             peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
         """
         if plan.layout.generation != self._generation:
             self._generation, self._steps_in_layout = plan.layout.generation, 0
         self._steps_in_layout += 1
-        if switch is not None:
-            self._newest = self._newest.with_switch(switch)
+        if switch_ratio is not None:
+            self._newest = self._newest.with_switch(switch_ratio)
         if peak_bytes is not None and plan.predicted.peak_memory_bytes > 0:
             self._newest = self._newest.with_peak(peak_bytes / plan.predicted.peak_memory_bytes)
         predicted_s = plan.predicted.step_time_s
         if self._steps_in_layout > WARM_UP_STEPS and predicted_s > 0:
             self._newest = self._newest.with_step(plan.step, plan.layout, step_time_s / predicted_s)
-        self._after[plan.step] = self._newest
-        self._after.pop(plan.step - self.steps_ahead - 2, None)
+        # A new dictionary, because the other thread may be reading the old one.
+        oldest = plan.step - self.steps_ahead - 1
+        self._after = {at: measured for at, measured in self._after.items() if at >= oldest} | {plan.step: self._newest}
 
     def for_step(self, step: int) -> MeasuredLayouts:
         """With which a step is planned: what was known after the last step that must have been trained by then."""
-        known = [at for at in self._after if at <= step - 1 - self.steps_ahead]
-        return self._after[max(known)] if known else MeasuredLayouts()
+        after = self._after
+        known = [at for at in after if at <= step - 1 - self.steps_ahead]
+        return after[max(known)] if known else MeasuredLayouts()
 
     def known(self) -> tuple[KnownAfter, ...]:
         """For a checkpoint."""

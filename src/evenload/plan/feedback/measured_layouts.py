@@ -15,7 +15,6 @@ import msgspec
 
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
-from evenload.types.switch_record import SwitchRecord
 
 KEPT_RATIOS = 5
 """Newest of a layout, and of switches."""
@@ -61,12 +60,9 @@ class MeasuredLayouts(Frozen):
             layouts = (*self.layouts, newest)
         return msgspec.structs.replace(self, layouts=layouts)
 
-    def with_switch(self, record: SwitchRecord) -> "MeasuredLayouts":
-        """Known after a switch; one that was expected to take no time says nothing."""
-        if not record.predicted_s > 0:
-            return self
-        ratios = (*self.switch_ratios, record.measured_s / record.predicted_s)
-        return msgspec.structs.replace(self, switch_ratios=ratios[-KEPT_RATIOS:])
+    def with_switch(self, ratio: float) -> "MeasuredLayouts":
+        """Known after a switch."""
+        return msgspec.structs.replace(self, switch_ratios=(*self.switch_ratios, ratio)[-KEPT_RATIOS:])
 
     def with_peak(self, ratio: float) -> "MeasuredLayouts":
         """Known after a step whose memory was measured."""

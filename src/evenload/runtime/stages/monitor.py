@@ -14,7 +14,6 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
-from evenload.types.switch_record import SwitchRecord
 from evenload.types.timeline import Timeline
 
 
@@ -47,21 +46,14 @@ class Monitor:
             switch: before the step; None = there was none.
             peak_bytes: measured, of the fullest rank.
         """
-        plan, decision, record = planned.plan, planned.decision, None
+        plan, decision, switch_ratio = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
-            record = SwitchRecord(
-                step=plan.step,
-                old=self._layout,
-                new=plan.layout,
-                moved_bytes=moved_bytes,
-                predicted_s=self._planner.switch_seconds(self._layout, plan.layout),
-                measured_s=taken_s,
-                predicted_gain_s=None if decision is None else decision.gain_s,
-            )
+            predicted_s = self._planner.switch_seconds(self._layout, plan.layout)
+            switch_ratio = taken_s / predicted_s if predicted_s > 0 else None
             if decision is not None:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
         self._layout = plan.layout
         if self.track is not None:
-            self.track.note(plan, measured.step_time_s, record, peak_bytes)
+            self.track.note(plan, measured.step_time_s, switch_ratio, peak_bytes)
         return decision
