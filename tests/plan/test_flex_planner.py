@@ -19,7 +19,6 @@ from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
 from evenload.types.layout_decision import LayoutDecision
-from evenload.types.switch_record import SwitchRecord
 from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, documents, make
 from predicted_timeline import predicted_timeline
 
@@ -180,7 +179,7 @@ def test_row_counts_switches_and_their_seconds() -> None:
     assert flexpipe.feasible
     assert found.best == "flexpipe"
     assert flexpipe.layout == {"dp": 2, "cp": 1, "pp": 2, "tp": 1}
-    assert flexpipe.note.startswith("layout switched 1 times, ")
+    assert flexpipe.note.startswith("layout switched 1 time, ")
     assert "dp=2 pp=2 layers=3+1 (3)" in flexpipe.note
     assert flexpipe.step_time_s == tuple(step.plan.predicted.step_time_s for step in steps)
     assert flexpipe.time_split is not None
@@ -220,6 +219,22 @@ def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> N
     alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])
     told = alone.propose(0, documents(SHORT)).told
     assert (told.other, told.why) == ("", "dp=2 pp=2 holds the batch; no other layout does")
+
+
+def test_declared_layouts_with_virtual_stages_are_planned_whatever_else_is_declared() -> None:
+    """Estimates do not know them: they neither wait behind the finalists nor count as one, nor are they mistaken for a
+    layout whose stages hold the same layers on other ranks."""
+    start, interleaved = even_layout(4, dp=1, pp=4), even_layout(4, dp=1, pp=2, virtual=2)
+    assert (interleaved.dp, interleaved.stage_layers) == (start.dp, start.stage_layers)
+    flex = make(1, 4, ROOM, **PUBLISHED)
+    others = [even_layout(4, dp=4), even_layout(4, dp=2, pp=2), split_layout([1, 3], dp=2, pp=2)]
+    options = FlexOptions(finalists=1, **PUBLISHED)
+    found = FlexPlanner(flex.start, flex.candidates.coefficients_of, options, layouts=[start, *others, interleaved])
+    planned = []
+    plan_in = found.planner_of
+    found.planner_of = lambda layout: planned.append(layout.describe()) or plan_in(layout)
+    assert found.propose(0, documents(SHORT)).told.other == "dp=4"
+    assert planned == ["pp=4", "pp=2 virtual=2", "dp=4"]
 
 
 def test_layouts_that_a_run_cannot_change_to_are_refused() -> None:
@@ -270,10 +285,7 @@ def test_measured_steps_and_switches_correct_the_decision() -> None:
     assert slow.action == "stay"
     assert slow.keep_s == pytest.approx(plain.keep_s)
     assert slow.new_s > 1.4 * plain.new_s
-    record = SwitchRecord(
-        step=1, old=here, new=flat, moved_bytes=1, predicted_s=1.0, measured_s=1e9, predicted_gain_s=1.0
-    )
-    assert decided(MeasuredLayouts().with_switch(record)).action == "stay"
+    assert decided(MeasuredLayouts().with_switch(1e9)).action == "stay"
 
 
 def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_has_room() -> None:
@@ -289,6 +301,26 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
     full = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(100.0))
     assert full.told.action == "stay"
     assert full.proposal.feasible
+
+
+def test_where_no_layout_has_room_by_what_was_measured_the_run_goes_to_one_that_fits_by_prediction() -> None:
+    """A switch as any other: its seconds are in the step, and state and decision say where the run is."""
+    flex = make(4, 1, NARROW, 10.0, **PUBLISHED)
+    found = flex.propose(0, documents(LONG), measured=MeasuredLayouts().with_peak(100.0))
+    plan = found.proposal.require_feasible()
+    assert (plan.layout.describe(), plan.layout.generation) == ("dp=2 pp=2 layers=3+1", 1)
+    assert found.state == FlexState(layout=plan.layout, switched_at=0)
+    assert (found.told.case, found.told.layout, found.told.other) == (3, plan.layout.describe(), plan.layout.describe())
+    assert found.told.switch_s == found.proposal.switch_s > 0
+
+
+def test_a_layout_without_room_does_not_hide_a_slower_one_that_has_it() -> None:
+    flex = make(2, 2, ROOM, **PUBLISHED)
+    flat_bytes = make(4, 1, ROOM).propose(0, documents(SHORT)).proposal.plan.predicted.peak_memory_bytes
+    told = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(1.01 * ROOM / flat_bytes)).told
+    assert told.action == "stay"
+    assert told.other == "pp=4"
+    assert told.new_s > told.keep_s
 
 
 def test_what_was_planned_ahead_changes_nothing() -> None:

@@ -177,36 +177,35 @@ class FlexPlanner:
         for layout in self.candidates.worth_planning(found, state.layout):
             switch_s = measured.switch_factor() * self.switch_seconds(state.layout, layout)
             others.append(replace(outcome(layout), switch_s=switch_s))
-            if sum(bool(one.holds) for one in others) == self.options.finalists:
+            if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
-        best = min(others, key=lambda one: one.order(keep), default=None)
-        best = best if best and best.holds else None
+        best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
+        target = best or _fitting_by_prediction(keep, others)
         steps = len(known) if best is None else best.compared_steps(keep)
         keep_s = sum(keep.step_s[:steps])
         outlook = Outlook(
             keep_s=keep_s if keep.holds and not self._saves_memory(keep.proposal) else float("inf"),
             save_s=keep_s if keep.holds else float("inf"),
             new_s=sum(best.step_s[:steps]) if best else float("inf"),
-            switch_s=best.switch_s if best else 0.0,
+            switch_s=target.switch_s if target else 0.0,
         )
         decision = decide(outlook, state, self.options)
-        switched_to = best if decision.action == "switch" else None
+        switched_to = target if decision.action == "switch" else None
         if switched_to is not None:
             proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
         else:
-            # Where no layout fits by what was measured, one that fits by prediction is what there is.
             proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others])
         told = told_decision(
             step,
             decision,
             outlook,
             before=state.layout,
-            after=state.layout if switched_to is None else switched_to.proposal.plan.layout,
-            other=best.proposal.plan.layout if best else None,
+            after=state.layout if switched_to is None else switched_to.layout,
+            other=None if target is None else target.layout,
             known_steps=steps,
             patience=(state.paying_steps + 1, self.options.patience_steps),
         )
-        after = state_after(decision, step, state, switched_to.proposal.plan.layout if switched_to else None)
+        after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
         return FlexProposal(proposal, after, decision, found[0], told)
 
     def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
@@ -272,12 +271,21 @@ class FlexPlanner:
         """The closest of plans that all exceed memory, with a reason that says so."""
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
-        depths = sorted({one.proposal.plan.layout.pp for one in outcomes})
+        depths = sorted({one.layout.pp for one in outcomes})
         return replace(
             closest,
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
             f"tried); the closest, {layout.describe()}: {closest.why}",
         )
+
+
+def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome]) -> LayoutOutcome | None:
+    """What there is where no layout holds the coming batch by what was measured: the fastest that does by prediction;
+    None where the current one does, or none."""
+    if keep.proposal.feasible:
+        return None
+    fitting = [one for one in others if one.proposal.feasible]
+    return min(fitting, key=lambda one: one.step_s[0] + one.switch_s, default=None)
 
 
 def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:

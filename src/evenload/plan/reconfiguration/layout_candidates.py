@@ -70,19 +70,20 @@ class LayoutCandidates:
 
     def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """Layouts other than the current one in the order in which they promise most: the best of every known batch,
-        then the second, …; all that may fit, or else the closest few. With the generation of a switch."""
+        then the second, …; all that may fit, or else the closest few. Declared ones with virtual stages come before
+        them. With the generation of a switch."""
         cap, generation = self._start.memory_cap_bytes, current.generation + 1
         ordered = []
         for rank in range(max(len(search.mappings) for search in found)):
             ordered += [search.mappings[rank] for search in found if rank < len(search.mappings)]
         near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
-        layouts = [self._layout_of(one) for one in near or ordered[: self._options.finalists]]
-        # Estimates know one stage a rank; layouts with several are few, and are planned.
-        layouts += [one for one in self.given or () if one.num_stages > one.pp]
+        # Estimates know one stage a rank; declared layouts with several are few, and all of them are planned.
+        layouts = [one for one in self.given or () if one.num_stages > one.pp]
+        layouts += [self._layout_of(one) for one in near or ordered[: self._options.finalists]]
         return [
             msgspec.structs.replace(layout, generation=generation)
             for layout in dict.fromkeys(layouts)
-            if (layout.dp, layout.stage_layers) != (current.dp, current.stage_layers)
+            if layout != current.arrangement
         ]
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evenload.plan.planner import Proposal
+from evenload.types.layout import ParallelLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,16 @@ class LayoutOutcome:
     switch_s: float = 0.0
 
     @property
+    def layout(self) -> ParallelLayout:
+        """With the generation that it has or would have."""
+        return self.proposal.plan.layout
+
+    @property
+    def is_finalist(self) -> bool:
+        """It holds the coming step and counts as one of `FlexOptions.finalists`; layouts with virtual stages do not."""
+        return self.holds > 0 and self.layout.num_stages == self.layout.pp
+
+    @property
     def excess_bytes(self) -> int:
         """Above a device's memory, of the coming step."""
         return max(choice.candidate.excess_bytes for choice in self.proposal.choices)
@@ -30,11 +41,11 @@ class LayoutOutcome:
         """Steps over which it stands against the current layout: those that both hold."""
         return min(self.holds, keep.holds) if keep.holds else self.holds
 
-    def order(self, keep: "LayoutOutcome") -> tuple[int, int, float]:
-        """The coming step must fit; what gains most over the current layout, or where that cannot run, what holds the
-        most steps and is fastest over them."""
+    def order(self, keep: "LayoutOutcome") -> tuple[int, float]:
+        """Of layouts that hold the coming step: what gains most over the current layout, or where that cannot run, what
+        holds the most steps and is fastest over them."""
         steps = self.compared_steps(keep)
         seconds = sum(self.step_s[:steps]) + self.switch_s
         if keep.holds:
-            return self.excess_bytes, 0, seconds - sum(keep.step_s[:steps])
-        return self.excess_bytes, -steps, seconds
+            return 0, seconds - sum(keep.step_s[:steps])
+        return -steps, seconds

@@ -22,7 +22,8 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         margin: a switch that nothing forces must be faster by this share of the time without it.
         patience_steps: steps in a row at which a switch that nothing forces must have paid; 1 = at once.
         overhead_s: fixed seconds of a switch on top of its transfers.
-        finalists: layouts that are planned and simulated beside the current one, at most.
+        finalists: layouts that are planned and simulated beside the current one, at most; declared layouts with virtual
+            stages come on top.
         least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
 
