@@ -2,9 +2,11 @@
 
 import pytest
 
+from cost_samples import sample_coefficients, sample_model
 from evenload.cli.option_values import parse_layout
 from evenload.errors import ConfigError
 from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.train_config import TrainConfig, load_train_config
 from evenload.types.layout import even_layout, split_layout
 from small_run import write_small_run
@@ -83,3 +85,17 @@ def test_generations_differ_and_arrangements_do_not() -> None:
 def test_ranks_beyond_a_layout_have_no_replica() -> None:
     assert even_layout(NUM_LAYERS, pp=3).replicas(4) == (0, 0, 0, None)
     assert even_layout(NUM_LAYERS, pp=2, dp=2).replicas(4) == (0, 1, 0, 1)
+
+
+def test_a_switch_to_fewer_processes_crosses_links_that_the_smaller_layout_does_not_use(tmp_path) -> None:
+    """Costs of a run that starts as a pipeline: transfers between its stages are all that was measured."""
+    config = config_of(
+        tmp_path, "parallel.pp=4", 'plan.layouts=["pp=3,layers=3+3+2", "dp=1,pp=1"]', "plan.strategy=flexpipe"
+    )
+    layouts, model = layouts_of(config, NUM_LAYERS), sample_model(num_layers=NUM_LAYERS)
+    costs = sample_coefficients(p2p_bandwidth_bytes_per_s=1e6, p2p_latency_s=0.0)
+    planner = run_planner(config, model, layouts[0], costs, 2**30)
+    flex = run_flex_planner(config, planner, layouts)
+    for old in layouts:
+        for new in layouts:
+            assert (flex.switch_seconds(old, new) > 0) == (old != new)

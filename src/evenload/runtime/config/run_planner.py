@@ -48,14 +48,16 @@ def run_flex_planner(config: TrainConfig, planner: StepPlanner, layouts: Sequenc
 
     Args:
         planner: of the layout in which the run starts.
-        layouts: that it may take.
+        layouts: that it may take; none has more processes.
 
     Raises:
         ConfigError: no link between processes was measured, so nothing can be said of another layout.
     """
+    # Of all processes: what a smaller layout is switched to from others crosses links that itself does not use.
+    completed = completed_between_layouts(planner.costs.coefficients, planner.layout)[0]
     return FlexPlanner(
         planner,
-        lambda layout: completed_between_layouts(planner.costs.coefficients, layout)[0],
+        lambda layout: completed,
         strategy=config.plan.strategy,
         layouts=layouts,
         options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
