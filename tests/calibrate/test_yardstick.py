@@ -10,8 +10,8 @@ import torch
 from cost_samples import sample_coefficients, sample_model
 from evenload.calibrate import yardstick
 from evenload.calibrate.rounds import Sample, whole
-from evenload.calibrate.yardstick import Yardstick
-from evenload.cost.coefficients import PassCoefficients
+from evenload.calibrate.yardstick import Yardstick, can_tell_drift
+from evenload.cost.coefficients import MeasuredOn, PassCoefficients
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
@@ -58,3 +58,13 @@ def test_drift_is_of_medians_and_the_mean_of_all_ranks(gloo_pool):
     factors = ((1.1, 5.0, 1.0), (0.9, 0.8, 0.9))
     expected = statistics.mean((1.1, 0.9)) - 1
     assert gloo_pool.run(2, _drift_of_a_rank, factors) == [pytest.approx(expected)] * 2
+
+
+def test_packs_under_another_tp_are_no_yardstick():
+    """Costs of whole matrices price the transfers of a tensor-parallel group apart; its packs contain them."""
+    measured_on = MeasuredOn(model=sample_model(), dp=2, cp=1, pp=1, tp=1)
+    measured = msgspec.structs.replace(COSTS, source="calibrated", measured_on=measured_on)
+    assert can_tell_drift(measured, even_layout(3, pp=3))
+    assert not can_tell_drift(measured, even_layout(3, tp=2))
+    assert not can_tell_drift(msgspec.structs.replace(measured, source="analytic"), even_layout(3))
+    assert not can_tell_drift(msgspec.structs.replace(measured, measured_on=None), even_layout(3))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from evenload.bench.recorded import RecordedBatch, recorded_batch
 from evenload.bench.runs import BatchRun, MachineLoad, StrategyRuns, pack_errors, task_seconds
 from evenload.calibrate.disturbance import CoreWaits
-from evenload.calibrate.yardstick import Yardstick
+from evenload.calibrate.yardstick import Yardstick, can_tell_drift
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
@@ -118,7 +118,7 @@ def run_interleaved(
     measured: dict[tuple[str, int], _Measured] = {}
     waits = CoreWaits(demand)
     yardstick = None
-    if coefficients.source != "analytic":
+    if can_tell_drift(coefficients, trainer.mesh.layout):
         stage = trainer.stages[min(trainer.stages)]
         longest = trainer.config.data.max_document_tokens
         yardstick = Yardstick(stage, trainer.model, coefficients, longest, trainer.mesh)

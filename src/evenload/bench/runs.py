@@ -132,7 +132,7 @@ class MachineLoad(Frozen):
         waited_share: of the time, in which a rank's busiest thread stood ready without a core beyond that; of the rank
             that waited longest. A quiet machine stays near 0.
         drift: by how much the packs of the calibration, timed again beside the steps, were slower than the costs say;
-            None where the costs were not measured.
+            None where the costs were not measured, or under another tp.
     """
 
     demand: float

@@ -16,6 +16,7 @@ from evenload.calibrate.rounds import QUICK_ROUNDS, longest_of, pack_features, t
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 from evenload.types.token_range import Range
@@ -23,12 +24,20 @@ from evenload.types.token_range import Range
 _NUM_ROUNDS = 5
 
 
+def can_tell_drift(costs: CostCoefficients, layout: ParallelLayout) -> bool:
+    """Whether packs that are timed in a layout are those that the costs speak of. Not where nothing was measured; and
+    not under another tp: packs of a tensor-parallel group contain its transfers, which costs of whole matrices price
+    apart from them."""
+    measured = costs.measured_on
+    return costs.source != "analytic" and measured is not None and measured.tp == layout.tp
+
+
 class Yardstick:
     """Of one rank.
 
     Args:
         stage: whose layers are timed.
-        costs: measured ones, of this model and layout.
+        costs: measured ones, of this model; `can_tell_drift` in this layout.
         max_document_tokens: no longer documents are timed, but for the shortest of the calibration.
     """
 
