@@ -15,8 +15,10 @@ optimizer state; a device that was at one end and comes to the other lacks nothi
 Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
 ways at once; the switch lasts as long as its busiest device. Price: O(devices · units) numpy.
 
-Where we differ from the paper: nothing hides behind the steps before and after, no copies in host memory, no fixed
-cost of making groups (they are made at the start of a run); `overhead_s` of the planner stands for what remains.
+Where we differ from the paper: no copies in host memory, no fixed cost of making groups (they are made at the start of
+a run); `overhead_s` of the planner stands for what remains. Nothing is counted as hidden, although in a run optimizer
+state moves behind the step (`runtime.stages.state_arrival`), where it takes cores and links from that: an upper bound,
+which measured switches correct (`plan.feedback.measured_layouts`).
 """
 
 import numpy as np

@@ -243,9 +243,9 @@ def _switch_note(proposals: Sequence[FlexProposal]) -> str:
     switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
     switch_s = sum(one.proposal.switch_s for one in proposals)
     saving = sum(one.decision.action == "save memory" for one in proposals)
-    return (
-        f"layout switched {switches} times, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}"
-        + (f"; {saving} steps kept it by recomputing or offloading" if saving else "")
+    times = "1 time" if switches == 1 else f"{switches} times"
+    return f"layout switched {times}, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}" + (
+        f"; {saving} steps kept it by recomputing or offloading" if saving else ""
     )
 
 
