@@ -83,6 +83,15 @@ def test_a_tied_embedding_is_not_moved_to_a_rank_that_has_the_head_or_the_other_
     assert switch_bytes(untied, 2, old, new) - switch_bytes(tied, 2, old, new) == 2 * 256 * (2 + 12 / 2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_learned_positions_are_on_the_first_stage_alone(tied: bool) -> None:
+    """GPT-2 ties its embedding, which the last stage holds too, without the table of 10 positions of 8 numbers."""
+    without, with_table = (sample_model(num_layers=2, tied_embeddings=tied, position_rows=rows) for rows in (0, 10))
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    # The second device lacks the table and half of its state.
+    assert switch_bytes(with_table, 2, old, new) - switch_bytes(without, 2, old, new) == 80 * (2 + 12 / 2)
+
+
 def test_latency_counts_once_a_unit() -> None:
     model = sample_model(num_layers=2)
     old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)

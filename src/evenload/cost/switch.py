@@ -119,8 +119,10 @@ def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.flo
     """Of embedding, layers, head (with the final norm) on one tensor-parallel rank; float64[U]."""
     embedding, layer = embedding_parameters(model, layout.tp), layer_parameters(model, layout.tp)
     head = 0 if model.tied_embeddings else embedding
-    first, last = embedding + model.position_parameters, head + model.norm_parameters
-    return np.array([first, *[layer] * model.num_layers, last], np.float64)
+    units = np.array([embedding, *[layer] * model.num_layers, head + model.norm_parameters], np.float64)
+    # Learned positions are where the first layer is; a tied embedding's other end has none.
+    units[1] += model.position_parameters
+    return units
 
 
 def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
