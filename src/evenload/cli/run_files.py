@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
+from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
 from evenload.explore.detailed_timeline import detailed_timeline
@@ -143,7 +144,11 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         (plan,) = decode_plan_file((directory / "plan.json").read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
-    costs = PackCosts(facts.model, read_coefficients(directory / "cost.json"), plan.layout)
+    coefficients, decisions = read_coefficients(directory / "cost.json"), read_decisions(directory / "layouts.jsonl")
+    if decisions:
+        # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
+        coefficients, _ = completed_between_layouts(coefficients, plan.layout)
+    costs = PackCosts(facts.model, coefficients, plan.layout)
     view = StepView(
         step=plan.step,
         predicted=detailed_timeline(plan, costs),
@@ -156,7 +161,7 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         steps=(view,),
         time_split=split_planned_step(plan, costs),
         memory_limit_bytes=facts.memory_cap_bytes,
-        layout_decisions=read_decisions(directory / "layouts.jsonl"),
+        layout_decisions=decisions,
     )
     return section, facts
 
