@@ -106,6 +106,16 @@ def test_groups_of_tensor_and_context_ranks_stay_and_their_parts_move(gloo_pool,
     assert gloo_pool.run(4, changed_by_moving, file, [*chosen, "model.dtype=float64"], [1, 2, 0], 1) == [[]] * 4
 
 
+def test_a_tensor_parallel_rank_that_was_idle_trains_again(gloo_pool, tmp_path):
+    """Its tensor-parallel group comes with the layout in which it has a place again."""
+    file, base = run_file(tmp_path, tied=True), ["model.dtype=float64", "plan.strategy=balanced"]
+    chosen = ["parallel.tp=2", "parallel.pp=2", 'plan.layouts=["pp=1,dp=1"]', f"train.output_dir={tmp_path}/moved"]
+    moved = gloo_pool.run(4, scripted_run, file, [*base, *chosen], [0, 1, 0], 3)[0]
+    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 3)[0]
+    assert moved.layouts == ["pp=2 tp=2", "tp=2", "pp=2 tp=2"]
+    assert_same_training(moved, alone, 1e-10)
+
+
 def test_adapters_and_virtual_stages_train_the_same_while_layouts_change(gloo_pool, tmp_path):
     """Frozen weights are in no checkpoint: that they arrived shows in the loss."""
     file = run_file(tmp_path, tied=False)

@@ -138,7 +138,8 @@ class LiveStages:
         weight_bytes = self._exchange_weights(moves.weights, mesh)
         for live in lost:
             live.drop()
-        self.mesh, self.held = mesh, self._arranged(mesh)
+        self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
+        self.held = self._arranged(mesh)
         wait_for(mesh.device)
         self._switch = Switch(
             before=old.layout.describe(),
