@@ -1,5 +1,8 @@
 """Batches drawn ahead because a planner wants to know their lengths: nothing else may differ."""
 
+import gc
+import weakref
+
 import pytest
 
 from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
@@ -92,3 +95,17 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_p
     assert loader.state().step == len(plain)
     with pytest.raises(DataError, match="no text under key"):
         loader.next_batch()
+
+
+def test_a_dropped_loader_is_gone_at_once(tmp_path):
+    """What reads for it ends with it, not when the garbage collector comes."""
+    loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "jsonl", TEXTS), batch_documents=2))
+    loader.next_batch()
+    loader.coming(2)
+    alive = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -211,7 +211,14 @@ class GlobalBatchLoader:
         self._drawn.forget_requests()
 
     def _new_draws(self) -> DrawnBatches:
-        return DrawnBatches(self.config, self.background, self.peers, self._check_epoch)
+        check = weakref.WeakMethod(self._check_epoch)  # who drops the loader need not wait for the garbage collector
+
+        def at_epoch_end(epoch: int, num_sampled: int) -> None:
+            check_epoch = check()
+            assert check_epoch is not None, "batches are drawn by their loader alone"
+            check_epoch(epoch, num_sampled)
+
+        return DrawnBatches(self.config, self.background, self.peers, at_epoch_end)
 
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
         """An epoch ends: documents came of it, and all that was read of it is accounted for."""
