@@ -67,14 +67,20 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
         )
 
 
-def split_weights(modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int) -> None:
-    """Leave in every named module and all modules inside it, in place, what a tensor-parallel rank holds of it."""
+def split_weights(
+    modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int, *, filled: bool = True
+) -> None:
+    """Leave in every named module and all modules inside it, in place, what a tensor-parallel rank holds of it.
+
+    Args:
+        filled: weights have values; else nothing has touched their memory, and nothing does here.
+    """
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 dim = _split_dim(name, parameter_name, architecture)
                 if dim is not None and tensor_split(parameter) is None:
-                    _cut(parameter, dim, rank, tp)
+                    _cut(parameter, dim, rank, tp, filled=filled)
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
 
@@ -102,13 +108,15 @@ def _split_dim(name: str, parameter_name: str, architecture: Architecture) -> in
     return 1 if kind in rows and parameter_name == "weight" else None
 
 
-def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int) -> None:
+def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int, *, filled: bool) -> None:
     whole = parameter.shape[dim]
     part = -(-whole // tp)
     start = min(rank * part, whole)
     size = min(part, whole - start)
-    # A copy, so that the whole tensor is freed.
-    parameter.data = parameter.data.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    part_of_it = parameter.data.narrow(dim, start, size)
+    # Memory of its own, so that the whole tensor is freed.
+    own = torch.empty_like(part_of_it, memory_format=torch.contiguous_format)
+    parameter.data = own.copy_(part_of_it) if filled else own
     parameter.tp_split = TensorSplit(dim, start, size, whole, part)  # type: ignore[attr-defined]
 
 

@@ -125,7 +125,7 @@ def unit_modules(
     if config.tie_word_embeddings:
         units["lm_head"].weight = units[names.embedding_path].weight
     if tp > 1:
-        split_weights(shells.items(), architecture, tp_rank, tp)
+        split_weights(shells.items(), architecture, tp_rank, tp, filled=False)
     for unit in shells.values():
         fill_constants(unit)
     return UnitModules(
