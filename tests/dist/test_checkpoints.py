@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_cases import random_numbers_after_resume, save_while_everything_changes, train_with_a_full_disk
+from checkpoint_cases import (
+    random_numbers_after_resume,
+    save_while_everything_changes,
+    steps_resumed_from,
+    train_with_a_full_disk,
+)
 from dist_training import train_steps
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.directory import (
@@ -56,6 +61,16 @@ def test_what_changes_after_the_copy_is_not_written(gloo_pool, config_file):
     """The writing of rank 0 is held up, by rank 1 that has not begun, until everything it saved is other."""
     more = ["parallel.pp=2", "model.dtype=bfloat16"]
     assert gloo_pool.run(2, save_while_everything_changes, str(config_file), more)[0] == []
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_sees(gloo_pool, config_file, tmp_path):
+    """One of another step would be loaded without an error: every rank reads its own stage."""
+    every = ["parallel.pp=2", "train.checkpoint_every_steps=1", "train.keep_checkpoints=0"]
+    gloo_pool.run(2, train_steps, str(config_file), every, 2)
+    late, early = tmp_path / "run", tmp_path / "early"
+    shutil.copytree(late, early)
+    shutil.rmtree(early / "checkpoints" / "step-00000002")
+    assert gloo_pool.run(2, steps_resumed_from, str(config_file), every, [str(early), str(late)]) == [1, 1]
 
 
 def test_waiting_for_each_checkpoint_writes_the_same(gloo_pool, config_file, tmp_path):

@@ -111,3 +111,11 @@ def training_error(config_file: str, overrides: list[str]) -> str:
     except DataError as error:
         return str(error)
     return ""
+
+
+def steps_resumed_from(config_file: str, overrides: list[str], output_dirs: list[str]) -> int:
+    """Steps done after a resume of ranks whose views of the output directory differ."""
+    rank = dist.get_rank()
+    trainer, _ = make_trainer(config_file, [*overrides, f"train.output_dir={output_dirs[rank]}"])
+    trainer.resume()
+    return trainer.steps_done

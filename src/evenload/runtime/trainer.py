@@ -107,7 +107,12 @@ class Trainer:
     def resume(self) -> Path | None:
         """Load the latest checkpoint of the output directory, if there is one; then `coefficients` are those of the
         saved run. Collective; `ConfigError` where there is one, but `train.resume` is off."""
-        found = checkpoint_to_resume(self._checkpoints, may_resume=self.config.train.resume)
+        seen = checkpoint_to_resume(self._checkpoints, may_resume=self.config.train.resume)
+        # All take that of rank 0: a save that outlived its round, or a slow file system, may show others another one.
+        name = [None if seen is None else seen.name]
+        with self.mesh.watch.waiting("the checkpoint to go on from"):
+            dist.broadcast_object_list(name, src=0, group=self.mesh.control)
+        found = None if name[0] is None else self._checkpoints / name[0]
         if found is not None:
             position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
             self._loader.load_state(decode_state(position.loader))
