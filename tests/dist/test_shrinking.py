@@ -10,11 +10,21 @@ import pytest
 from dist_training import train_steps
 from evenload.cli.launch_survivors import run_surviving
 from evenload.cli.train import train_command
-from evenload.errors import ConfigError, EvenloadError
+from evenload.errors import ConfigError, EvenloadError, RankLostError
 from evenload.report.metrics_file import latest_per_step, read_metrics
 from evenload.runtime.config.train_config import load_train_config
 from evenload.stepplan.plan_file import decode_plan_file
-from shrink_cases import die, leave_out, refuse, train_and_die
+from rank_server import run_as_torchrun
+from shrink_cases import (
+    die,
+    fail_by_itself,
+    leave_out,
+    leave_while_a_thread_waits,
+    lose_a_rank_in_a_save,
+    refuse,
+    train_and_die,
+    train_and_stick,
+)
 from small_run import write_small_costs, write_small_run
 
 STEPS = 6
@@ -59,6 +69,24 @@ def test_survivors_train_the_same_steps(gloo_pool, config_file, tmp_path, capfd,
     assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
 
 
+@pytest.mark.long
+def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path, capfd):
+    """There was no checkpoint yet, and nobody is left whose speed could be compared."""
+    costs = write_small_costs(tmp_path, dp=2)
+    overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2", "plan.feedback=true", "train.steps=3"]
+    run_surviving(train_and_die, (str(config_file), overrides, {1: ("update", 1)}), 2, grace_s=60.0)
+    assert "go on in layout single, from the beginning, as there is no checkpoint yet" in capfd.readouterr().err
+    rows = latest_per_step(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["layout"] for row in rows] == ["single"] * 3
+
+
+def test_a_run_that_loses_nobody_and_comes_nowhere_ends(config_file, tmp_path):
+    costs = write_small_costs(tmp_path, dp=2)
+    overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2"]
+    with pytest.raises(RankLostError, match=r"connections broke 2 times in a row though every rank lives"):
+        run_surviving(train_and_stick, (str(config_file), overrides, 1), 2, grace_s=60.0)
+
+
 def test_when_nobody_is_left_the_run_ends_with_an_error(capfd):
     with pytest.raises(EvenloadError, match=r"rank \d was killed by SIGKILL \(process \d+\), the last one .* goes on"):
         run_surviving(die, (), 2, grace_s=60.0)
@@ -75,6 +103,16 @@ def test_whom_the_others_leave_out_is_killed(capfd):
     """It decides nothing by itself: it would sleep for minutes."""
     run_surviving(leave_out, (1,), 2, grace_s=60.0)
     assert "rank 1 gave no sign of life and is ended" in capfd.readouterr().err
+
+
+def test_threads_of_ranks_that_leave_together_wait_no_longer():
+    run_as_torchrun(2, leave_while_a_thread_waits)
+
+
+def test_a_broken_transfer_is_a_loss_though_nobody_has_seen_a_process_end():
+    """The launcher may learn of it later than those who waited; an error of a rank's own stays one."""
+    run_as_torchrun(2, lose_a_rank_in_a_save)
+    run_as_torchrun(1, fail_by_itself)
 
 
 def test_what_cannot_shrink_is_refused_at_start(config_file, monkeypatch):

@@ -2,14 +2,16 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from evenload.cli.train_worker import run_worker
-from evenload.errors import ConfigError
+from evenload.errors import CheckpointError, ConfigError, EvenloadError, RankLostError
 from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.agreement import Agreement, agree
 from evenload.runtime.comm.membership import Membership
@@ -42,6 +44,18 @@ def train_and_die(config_file: str, overrides: list[str], deaths: dict[int, tupl
     return run_worker(config, Path(config.train.output_dir) / "costs", "the same command", line)
 
 
+def train_and_stick(config_file: str, overrides: list[str], stuck: int, line) -> int:
+    """Train as a rank of our launcher, of which one gives up every first update, as if others were stuck."""
+
+    def give_up(*_, **__):
+        raise RankLostError("nothing for 600 s")
+
+    if int(os.environ["RANK"]) == stuck:
+        ShardedAdamW.step = give_up
+    config = load_train_config(Path(config_file), overrides)
+    return run_worker(config, Path(config.train.output_dir) / "costs", "the same command", line)
+
+
 def die(line) -> int:
     """As a rank: gone at once."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -64,6 +78,67 @@ def leave_out(other: int, line) -> int:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         agree(Agreement(store, 1, tuple(range(size)), rank, patience_s=0.2))
     return 0
+
+
+def leave_while_a_thread_waits() -> None:
+    """As one of two ranks that leave their groups at the same time, each with a thread that waits for the other."""
+    members, has_ended = _membership(), threading.Event()
+
+    def leave() -> None:
+        group = dist.new_group([0, 1])
+        dist.barrier()
+
+        def wait() -> None:
+            try:
+                dist.recv(torch.zeros(1), 1 - members.rank, group=group)
+            except RuntimeError:
+                has_ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        raise RankLostError("a third one is gone")
+
+    assert _error_of(members, leave) == "RankLostError: a third one is gone"
+    assert has_ended.wait(60), "the thread would wait for its whole time limit"
+
+
+def lose_a_rank_in_a_save() -> None:
+    """As one of two ranks: one leaves, the other was waiting for it to write a checkpoint and knows no more."""
+    members = _membership()
+
+    def save() -> None:
+        dist.barrier()
+        if members.rank == 1:
+            return
+        try:
+            dist.recv(torch.zeros(1), 1)
+        except RuntimeError as broken:
+            raise CheckpointError("not completed") from broken
+
+    assert _error_of(members, save) == ("RankLostError: not completed" if members.rank == 0 else "")
+
+
+def fail_by_itself() -> None:
+    """As the only rank: its disk is full."""
+
+    def save() -> None:
+        raise CheckpointError("the disk is full")
+
+    assert _error_of(_membership(), save) == "CheckpointError: the disk is full"
+
+
+def _error_of(members: Membership, work: Callable[[], None]) -> str:
+    """What comes out of the members' groups when work in them fails; "" = nothing."""
+    try:
+        with members.groups(600.0):
+            work()
+    except EvenloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _membership() -> Membership:
+    here = os.environ
+    return Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
 
 
 def _deadly(function: Callable, calls_before: int) -> Callable:

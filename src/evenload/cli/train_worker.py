@@ -27,7 +27,7 @@ from evenload.errors import RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
-from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
+from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, skipped_checkpoints
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.shrunk_parallel import shrunk_parallel
@@ -37,6 +37,9 @@ from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.scaled_units import format_bytes
+
+_MOST_IN_VAIN = 2
+"""Rounds in a row that may end with nobody lost and nothing saved."""
 
 
 def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | None = None) -> int:
@@ -57,7 +60,8 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
     """As `run_worker`; where ranks are lost, those that are left make everything but their processes anew."""
     here = os.environ
     members = Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
-    num_layers, why = model_spec(config).num_layers, ""
+    num_layers, why, in_vain = model_spec(config).num_layers, "", 0
+    saved_in = checkpoints_of(config.train.output_dir)
     while True:
         parallel = shrunk_parallel(config.parallel, num_layers, len(members.ranks))
         # What was saved before a loss is this run's own; measured costs are of the layout that they were measured in.
@@ -68,11 +72,16 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         )
         now = msgspec.structs.replace(config, parallel=parallel, train=train)
         layout = layout_of(now, num_layers)
+        if layout.dp == layout.pp == 1:
+            # Its work cannot be given to others.
+            now = msgspec.structs.replace(now, plan=msgspec.structs.replace(now.plan, feedback=False))
         if not members.keep(layout.world_size):
             return 0
+        newest = latest_checkpoint(saved_in)
         if why and members.rank == 0:
             left = ", ".join(map(str, members.ranks))
-            where = f"in layout {layout.describe()}, from the last checkpoint"
+            since = "from the last checkpoint" if newest else "from the beginning, as there is no checkpoint yet"
+            where = f"in layout {layout.describe()}, {since}"
             _warn(Console(stderr=True, highlight=False), f"lost {why}. Ranks {left} of the start go on {where}")
         try:
             with started_rank(now, layout, members=members) as setup:
@@ -83,6 +92,12 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         before = members.ranks
         members.go_on()
         lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
+        in_vain = 0 if lost or latest_checkpoint(saved_in) != newest else in_vain + 1
+        if in_vain == _MOST_IN_VAIN:
+            raise RankLostError(
+                f"connections broke {in_vain} times in a row though every rank lives and without a checkpoint in "
+                f"between, so going on would not end ({why}); raise train.timeout_s where a rank is only slow"
+            )
         why = f"{', '.join(lost) or 'a connection'} ({why})"
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from evenload.errors import ConfigError, RankLostError
 from evenload.runtime.comm.agreement import Agreement, agree, gone_key
 from evenload.runtime.comm.sever import can_sever, open_sockets, sever_all_but
+from evenload.runtime.comm.watch import comes_of_transport
 
 _LOOK_S = 0.2
 PATIENCE_S = 60.0
@@ -67,7 +68,8 @@ class Membership:
         gone or gives the alarm, all connections are cut and whatever waits in a group fails.
 
         Raises:
-            RankLostError: instead of any error that comes after the alarm, or out of a wait in vain.
+            RankLostError: instead of any error that comes after the alarm, or of a transfer that broke: that may be
+                here before the launcher has seen whose process ended.
         """
         alarm = _Alarm(self._connection(), self.round, self.ranks)
         try:
@@ -80,9 +82,10 @@ class Membership:
             )
             yield
         except Exception as error:
-            if not (alarm.is_given() or isinstance(error, RankLostError)):
+            if not (isinstance(error, RankLostError) or comes_of_transport(error) or alarm.is_given()):
                 raise
             alarm.give()
+            alarm.cut()  # what threads of this rank still wait for: nobody looks for the alarm any more
             raise RankLostError(" ".join(str(error).split())) from error
         finally:
             alarm.close()
@@ -142,6 +145,10 @@ class _Alarm:
             except RuntimeError:
                 return  # Without a store `agree` says so.
 
+    def cut(self) -> None:
+        """Break all connections made after this object."""
+        sever_all_but(self._spared)
+
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
@@ -149,4 +156,4 @@ class _Alarm:
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_S):
             if self.is_given():
-                sever_all_but(self._spared)
+                self.cut()

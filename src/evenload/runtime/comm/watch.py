@@ -173,6 +173,16 @@ def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
     return f"{start[0].upper()}{start[1:]} {', '.join(named)}{more} "
 
 
+def comes_of_transport(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, is that of a transfer between ranks."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, RuntimeError) and _is_transport_error(at):
+            return True
+        at = at.__cause__ if at.__suppress_context__ else at.__context__
+    return False
+
+
 def _is_transport_error(error: RuntimeError) -> bool:
     # gloo raises plain RuntimeErrors, which name its source files.
     return isinstance(error, dist.DistError) or "gloo" in str(error)
