@@ -45,6 +45,15 @@ def test_stays_where_the_layout_fits_and_is_the_fastest() -> None:
     assert (found.state, found.proposal.switch_s) == (flex.initial_state(), 0.0)
 
 
+def test_the_same_stages_on_half_the_ranks_are_another_layout() -> None:
+    """Four stages of a layer each, one a rank or two a rank."""
+    flat, folded = make(2, 4, None), even_layout(4, dp=2, pp=2, virtual=2)
+    flex = FlexPlanner(flat.start, flat.candidates.coefficients_of, flat.options, layouts=(flat.layout, folded))
+    for current, other in ((flat.layout, folded), (folded, flat.layout)):
+        found = flex.candidates.worth_planning([flex.search(np.array(SHORT), current)], current)
+        assert found == [msgspec.structs.replace(other, generation=1)]
+
+
 def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     flex = make(2, 2, ROOM, **PUBLISHED)
     found = flex.propose(0, documents(SHORT))
