@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_training import train_steps
 from evenload.cli.launch_survivors import run_surviving
 from evenload.cli.train import train_command
+from evenload.cli.worker_setup import memory_for_rank
 from evenload.errors import ConfigError, EvenloadError, RankLostError
 from evenload.report.metrics_file import latest_per_step, read_metrics
 from evenload.runtime.config.train_config import load_train_config
@@ -78,6 +80,8 @@ def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path, cap
     assert "go on in layout single, from the beginning, as there is no checkpoint yet" in capfd.readouterr().err
     rows = latest_per_step(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [row["layout"] for row in rows] == ["single"] * 3
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["memory_cap_bytes"] == memory_for_rank(torch.device("cpu"), 1), "the machine is its own"
 
 
 def test_a_run_that_loses_nobody_and_comes_nowhere_ends(config_file, tmp_path):

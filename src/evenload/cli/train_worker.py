@@ -77,6 +77,8 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
             now = msgspec.structs.replace(now, plan=msgspec.structs.replace(now.plan, feedback=False))
         if not members.keep(layout.world_size):
             return 0
+        # Cores and memory of the machine are divided by those that are left on it.
+        here["LOCAL_WORLD_SIZE"] = str(len(members.ranks))
         newest = latest_checkpoint(saved_in)
         if why and members.rank == 0:
             left = ", ".join(map(str, members.ranks))
