@@ -84,6 +84,7 @@ def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path, cap
     assert facts["memory_cap_bytes"] == memory_for_rank(torch.device("cpu"), 1), "the machine is its own"
 
 
+@pytest.mark.long
 def test_a_run_that_loses_nobody_and_comes_nowhere_ends(config_file, tmp_path):
     costs = write_small_costs(tmp_path, dp=2)
     overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2"]
