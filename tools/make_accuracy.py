@@ -54,7 +54,8 @@ signed: predicted / measured - 1, so a minus promised too much.
 A machine changes its speed by some percent within minutes, and a prediction speaks for the speed at which its costs
 were measured. So the packs of the calibration are timed again between the steps; by how much they differ from the costs
 is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table has them with
-it as well, and the intervals of printed predictions are made with it.
+it as well, and the intervals of printed predictions are made with it. What the fit of the costs is off by on those
+packs themselves, all together, is not told apart from drift.
 
 Rows are only ever added; where a case was measured again, its newest rows count. Costs, lengths, model, layout and
 options of every row lie beside the file, and a test makes each prediction again: it fails where an error moves by more
