@@ -42,6 +42,7 @@ from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import MEMORY_KINDS
 from results import Row, median_ratio, run_benchmark
+from token_runs import save_tokens
 
 DP = 2
 DOCUMENTS = 32
@@ -93,9 +94,7 @@ def step_lengths(short_tokens: int, seed: int) -> np.ndarray:
 def write_run(directory: Path, short_tokens: int, steps: int) -> int:
     """Documents and a configuration; returns the longest document's tokens."""
     lengths = np.concatenate([step_lengths(short_tokens, seed) for seed in range(steps)])
-    edges = np.concatenate([[0], np.cumsum(lengths)])
-    np.save(directory / "tokens.npy", np.random.default_rng(0).integers(0, 257, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
+    save_tokens(directory, lengths, 257, np.random.default_rng(0))
     model_config().save_pretrained(directory / "model")
     longest = int(lengths.max())
     (directory / "config.toml").write_text(

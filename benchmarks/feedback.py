@@ -43,6 +43,7 @@ from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.rank_speeds import RankSpeeds
 from results import Row, median_ratio, run_benchmark
+from token_runs import save_tokens
 
 DP, SLOW_RANK, SLOWNESS = 2, 1, 1.3
 DOCUMENTS, MEAN_TOKENS, QUICK_MEAN_TOKENS = 32, 96, 16
@@ -88,9 +89,7 @@ def write_run(directory: Path, mean_tokens: int, steps: int) -> int:
     """Documents and a configuration; returns the longest document's tokens."""
     generator = np.random.default_rng(0)
     lengths = np.maximum(4, generator.exponential(mean_tokens, DOCUMENTS * steps)).astype(np.int64)
-    edges = np.concatenate([[0], np.cumsum(lengths)])
-    np.save(directory / "tokens.npy", generator.integers(0, 257, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
+    save_tokens(directory, lengths, 257, generator)
     model_config().save_pretrained(directory / "model")
     longest = int(lengths.max())
     (directory / "config.toml").write_text(

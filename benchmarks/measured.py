@@ -33,6 +33,7 @@ from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_change, format_seconds
 from evenload.types.layout import even_layout
 from results import commit_name
+from token_runs import save_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"
@@ -163,9 +164,7 @@ def write_run(case: str, directory: Path) -> Path:
     layout, table, size = case.split("-")
     chosen = SIZES[size]
     lengths = scaled_lengths(table, chosen)
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    np.save(directory / "tokens.npy", np.random.default_rng(1).integers(0, VOCABULARY, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
+    save_tokens(directory, lengths, VOCABULARY, np.random.default_rng(1))
     LlamaConfig(
         hidden_size=chosen.hidden,
         intermediate_size=chosen.hidden * 11 // 4,

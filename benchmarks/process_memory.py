@@ -37,6 +37,7 @@ from evenload.types.layout import even_layout
 from evenload.types.model_catalog import model_from
 from evenload.types.scaled_units import format_bytes
 from results import commit_name, cpu_name
+from token_runs import save_tokens
 
 LEDGER = Path(__file__).parent / "accuracy" / "process_memory.csv"
 COLUMNS = (
@@ -146,9 +147,7 @@ def write_run(name: str, case: Case, directory: Path) -> np.ndarray:
     rng = np.random.default_rng(len(name))
     lengths = rng.integers(case.longest // 8, case.longest, case.batch * STEPS)
     lengths[:: case.batch] = case.longest
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    np.save(directory / "tokens.npy", rng.integers(0, VOCABULARY, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
+    save_tokens(directory, lengths, VOCABULARY, rng)
     config = LlamaConfig(
         hidden_size=case.hidden,
         intermediate_size=case.hidden * 11 // 4,

@@ -43,6 +43,7 @@ from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import seal
 from results import Row, median_ratio, run_benchmark
+from token_runs import save_tokens
 
 WORLD = 4
 HIDDEN, QUICK_HIDDEN = 1024, 64
@@ -71,9 +72,7 @@ def write_run(directory: Path, hidden: int) -> None:
         num_key_value_heads=8, vocab_size=1024, max_position_embeddings=256, tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(directory / "model")  # fmt: skip
-    generator = np.random.default_rng(0)
-    np.save(directory / "tokens.npy", generator.integers(0, 1024, 64 * 64, dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", np.arange(65, dtype=np.int64) * 64)
+    save_tokens(directory, [64] * 64, 1024, np.random.default_rng(0))
     layouts = [target.replace(" ", ",") for target in TARGETS]
     (directory / "config.toml").write_text(
         f"""

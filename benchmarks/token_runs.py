@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from token_run import write_token_run
+from token_run import save_tokens, write_token_run
 
-__all__ = ["write_token_run"]
+__all__ = ["save_tokens", "write_token_run"]

@@ -1,4 +1,4 @@
-"""A run of `evenload train` on random token ids, as tests and benchmarks on GPUs write it down."""
+"""Documents of random token ids, and a run of `evenload train` on such, as tests and benchmarks write them down."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,20 @@ _NUM_IDS = 257
 """Of random ids; any model's vocabulary holds as many."""
 
 
+def save_tokens(
+    directory: Path, lengths: Sequence[int] | np.ndarray, num_ids: int, random: np.random.Generator
+) -> None:
+    """Documents of such lengths as `tokens.npy` and its index.
+
+    Args:
+        num_ids: ids are below it.
+        random: that ids are drawn from.
+    """
+    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    np.save(directory / "tokens.npy", random.integers(0, num_ids, edges[-1], dtype=np.int32))
+    np.save(directory / "tokens.idx.npy", edges)
+
+
 def write_token_run(
     directory: Path, model: PretrainedConfig, lengths: Sequence[int], batch: str, *, steps: int, device: str = "cuda"
 ) -> Path:
@@ -19,11 +33,9 @@ def write_token_run(
         lengths: tokens of the documents, which are read in order of a shuffle, again and again.
         batch: what makes a global batch, "batch_tokens = 16384" for example.
     """
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     corpus = directory / "corpus"
     corpus.mkdir(parents=True)
-    np.save(corpus / "tokens.npy", np.random.default_rng(0).integers(0, _NUM_IDS, edges[-1], dtype=np.int32))
-    np.save(corpus / "tokens.idx.npy", edges)
+    save_tokens(corpus, lengths, _NUM_IDS, np.random.default_rng(0))
     model.save_pretrained(directory / "model")
     file = directory / "config.toml"
     file.write_text(
