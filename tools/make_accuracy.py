@@ -52,10 +52,10 @@ before it ran. Strategies of a case train the same batches, interleaved step by 
 signed: predicted / measured - 1, so a minus promised too much.
 
 A machine changes its speed by some percent within minutes, and a prediction speaks for the speed at which its costs
-were measured. So the packs of the calibration are timed again between the steps; by how much they differ from the costs
-is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table has them with
-it as well, and the intervals of printed predictions are made with it. What the fit of the costs is off by on those
-packs themselves, all together, is not told apart from drift.
+were measured. So some packs of the calibration are timed again between the steps; by how much they differ from what
+they took then is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table
+has them with it as well, and the intervals of printed predictions are made with it. Cost files until 22 November 2026
+kept no pack's seconds; there the drift is against what the fit says of these packs.
 
 Rows are only ever added; where a case was measured again, its newest rows count. Costs, lengths, model, layout and
 options of every row lie beside the file, and a test makes each prediction again: it fails where an error moves by more

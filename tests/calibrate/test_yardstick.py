@@ -1,4 +1,4 @@
-"""The calibration's packs timed again: by how much they differ from what the costs say is the machine's drift."""
+"""The calibration's packs timed again: by how much they differ from what they took then is the machine's drift."""
 
 import statistics
 from types import SimpleNamespace
@@ -9,44 +9,35 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.calibrate import yardstick
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of
+from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import Sample, whole
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
-from evenload.cost.coefficients import MeasuredOn, PassCoefficients
+from evenload.cost.coefficients import MeasuredOn, MeasuredPack
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 
-FORWARD = PassCoefficients(
-    linear_s_per_token=2e-6, attention_s_per_pair=3e-9, prefix_s_per_token=5e-9, slice_s=7e-6, pack_s=1e-4
+PACKS = tuple(
+    MeasuredPack(direction=direction, slices=tuple(tuple(one) for one in pack), seconds=seconds)
+    for (pack,), seconds in ((whole(128), 2e-3), (whole(512), 9e-3))
+    for direction in ("forward", "backward")
 )
-BACKWARD = PassCoefficients(
-    linear_s_per_token=4e-6, attention_s_per_pair=8e-9, prefix_s_per_token=9e-9, slice_s=1e-5, pack_s=2e-4
-)
-COSTS = msgspec.structs.replace(sample_coefficients(), forward=FORWARD, backward=BACKWARD, attention_tile=1)
-
-
-def test_seconds_are_those_that_the_costs_say_of_the_layers():
-    """One document of 128 tokens through two layers of which one has a window of 16: counted by hand."""
-    model = msgspec.structs.replace(sample_model(), sliding_windows=(0, 16, 0), num_layers=3)
-    mesh = SimpleNamespace(layout=even_layout(3, tp=2))
-    stage = SimpleNamespace(model=SimpleNamespace(layers=range(2)))
-    one = Yardstick(stage, model, COSTS, 128, mesh)
-    (pack,) = whole(128)
-    full, banded = 128 * 129 / 2, 16 * 17 / 2 + 112 * 16
-    shared_s = 2 * 128 * 2e-6 + (full + banded) * 3e-9
-    assert one._costed_s("forward", pack) == pytest.approx(shared_s / 2 + 2 * (7e-6 + 1e-4))
+MEASURED_ON = MeasuredOn(model=sample_model(), dp=2, cp=1, pp=1, tp=1, packs=PACKS)
+COSTS = msgspec.structs.replace(sample_coefficients(), source="calibrated", measured_on=MEASURED_ON)
 
 
 def _drift_of_a_rank(factors):
-    """Packs take by turns so many times what the costs say."""
+    """Packs take by turns so many times what they took when costs were measured, on each of a stage's two layers."""
     mesh = create_mesh(even_layout(3, pp=2), torch.device("cpu"), TIMEOUT_S)
-    stage = SimpleNamespace(model=SimpleNamespace(layers=range(1)), device=mesh.device)
-    one = Yardstick(stage, sample_model(), COSTS, 512, mesh)
+    stage = SimpleNamespace(model=SimpleNamespace(layers=range(2)), device=mesh.device)
+    one = Yardstick(stage, COSTS, mesh)
     for factor in factors[mesh.rank]:
 
         def timed(stage, packs, factor=factor):
-            for direction in ("forward", "backward"):
-                yield Sample(direction, packs[0], factor * one._costed_s(direction, packs[0]))
+            for pack in PACKS:
+                if pack.slices == packs[0]:
+                    yield Sample(pack.direction, packs[0], 2 * factor * pack.seconds)
 
         yardstick.time_round, before = timed, yardstick.time_round
         one.measure()
@@ -61,10 +52,30 @@ def test_drift_is_of_medians_and_the_mean_of_all_ranks(gloo_pool):
 
 
 def test_packs_under_another_tp_are_no_yardstick():
-    """Costs of whole matrices price the transfers of a tensor-parallel group apart; its packs contain them."""
-    measured_on = MeasuredOn(model=sample_model(), dp=2, cp=1, pp=1, tp=1)
-    measured = msgspec.structs.replace(COSTS, source="calibrated", measured_on=measured_on)
-    assert can_tell_drift(measured, even_layout(3, pp=3))
-    assert not can_tell_drift(measured, even_layout(3, tp=2))
-    assert not can_tell_drift(msgspec.structs.replace(measured, source="analytic"), even_layout(3))
-    assert not can_tell_drift(msgspec.structs.replace(measured, measured_on=None), even_layout(3))
+    """Packs of a tensor-parallel group are parts of matrices, and contain its transfers."""
+    assert can_tell_drift(COSTS, even_layout(3, pp=3))
+    assert not can_tell_drift(COSTS, even_layout(3, tp=2))
+    without_packs = msgspec.structs.replace(MEASURED_ON, packs=())
+    assert not can_tell_drift(msgspec.structs.replace(COSTS, measured_on=without_packs), even_layout(3))
+    assert not can_tell_drift(msgspec.structs.replace(COSTS, measured_on=None), even_layout(3))
+
+
+def test_a_calibration_keeps_the_seconds_of_its_packs():
+    """The mean of the ranks, of packs of the yardstick alone, those that were timed."""
+    (short,), (long,) = whole(128), whole(4096)
+    ranks = [
+        RankMeasurement(
+            disturbance=Disturbance(0.0, 0.0),
+            packs=tuple(Sample(d, pack, seconds) for d in ("forward", "backward") for pack in (short, long)),
+            windows=(0,),
+            head=((1, 1.0), (2, 2.0)),
+            peak_flops_per_s=1e9,
+            optimizer_s=1e-9,
+            copy_s_per_byte=1e-9,
+        )
+        for seconds in (1e-3, 3e-3)
+    ]
+    measured_on = coefficients_of(ranks, sample_model(), "cpu", even_layout(3, dp=2)).measured_on
+    assert measured_on is not None
+    assert [(pack.direction, pack.slices) for pack in measured_on.packs] == [("forward", short), ("backward", short)]
+    assert all(pack.seconds == pytest.approx(2e-3) for pack in measured_on.packs)

@@ -119,9 +119,7 @@ def run_interleaved(
     waits = CoreWaits(demand)
     yardstick = None
     if can_tell_drift(coefficients, trainer.mesh.layout):
-        stage = trainer.stages[min(trainer.stages)]
-        longest = trainer.config.data.max_document_tokens
-        yardstick = Yardstick(stage, trainer.model, coefficients, longest, trainer.mesh)
+        yardstick = Yardstick(trainer.stages[min(trainer.stages)], coefficients, trainer.mesh)
     steps_of_batch = 0
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:

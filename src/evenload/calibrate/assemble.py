@@ -1,6 +1,7 @@
 """Coefficients of a run from what its ranks measured: one cost file for all of them."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,8 +9,8 @@ import numpy as np
 from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
-from evenload.calibrate.rounds import Sample, pack_features
-from evenload.cost.coefficients import CostCoefficients, MeasuredOn, PassCoefficients
+from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn, MeasuredPack, PassCoefficients
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -79,7 +80,9 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        measured_on=MeasuredOn(model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
+        measured_on=MeasuredOn(
+            model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp, packs=tuple(_yardstick_packs(ranks))
+        ),
     )
 
 
@@ -90,6 +93,16 @@ def pass_timings(
     chosen = [(rank, sample) for rank in ranks for sample in rank.packs if sample.direction == direction]
     features: list[tuple[float, ...]] = [pack_features(one.ranges, rank.windows, tile) for rank, one in chosen]
     return features, [sample.seconds for _, sample in chosen], [sample for _, sample in chosen]
+
+
+def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
+    """Packs of the yardstick that were timed, in the order of its rounds."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction, ranges in itertools.product(directions, itertools.chain(*YARDSTICK_ROUNDS)):
+        seconds = [one.seconds for rank in ranks for one in rank.packs if one[:2] == (direction, ranges)]
+        if seconds:
+            slices = tuple(tuple(one) for one in ranges)
+            yield MeasuredPack(direction=direction, slices=slices, seconds=float(np.mean(seconds)))
 
 
 def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:

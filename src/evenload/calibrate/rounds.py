@@ -79,6 +79,8 @@ QUICK_ROUNDS: tuple[Packs, ...] = (
     cut(3968, 4096),
 )
 """Cheapest first."""
+YARDSTICK_ROUNDS = QUICK_ROUNDS[:5]
+"""Up to 1,024 tokens: their seconds are kept beside the coefficients, and they are timed again later (`yardstick`)."""
 
 GRID: tuple[Packs, ...] = (
     *QUICK_ROUNDS,

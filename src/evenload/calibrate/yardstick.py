@@ -1,9 +1,9 @@
 """`Yardstick`: how fast the machine is now against its costs: packs of the calibration, timed again later.
 
 A machine changes its speed by some percent within minutes (its clock, its neighbours), and costs are of the minutes in
-which they were measured. A comparison of measured with predicted seconds therefore times the packs that the costs come
-from once more, beside what it measures: by how much *those* differ from what the costs say is the machine's change, and
-what is left is the model's error.
+which they were measured. A comparison of measured with predicted seconds therefore times some of the packs that the
+costs come from once more, beside what it measures: by how much *those* differ from what they took then (the cost file
+keeps it) is the machine's change, and what is left is the model's error.
 
 Price: at most five packs of up to 1,024 tokens forward and backward each time.
 """
@@ -12,24 +12,23 @@ import statistics
 
 import torch.distributed as dist
 
-from evenload.calibrate.rounds import QUICK_ROUNDS, longest_of, pack_features, time_round
+from evenload.calibrate.rounds import YARDSTICK_ROUNDS, time_round
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
-from evenload.types.model import ModelSpec
 from evenload.types.token_range import Range
 
-_NUM_ROUNDS = 5
+Timed = tuple[Direction, tuple[Range, ...]]
 
 
 def can_tell_drift(costs: CostCoefficients, layout: ParallelLayout) -> bool:
-    """Whether packs that are timed in a layout are those that the costs speak of. Not where nothing was measured; and
-    not under another tp: packs of a tensor-parallel group contain its transfers, which costs of whole matrices price
-    apart from them."""
+    """Whether packs that are timed in a layout are those that the costs speak of. Not where nothing was measured, or by
+    an older version, which kept no pack's seconds; and not under another tp: packs of a tensor-parallel group are parts
+    of matrices, and contain its transfers."""
     measured = costs.measured_on
-    return costs.source != "analytic" and measured is not None and measured.tp == layout.tp
+    return measured is not None and bool(measured.packs) and measured.tp == layout.tp
 
 
 class Yardstick:
@@ -37,40 +36,34 @@ class Yardstick:
 
     Args:
         stage: whose layers are timed.
-        costs: measured ones, of this model; `can_tell_drift` in this layout.
-        max_document_tokens: no longer documents are timed, but for the shortest of the calibration.
+        costs: `can_tell_drift` in this layout.
     """
 
-    def __init__(
-        self, stage: PipelineStage, model: ModelSpec, costs: CostCoefficients, max_document_tokens: int, mesh: Mesh
-    ) -> None:
-        self._stage, self._costs, self._mesh = stage, costs, mesh
-        self._windows = [model.windows[index] for index in stage.model.layers]
-        longest = max(max_document_tokens, longest_of(QUICK_ROUNDS[0]))
-        self._rounds = [packs for packs in QUICK_ROUNDS if longest_of(packs) <= longest][:_NUM_ROUNDS]
-        self._seconds: dict[tuple[Direction, tuple[Range, ...]], list[float]] = {}
+    def __init__(self, stage: PipelineStage, costs: CostCoefficients, mesh: Mesh) -> None:
+        assert costs.measured_on is not None
+        assert costs.measured_on.packs
+        self._stage, self._mesh = stage, mesh
+        self._seconds_then: dict[Timed, float] = {}
+        for pack in costs.measured_on.packs:
+            self._seconds_then[pack.direction, tuple(Range(*one) for one in pack.slices)] = pack.seconds
+        self._rounds = [
+            packs for packs in YARDSTICK_ROUNDS if all(("forward", one) in self._seconds_then for one in packs)
+        ]
+        self._seconds_now: dict[Timed, list[float]] = {}
 
     def measure(self) -> None:
         """Time every pack once, on all ranks at once as the calibration does. Collective; adds to gradients."""
         dist.barrier(group=self._mesh.control)
+        layers = len(self._stage.model.layers)
         for packs in self._rounds:
             for direction, ranges, seconds in time_round(self._stage, packs):
-                self._seconds.setdefault((direction, ranges), []).append(seconds)
+                self._seconds_now.setdefault((direction, ranges), []).append(seconds / layers)
 
     def drift(self) -> float:
-        """Seconds of all packs now over what the costs say of them, minus 1: -0.05 is a machine that became 5 % faster.
+        """Seconds of all packs now over those of the calibration, minus 1: -0.05 is a machine that became 5 % faster.
         Medians of the repeats, the mean of all ranks. Collective; the same on every rank."""
-        now_s = sum(statistics.median(seconds) for seconds in self._seconds.values())
-        mine = now_s / sum(self._costed_s(direction, ranges) for direction, ranges in self._seconds) - 1
+        now_s = sum(statistics.median(seconds) for seconds in self._seconds_now.values())
+        mine = now_s / sum(self._seconds_then[pack] for pack in self._seconds_now) - 1
         everyone = [mine] * self._mesh.layout.world_size
         dist.all_gather_object(everyone, mine, group=self._mesh.control)
         return statistics.mean(everyone)
-
-    def _costed_s(self, direction: Direction, ranges: tuple[Range, ...]) -> float:
-        costs = self._costs.forward if direction == "forward" else self._costs.backward
-        tokens, slices, packs, pairs, prefix = pack_features(ranges, self._windows, self._costs.attention_tile)
-        whole_s = tokens * costs.linear_s_per_token + pairs * costs.attention_s_per_pair
-        whole_s += prefix * costs.prefix_s_per_token
-        # Only what matrices and heads cost is shared by a tensor-parallel group.
-        shared_s = whole_s / self._mesh.layout.tp
-        return len(self._windows) * (shared_s + slices * costs.slice_s + packs * costs.pack_s)

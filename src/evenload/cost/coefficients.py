@@ -37,12 +37,26 @@ _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
 
 
+class MeasuredPack(Frozen):
+    """A pack that was timed, to be timed again later: the difference is the machine's (`calibrate.yardstick`).
+
+    Args:
+        slices: (document, start, stop).
+        seconds: of one layer, medians of repeats, the mean of all ranks.
+    """
+
+    direction: Literal["forward", "backward"]
+    slices: tuple[tuple[int, int, int], ...]
+    seconds: float
+
+
 class MeasuredOn(Frozen):
     """What measured coefficients were measured on.
 
     Args:
         model: whose layers were timed, in the precision that they computed in.
         dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
+        packs: a few that were timed, cheapest first; cost files of older versions hold none.
     """
 
     model: ModelSpec
@@ -50,6 +64,7 @@ class MeasuredOn(Frozen):
     cp: int
     pp: int
     tp: int
+    packs: tuple[MeasuredPack, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("dp", "cp", "pp", "tp"):
