@@ -36,7 +36,7 @@ def step_seconds(model: ModelSpec, coefficients: CostCoefficients, layout: Paral
     for stage in range(layout.num_stages):
         one = matrix.copy()
         one[2] = 0.0  # constants of packs
-        stage_s[stage] = (costs._slice_features(np.zeros_like(tokens), tokens) @ one)[:, stage].sum()
+        stage_s[stage] = (costs.features.of_slices(np.zeros_like(tokens), tokens) @ one)[:, stage].sum()
     rank_s = np.zeros(layout.pp)
     np.add.at(rank_s, np.array(layout.stage_to_rank), stage_s)
     return float(rank_s.max()) / layout.dp + costs.reduction_seconds() + costs.optimizer_seconds()

@@ -1,20 +1,16 @@
 """`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
 
-Every pack is reduced to a few features (tokens, slices, 1, and pairs and prefix of each distinct window); a stage is
-a row of coefficients; seconds are one small matrix product. O(slices) numpy per direction, no Python loop.
+Every pack is reduced to a few features (`cost.slice_features`); a stage is a row of coefficients; seconds are one small
+matrix product. O(slices) numpy per direction, no Python loop.
 
 Details that matter:
-- Sliding windows: layers with equal windows share one pair count; each stage counts its own layers.
-- Tiles: flash attention computes whole blocks of `attention_tile` query rows. The rows a slice lacks to full
-  blocks cost like its last row, which sees `min(stop, window)` keys (WLB §5.2).
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
 - Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average: a slice of at least two tiles a rank is cut into 2·ranks chunks, of which
-  each rank computes one near the start and one near the end; a shorter one stays whole on some rank where the sharding
-  leaves it whole (`mixed`). K and V travel for the former, and hide behind attention of the latter. That is what
-  searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
+  pack costs what its ranks take on average. K and V travel for slices that are cut, and hide behind attention of those
+  that stay whole on a rank. That is what searches compare; what a plan promises is the slowest rank by its own rows
+  (`cost.ranked_packs`).
 - Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
   its copies to or from the host.
@@ -28,10 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
-from evenload.cost.flops import recomputed_share, slice_pairs
+from evenload.cost.flops import recomputed_share
 from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
+from evenload.cost.slice_features import SliceFeatures, pairs_column, prefix_column, weighted
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -70,6 +67,12 @@ class PackCosts:
         self.coefficients = coefficients
         self.layout = layout
         self.windows = tuple(sorted(set(model.windows)))
+        self.features = SliceFeatures(
+            windows=self.windows,
+            tile=coefficients.attention_tile,
+            causal=model.causal,
+            keeps_short_whole=keeps_short_whole,
+        )
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
             "forward": self._stage_matrix("forward"),
             "backward": self._stage_matrix("backward"),
@@ -113,9 +116,9 @@ class PackCosts:
         """
         matrix = self.stage_seconds[direction]
         features = self._features(columns)
-        seconds = _weighted(features, matrix)
+        seconds = weighted(features, matrix)
         if (columns.cp > 1).any():
-            is_local = ~self._is_sharded(columns.slice_tokens(), columns.cp)
+            is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
             travelling = self._travelling_tokens(columns, is_cut)
             seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *travelling, is_local)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
@@ -135,7 +138,7 @@ class PackCosts:
 
     def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
-        return _weighted(self._features(columns), self.stage_seconds[direction])
+        return weighted(self._features(columns), self.stage_seconds[direction])
 
     def waiting_seconds(
         self,
@@ -195,7 +198,7 @@ class PackCosts:
         """
         tokens = np.asarray(num_tokens, np.int64)
         sharing = np.full(len(tokens), self.layout.cp if ranks is None else ranks, np.int64)
-        features = self._slice_features(np.zeros_like(tokens), tokens, sharing)
+        features = self.features.of_slices(np.zeros_like(tokens), tokens, sharing)
         features[:, 2] = 0.0
         seconds = features @ (self.stage_seconds["forward"] + self.stage_seconds["backward"]).sum(axis=1)
         if policy is not None:
@@ -217,7 +220,7 @@ class PackCosts:
     def prefix_seconds(self, direction: Direction) -> tuple[tuple[float, int], ...]:
         """(seconds a token, window) of the prefix of a rank's token range, on the stage where it costs most."""
         matrix = self.stage_seconds[direction]
-        found = ((float(matrix[_prefix(index)].max()), window) for index, window in enumerate(self.windows))
+        found = ((float(matrix[prefix_column(index)].max()), window) for index, window in enumerate(self.windows))
         return tuple(term for term in found if term[0])
 
     def reduction_seconds(self) -> float:
@@ -238,7 +241,7 @@ class PackCosts:
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
         cost model."""
         tokens = np.asarray(num_tokens, np.int64)
-        features = self._slice_features(np.zeros_like(tokens), tokens, tile=1)
+        features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
         whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
         return float(features.sum(axis=0) @ whole.sum(axis=1)) / self.layout.world_size
@@ -254,8 +257,8 @@ class PackCosts:
             matrix[1, stage] = (last - first) * layer.slice_s
             for index, window in enumerate(self.windows):
                 count = self.model.windows[first:last].count(window)
-                matrix[_pairs(index), stage] = count * layer.attention_s_per_pair / tp
-                matrix[_prefix(index), stage] = count * layer.prefix_s_per_token / tp
+                matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp
+                matrix[prefix_column(index), stage] = count * layer.prefix_s_per_token / tp
         # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
         matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
         if direction == "backward":
@@ -309,13 +312,13 @@ class PackCosts:
             is_cut[columns.doc[columns.start > 0]] = True
         # In a ring a slice's keys and values travel with those of its prefix.
         sent = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
-        sent = np.where(self._is_sharded(rows, columns.cp), sent, 0)
+        sent = np.where(self.features.is_sharded(rows, columns.cp), sent, 0)
         return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
         """Of packs with these features, without prefixes; float64[num_packs, P]."""
-        of_pairs = [_pairs(index) for index in range(len(self.windows))]
-        return _weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
+        of_pairs = [pairs_column(index) for index in range(len(self.windows))]
+        return weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
 
     def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
@@ -333,77 +336,12 @@ class PackCosts:
         )
         return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
 
-    def _is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Slices that are cut over their ranks; the others stay whole on one of them."""
-        shortest = 2 * ranks * self.coefficients.attention_tile if self.keeps_short_whole else 0
-        return (ranks > 1) & (rows >= shortest)
-
     def _pass(self, direction: Direction) -> PassCoefficients:
         return self.coefficients.forward if direction == "forward" else self.coefficients.backward
 
     def _features(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """float64[num_packs, 3 + 2·num_windows]: tokens, slices, 1, then pairs and prefix of each window.
-
-        Args:
-            chosen: bool[num_slices] that count; None = all.
-        """
         self.require_sliceable(columns)
-        pack = columns.pack_of_slice()
-        stop = columns.start + columns.slice_tokens()
-        slices = self._slice_features(columns.start, stop, columns.cp)
-        if chosen is not None:
-            slices = slices * chosen[:, None]
-        packs = columns.num_packs
-        out = np.empty((packs, slices.shape[1]))
-        for column in range(slices.shape[1]):
-            out[:, column] = np.bincount(pack, weights=slices[:, column], minlength=packs)
-        out[:, 2] = 1.0
-        return out
-
-    def _slice_features(
-        self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
-    ) -> NDArray[np.float64]:
-        """float64[num_slices, 3 + 2·num_windows]; column 2 is left 1 for the pack constant.
-
-        Args:
-            ranks: int64[num_slices] that share each slice; features are those of one rank. None = 1.
-        """
-        if ranks is not None and (ranks > 1).any():
-            return self._shared_features(start, stop, ranks)
-        tile = self.coefficients.attention_tile if tile is None else tile
-        rows = stop - start
-        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
-        out[:, 0] = rows
-        missing_rows = -rows % tile
-        for index, window in enumerate(self.windows):
-            last_row_keys = np.minimum(stop, window) if window else stop
-            pairs = slice_pairs(start, stop, window, causal=self.model.causal)
-            out[:, _pairs(index)] = pairs + missing_rows * last_row_keys
-            out[:, _prefix(index)] = np.minimum(start, window) if window else start
-        return out
-
-    def _shared_features(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """As `_slice_features` of one of the ranks that share each slice, on average over them."""
-        tile = self.coefficients.attention_tile
-        rows = stop - start
-        sharded = self._is_sharded(rows, ranks)
-        share = 1.0 / ranks
-        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
-        out[:, 0] = rows * share
-        out[:, 1] = np.where(sharded, 2.0, share)
-        chunk = -(-rows // (2 * ranks))
-        # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
-        # many keys.
-        chunk_start = start + rows * (2 * ranks - 1) / (4.0 * ranks)
-        chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
-        for index, window in enumerate(self.windows):
-            last_row_keys = np.minimum(stop, window) if window else stop
-            chunk_keys = np.minimum(chunk_end, window) if window else chunk_end
-            missing = np.where(sharded, 2 * (-chunk % tile) * chunk_keys, (-rows % tile) * last_row_keys * share)
-            out[:, _pairs(index)] = slice_pairs(start, stop, window) * share + missing
-            prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
-            out[:, _prefix(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
-        return out
+        return self.features.of_packs(columns, chosen)
 
     def _work(self, direction: Direction, stage: int | None, recomputed_share: float) -> WorkCurve:
         matrix = self.stage_seconds[direction]
@@ -412,27 +350,9 @@ class PackCosts:
         return WorkCurve(
             linear_s=float(linear[chosen]) / cp,
             attention_s=tuple(
-                (float(matrix[_pairs(index), chosen]) / cp, window)
+                (float(matrix[pairs_column(index), chosen]) / cp, window)
                 for index, window in enumerate(self.windows)
-                if matrix[_pairs(index), chosen]
+                if matrix[pairs_column(index), chosen]
             ),
             slice_s=float(matrix[1, chosen]),
         )
-
-
-def _weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core does."""
-    total = features[:, :1] * matrix[0]
-    for feature in range(1, len(matrix)):
-        total += features[:, feature, None] * matrix[feature]
-    return total
-
-
-def _pairs(window_index: int) -> int:
-    """Feature column of a window's pairs."""
-    return 3 + 2 * window_index
-
-
-def _prefix(window_index: int) -> int:
-    """Feature column of a window's prefix tokens."""
-    return 4 + 2 * window_index
