@@ -1,7 +1,7 @@
 """Every call that the `varlen_cuda` backend makes of torch's packed attention, without a GPU.
 
-torch has no CPU kernel behind `torch_attn::_varlen_attn`. Here `aten::_flash_attention_forward` and `..._backward`,
-which it calls, get one for the duration of a test, written from their documented contract: packed sequences of
+torch has no CPU kernel of `aten::_flash_attention_forward` and `..._backward`. Here they get one for the duration of a
+test, written from their documented contract: packed sequences of
 different query and key lengths, bottom-right causal mask, window, grouped heads, log-sum-exps [H, T], any output and
 log-sum-exp in backward. So our lengths, packing, shapes and signs are executed against torch's own schema. What this
 cannot show is that the GPU's kernels keep that contract: tests/gpu does.

@@ -1,8 +1,8 @@
 """Stages in bf16 with a GPU's attention calls on the meta device: every shape and dtype, no value and no GPU.
 
 The meta device computes shapes, strides and dtypes alone, by the meta kernels that torch keeps beside the GPU's, those
-of `torch_attn::_varlen_attn` included. Whatever looks at a value (`.item()`, a mask as an index) raises there: on a GPU
-the host would have to wait for it.
+of `aten::_flash_attention_forward` included. Whatever looks at a value (`.item()`, a mask as an index) raises there: on
+a GPU the host would have to wait for it.
 """
 
 from collections import Counter

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
+from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.executor import Executor, RankRun
@@ -106,7 +106,7 @@ class RankUnderTest:
         for buffer, shard in zip(self._buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
             if mesh.data_size > 1:
-                dist.all_gather_single(flat, shard, group=mesh.data)
+                all_gather_single(flat, shard, group=mesh.data)
             else:
                 flat.copy_(shard)
             start = 0

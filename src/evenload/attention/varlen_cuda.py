@@ -3,10 +3,11 @@
     q       rows of all ranges of a pack            cu_q = 0, n1, n1 + n2, ...
     k, v    the keys that each range sees, packed   cu_k = 0, s1, s1 + s2, ...
 
-One kernel call a layer and direction for a whole pack. `torch_attn::_varlen_attn` masks *bottom-right*: of n queries
-and s keys, row i sees keys up to s - n + i, which is exactly a range of a document against its prefix. Backward is
-`torch_attn::_varlen_attn_backward`, called by hand: it takes any output and log-sum-exp, so those of merged parts
-(context parallelism) are fine. (The autograd formula that torch registers for the operator is not used.)
+One kernel call a layer and direction for a whole pack. `aten::_flash_attention_forward` masks *bottom-right*: of n
+queries and s keys, row i sees keys up to s - n + i, which is exactly a range of a document against its prefix. Backward
+is `aten::_flash_attention_backward`, called by hand: it takes any output and log-sum-exp, so those of merged parts
+(context parallelism) are fine. (The autograd formulas that torch registers are not used.) These are the operators
+behind `torch.nn.attention.varlen`, whose own wrappers change their arguments from version to version and cost more.
 
 The kernel's gradients of keys are in compute precision; each call's are handed on in fp32, and a document's slices add
 up in fp32 (`store.add_key_grads`). With fewer key heads than query heads the kernel itself rounds every query head's
@@ -19,10 +20,10 @@ FlashAttention 3 and 4 take the place of version 2 behind the same operators
 (`torch.nn.attention.activate_flash_attention_impl`, which is for the whole process), where their packages are
 installed; that is all `varlen_cuda_fa3` and `varlen_cuda_fa4` do.
 
-Written from torch 2.13's sources. tests/attention/test_varlen_calls.py runs every call made here against the
-operators' schema with kernels written out on the CPU, tests/runtime/test_stages_on_meta.py those of whole stages in
-bf16 by the operators' meta kernels; the GPU kernels themselves are tested by tests/gpu, which has not run on hardware
-yet.
+Written from the sources of torch 2.13; 2.11 and 2.12 have the same operators. tests/attention/test_varlen_calls.py runs
+every call made here against the operators' schema with kernels written out on the CPU, tests/runtime/
+test_stages_on_meta.py those of whole stages in bf16 by the operators' meta kernels; the GPU kernels themselves are
+tested by tests/gpu, which has not run on hardware yet.
 """
 
 import functools
@@ -66,9 +67,6 @@ class VarlenCudaAttention:
     soft_cap = 0.0  # torch's operators have none
 
     def __init__(self, name: str = "varlen_cuda") -> None:
-        # Makes torch register the operators; takes a second.
-        import torch.nn.attention.varlen  # noqa: F401
-
         self.name = name
         _activate(name)
         self._lengths = functools.lru_cache(maxsize=_KEPT_LENGTHS)(_cumulative_lengths)
@@ -76,11 +74,11 @@ class VarlenCudaAttention:
     def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
         lengths = self._lengths(*_sizes(ranges), q.device)
-        is_causal, window = _mask(scoring)
-        # The last four: grouped heads, and three of inference (used keys, page table, splits).
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            _dense_rows(q[rows_of_all(ranges)]), _dense_rows(keys), _dense_rows(values), *lengths, is_causal,
-            scoring.scale, window, q.shape[1] != keys.shape[1], None, None, None,
+        is_causal, left, right = _mask(scoring)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            _dense_rows(q[rows_of_all(ranges)]), _dense_rows(keys), _dense_rows(values), *lengths,
+            dropout_p=0.0, is_causal=is_causal, return_debug_mask=False, scale=scoring.scale,
+            window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse.transpose(0, 1)  # the operator's are [H, T]
 
@@ -92,13 +90,14 @@ class VarlenCudaAttention:
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
         rows, (num_rows, num_keys) = rows_of_all(ranges), _sizes(ranges)
         lengths = self._lengths(num_rows, num_keys, q.device)
-        is_causal, window = _mask(scoring)
+        is_causal, left, right = _mask(scoring)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         # The kernel reads log-sum-exps as one block of memory [H, T].
-        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
             _dense_rows(grad[rows]), _dense_rows(q[rows]), _dense_rows(keys), _dense_rows(values),
-            _dense_rows(out[rows]), lse[rows].transpose(0, 1).contiguous(), *lengths, is_causal, no_dropout,
-            scoring.scale, window,
+            _dense_rows(out[rows]), lse[rows].transpose(0, 1).contiguous(), *lengths,
+            dropout_p=0.0, is_causal=is_causal, rng_state=no_dropout, unused=no_dropout[:0], scale=scoring.scale,
+            window_size_left=left, window_size_right=right,
         )  # fmt: skip
         del keys, values
         pieces = zip(dq.split(num_rows), dk.split(num_keys), dv.split(num_keys), strict=True)
@@ -153,11 +152,11 @@ def _activate(name: str) -> None:
         ) from error
 
 
-def _mask(scoring: Scoring) -> tuple[bool, list[int]]:
-    """(is causal, [keys to the left, to the right]) of the operators; their window does not count the row itself."""
+def _mask(scoring: Scoring) -> tuple[bool, int, int]:
+    """(is causal, keys to the left, to the right) of the operators; their window does not count the row itself."""
     if scoring.window:
-        return False, [scoring.window - 1, 0]
-    return (True, [-1, 0]) if scoring.is_causal else (False, [-1, -1])
+        return False, scoring.window - 1, 0
+    return (True, -1, 0) if scoring.is_causal else (False, -1, -1)
 
 
 def _sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:

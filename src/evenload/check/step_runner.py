@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
+from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
@@ -101,7 +102,7 @@ class StepRunner:
         gradients: dict[str, Tensor] = {}
         for buffer, shard in zip(self._buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
-            dist.all_gather_single(flat, shard, group=mesh.data)
+            all_gather_single(flat, shard, group=mesh.data)
             parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
             for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
                 gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock
@@ -60,16 +61,14 @@ class ContextGroup:
         result = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
         self.moved_bytes += (self.size - 1) * rows.nbytes
         return self._start(
-            what, rows, result, lambda: dist.all_gather_single(result, rows, group=self.process_group, async_op=True)
+            what, rows, result, lambda: all_gather_single(result, rows, group=self.process_group, async_op=True)
         )
 
     def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
         """[size · n, ...] -> this rank's n rows, summed over ranks."""
         result, group = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:])), self.process_group
         self.moved_bytes += (self.size - 1) * result.nbytes
-        return self._start(
-            what, rows, result, lambda: dist.reduce_scatter_single(result, rows, group=group, async_op=True)
-        )
+        return self._start(what, rows, result, lambda: reduce_scatter_single(result, rows, group=group, async_op=True))
 
     def pass_on(self, rows: Tensor, what: str) -> Transfer:
         """Send to the next rank of the ring, receive as much from the one before. Leave `rows` alone until then."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
+from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.row_shard import RowShard, row_owners
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
@@ -42,7 +43,7 @@ class TensorGroup:
         """[n, ...] of every rank -> [size · n, ...], in rank order."""
         gathered = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:]))
         with self.waiting(what):
-            dist.all_gather_single(gathered, rows.contiguous(), group=self._group)
+            all_gather_single(gathered, rows.contiguous(), group=self._group)
         return gathered
 
     def all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Tensor:

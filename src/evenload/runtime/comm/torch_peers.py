@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from evenload.runtime.comm.collectives import all_gather_single
+
 
 class TorchPeers:
     """See `evenload.data.batch.peers.Peers`; the group is of all ranks that read together, with a CPU backend."""
@@ -23,14 +25,14 @@ class TorchPeers:
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes: one gather of sizes, one of bytes padded to the longest."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
-        dist.all_gather_single(sizes, torch.tensor([len(data)]), group=self._group)
+        all_gather_single(sizes, torch.tensor([len(data)]), group=self._group)
         longest = int(sizes.max())
         if not longest:
             return [b""] * self.size
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
         everyone = torch.zeros(self.size * longest, dtype=torch.uint8)
-        dist.all_gather_single(everyone, own, group=self._group)
+        all_gather_single(everyone, own, group=self._group)
         rows = everyone.view(self.size, longest).numpy()
         return [rows[rank, : int(size)].tobytes() for rank, size in enumerate(sizes)]
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.runtime.comm.collectives import reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
@@ -26,7 +27,7 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
         shard = buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size)
         if mesh.data_size > 1:
             shard = torch.empty_like(shard)
-            dist.reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
+            reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
         shards.append(shard)
     for buffer, shard in zip(buffers, shards, strict=True):
         if buffer.tied:

@@ -7,9 +7,9 @@ Afterwards every rank gathers the other shards.
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.optim.parameter_units import FlatBuffer
@@ -83,7 +83,7 @@ class ShardedAdamW:
             if shard.dtype != master.dtype:
                 shard.copy_(master)
             if self._mesh.data_size > 1:
-                dist.all_gather_single(buffer.values, shard.clone(), group=self._mesh.data)
+                all_gather_single(buffer.values, shard.clone(), group=self._mesh.data)
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """(name, buffer, this rank's shard) of everything a checkpoint must hold besides the parameters."""
