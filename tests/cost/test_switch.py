@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
-from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, switch_seconds
+from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout
@@ -35,7 +35,13 @@ def layout_of(counts: list[int], dp: int, cp: int = 1, tp: int = 1) -> ParallelL
 def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout) -> int:
     """Bytes that all devices together receive."""
     needed = _holds(new, model)
-    return round(sum(float((part * needed).sum()) for part in _missing_bytes(model, devices_per_node, old, new)))
+    return round(
+        sum(
+            float((part * needed).sum())
+            for units in (_weights_of(model, new), _state_of(model, new))
+            for part in _missing_bytes(units, model, devices_per_node, old, new)
+        )
+    )
 
 
 def test_staying_costs_nothing() -> None:
@@ -57,6 +63,15 @@ def test_two_stages_become_two_replicas_by_hand() -> None:
     # The fuller side of the fuller device; both ways at once.
     assert switch_seconds(model, linked(2), old, new) == pytest.approx(first / 4.0)
     assert switch_seconds(model, linked(1), old, new) == pytest.approx(first / 1.0)
+
+
+def test_optimizer_state_costs_what_the_step_does_not_hide() -> None:
+    model = sample_model(num_layers=2)
+    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
+    weights_s, state_s = 2 * (592 + 264) / 4.0, 12 * (592 + 264) / 2 / 4.0
+    for hidden_s in (0.0, 100.0, state_s, 2 * state_s):
+        stands_still_s = weights_s + max(0.0, state_s - hidden_s)
+        assert switch_seconds(model, linked(2), old, new, hidden_s) == pytest.approx(stands_still_s)
 
 
 def test_dropping_replicas_for_a_stage_sends_state_only() -> None:
@@ -97,7 +112,8 @@ def test_latency_counts_once_a_unit() -> None:
     old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
     late = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=100.0)
     slower = sample_coefficients(intra_node=late, inter_node=SLOW, devices_per_node=2)
-    assert switch_seconds(model, slower, old, new) == pytest.approx(200.0 + switch_seconds(model, linked(), old, new))
+    # A device lacks the weights of two units and, of one optimizer share each, the state of as many.
+    assert switch_seconds(model, slower, old, new) == pytest.approx(400.0 + switch_seconds(model, linked(), old, new))
 
 
 def test_unknown_link_and_other_groups_are_refused() -> None:
@@ -125,39 +141,43 @@ def test_equals_a_count_device_by_device(case) -> None:
     """Brute force: every device, every unit, every shard in exact fractions."""
     num_layers, old, new, devices_per_node, tied = case
     model = sample_model(num_layers=num_layers, num_heads=2, num_kv_heads=2, tied_embeddings=tied)
-    received = {device: [Fraction(0), Fraction(0)] for device in range(new.world_size)}
-    sent = {device: [Fraction(0), Fraction(0)] for device in range(old.world_size)}
+    received, sent = ([{device: [Fraction(0), Fraction(0)] for device in range(layout.world_size)} for _ in range(2)]
+                      for layout in (new, old))  # fmt: skip
+    weights, states = range(2)
     for unit, size in enumerate(unit_sizes(model, new)):
         old_share, new_share = shares(old, unit, tied), shares(new, unit, tied)
         for device, (low, high) in new_share.items():
             holders = [other for other in old_share if other % old.tp == device % old.tp]
             near = [other for other in holders if other // devices_per_node == device // devices_per_node]
             if device not in old_share:
-                received[device][not near] += model.bytes_per_element * size
+                received[weights][device][not near] += model.bytes_per_element * size
                 for other in holders:
-                    sent[other][not near] += Fraction(model.bytes_per_element * size, len(holders))
+                    sent[weights][other][not near] += Fraction(model.bytes_per_element * size, len(holders))
             edges = {low, high, *(edge for other in holders for edge in old_share[other] if low < edge < high)}
             for start, stop in itertools.pairwise(sorted(edges)):
                 having = [other for other in holders if old_share[other][0] <= start and stop <= old_share[other][1]]
                 if device not in having:
                     near = [other for other in having if other // devices_per_node == device // devices_per_node]
                     moved = optimizer_bytes_per_parameter(model) * size * (stop - start)
-                    received[device][not near] += moved
-                    sent[having[0]][not near] += moved
+                    received[states][device][not near] += moved
+                    sent[states][having[0]][not near] += moved
     assert switch_bytes(model, devices_per_node, old, new) == pytest.approx(
-        float(sum(sum(pair) for pair in received.values())), abs=1
+        float(sum(sum(pair) for part in received for pair in part.values())), abs=1
     )
-    seconds = [max(float(near) / 4.0, float(far)) for near, far in received.values()]
+
+    def seconds(part: dict[int, list[Fraction]]) -> float:
+        return max(max(float(near) / 4.0, float(far)) for near, far in part.values())
+
     receive = ReceiveSeconds(model, linked(devices_per_node), old, new)
     found = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
-    assert found == pytest.approx(max(seconds))
+    assert found == pytest.approx(seconds(received[weights]))
     # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only; so
     # does a tied embedding from both ends.
     total = switch_seconds(model, linked(devices_per_node), old, new)
     assert total >= found - 1e-9
     if old.tp == 1 and not tied:
         assert total == pytest.approx(
-            max([*seconds, *(max(float(near) / 4.0, float(far)) for near, far in sent.values())])
+            sum(max(seconds(received[part]), seconds(sent[part])) for part in (weights, states))
         )
 
 

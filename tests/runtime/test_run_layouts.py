@@ -4,6 +4,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cli.option_values import parse_layout
+from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_planner import run_flex_planner, run_planner
@@ -98,4 +99,5 @@ def test_a_switch_to_fewer_processes_crosses_links_that_the_smaller_layout_does_
     flex = run_flex_planner(config, planner, layouts)
     for old in layouts:
         for new in layouts:
-            assert (flex.switch_seconds(old, new) > 0) == (old != new)
+            moved_s = switch_seconds(model, flex.candidates.coefficients(new), old, new)
+            assert (moved_s > 0) == (old != new)

@@ -13,13 +13,16 @@ A tied embedding is the embedding's unit alone, which both the first and the las
 optimizer state; a device that was at one end and comes to the other lacks nothing of it.
 
 Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
-ways at once; the switch lasts as long as its busiest device. Price: O(devices · units) numpy.
+ways at once, and what moves takes as long as on the busiest device. Weights move before the step, which waits for them;
+optimizer state moves behind it (`runtime.stages.state_arrival`), and the optimizer waits for what is still on its way:
+T(switch) is the sum of both waits. Price: O(devices · units) numpy.
 
 Where we differ from the paper: no copies in host memory, no fixed cost of making groups (they are made at the start of
-a run); `overhead_s` of the planner stands for what remains. Nothing is counted as hidden, although in a run optimizer
-state moves behind the step (`runtime.stages.state_arrival`), where it takes cores and links from that: an upper bound,
-which measured switches correct (`plan.feedback.measured_layouts`).
+a run), nothing prefetched in the step before; `overhead_s` of the planner stands for what remains. What transfers take
+from the step behind which they hide, of cores and links, is not counted.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +40,47 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 
-def switch_seconds(model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout) -> float:
-    """Seconds between two steps in which everything moves that must; 0 where nothing does.
+def switch_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float = 0.0
+) -> float:
+    """Seconds for which training stands still; 0 where nothing must move.
 
     Args:
         coefficients: for the links.
+        hidden_s: of the step before it needs its optimizer state, which moves meanwhile.
 
     Raises:
         ConfigError: the coefficients know no link that the bytes cross, or cp or tp change.
     """
+    weights_s = _moving_seconds(_weights_of(model, new), model, coefficients, old, new)
+    state_s = _moving_seconds(_state_of(model, new), model, coefficients, old, new)
+    return weights_s + max(0.0, state_s - hidden_s)
+
+
+class _UnitBytes(NamedTuple):
+    """What moves of every unit: whole to devices that lack it, and in shares; float64[U] each."""
+
+    weights: NDArray[np.float64]
+    state: NDArray[np.float64]
+
+
+def _weights_of(model: ModelSpec, layout: ParallelLayout) -> _UnitBytes:
+    weights = model.bytes_per_element * _unit_parameters(model, layout)
+    return _UnitBytes(weights, np.zeros_like(weights))
+
+
+def _state_of(model: ModelSpec, layout: ParallelLayout) -> _UnitBytes:
+    state = _state_bytes(model, layout)
+    return _UnitBytes(np.zeros_like(state), state)
+
+
+def _moving_seconds(
+    units: _UnitBytes, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
+) -> float:
+    """Until all of it is there."""
     needed = _holds(new, model)
-    arriving = [part * needed for part in _missing_bytes(model, coefficients.devices_per_node, old, new)]
-    leaving = _sent_bytes(model, coefficients.devices_per_node, old, new, arriving)
+    arriving = [part * needed for part in _missing_bytes(units, model, coefficients.devices_per_node, old, new)]
+    leaving = _sent_bytes(units, model, coefficients.devices_per_node, old, new, arriving)
     seconds = [0.0]
     for link, received, sent in zip(_links(coefficients), arriving, leaving, strict=True):
         latency_s = link.latency_seconds(int((received > 0).sum(axis=1).max(initial=0)))
@@ -58,8 +90,9 @@ def switch_seconds(model: ModelSpec, coefficients: CostCoefficients, old: Parall
 
 
 class ReceiveSeconds:
-    """Seconds for which a stage's devices receive, by its range of layers: the part of a switch that a search over
-    mappings needs stage by stage. Without the senders' side and latency, so never above `switch_seconds`.
+    """Seconds for which a stage's devices receive weights, by its range of layers: the part of a switch that a search
+    over mappings needs stage by stage. Without the senders' side, latency and optimizer state, so never above
+    `switch_seconds`.
 
     Args:
         new: gives the sizes of the dimensions; its layers do not matter.
@@ -68,7 +101,7 @@ class ReceiveSeconds:
     def __init__(
         self, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
     ) -> None:
-        parts = _missing_bytes(model, coefficients.devices_per_node, old, new)
+        parts = _missing_bytes(_weights_of(model, new), model, coefficients.devices_per_node, old, new)
         seconds = [links.seconds(part) for links, part in zip(_links(coefficients), parts, strict=True)]
         # Up to every unit; by link, stage, device of the stage, unit.
         sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
@@ -166,7 +199,7 @@ def _holds(layout: ParallelLayout, model: ModelSpec, devices: int | None = None)
 
 
 def _missing_bytes(
-    model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout
+    units: _UnitBytes, model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What every device of `new` lacks of every unit, were the unit on its stage: from its node, and from others;
     float64[D, U] each."""
@@ -177,14 +210,14 @@ def _missing_bytes(
         )
     devices = new.world_size
     held = _holds(old, model, devices)
-    weights = model.bytes_per_element * _unit_parameters(model, new) * ~held
+    weights = units.weights * ~held
     near = _node_sums(_holds(old, model), devices_per_node, devices) > 0
     inside, outside = _shares_elsewhere(new, old, model, devices_per_node)
-    state = _state_bytes(model, new)
-    return weights * near + state * inside, weights * ~near + state * outside
+    return weights * near + units.state * inside, weights * ~near + units.state * outside
 
 
 def _sent_bytes(
+    units: _UnitBytes,
     model: ModelSpec,
     devices_per_node: int,
     old: ParallelLayout,
@@ -194,13 +227,12 @@ def _sent_bytes(
     """What every device of `old` sends inside its node and to others; weights, and all of a tied embedding, by all
     holders alike; float64[D]."""
     held = _holds(old, model)
-    state = _state_bytes(model, new)
     sent = []
     receiving = _shares_elsewhere(new, old, model, devices_per_node)
     leaving = _shares_elsewhere(old, new, model, devices_per_node)
     for arrived, received_share, leaving_share in zip(arriving, receiving, leaving, strict=True):
-        by_share = state * leaving_share
-        by_all = arrived - state * received_share * _holds(new, model)
+        by_share = units.state * leaving_share
+        by_all = arrived - units.state * received_share * _holds(new, model)
         if model.tied_embeddings:
             # Two ends have the same shares, and two want them.
             by_share[:, 0], by_all[:, 0] = 0.0, arrived[:, 0]

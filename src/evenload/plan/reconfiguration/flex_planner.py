@@ -37,7 +37,7 @@ from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
-from evenload.types.plan import LeftOut, seal
+from evenload.types.plan import LeftOut, StepPlan, seal
 
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 
@@ -175,8 +175,9 @@ class FlexPlanner:
         found, keep = self._searched(known, state.layout), outcome(state.layout)
         others: list[LayoutOutcome] = []
         for layout in self.candidates.worth_planning(found, state.layout):
-            switch_s = measured.switch_factor() * self.switch_seconds(state.layout, layout)
-            others.append(replace(outcome(layout), switch_s=switch_s))
+            there = outcome(layout)
+            switch_s = measured.switch_factor() * self.switch_seconds(state.layout, there.proposal.plan)
+            others.append(replace(there, switch_s=switch_s))
             if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
@@ -222,9 +223,11 @@ class FlexPlanner:
         """The candidates' search for one batch."""
         return self.candidates.search(num_tokens, current)
 
-    def switch_seconds(self, old: ParallelLayout, new: ParallelLayout) -> float:
-        """Predicted from links alone, before measured switches correct it."""
-        return self.options.overhead_s + switch_seconds(self._model, self.candidates.coefficients(new), old, new)
+    def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
+        """From a layout to that of a step, which hides what it can; predicted, before measured switches correct it."""
+        new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
+        moving_s = switch_seconds(self._model, self.candidates.coefficients(new), old, new, hidden_s)
+        return self.options.overhead_s + moving_s
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""

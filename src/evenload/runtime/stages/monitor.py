@@ -49,7 +49,7 @@ class Monitor:
         plan, decision, switch_ratio = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
-            predicted_s = self._planner.switch_seconds(self._layout, plan.layout)
+            predicted_s = self._planner.switch_seconds(self._layout, plan)
             switch_ratio = taken_s / predicted_s if predicted_s > 0 else None
             if decision is not None:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
