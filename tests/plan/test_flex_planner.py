@@ -82,7 +82,7 @@ def test_stays_where_the_switch_costs_more_than_it_gains() -> None:
 
 def test_saves_memory_where_switching_is_dearer() -> None:
     """Not A, C and D: the long batch needs a memory plan at dp=4, and the links are slow."""
-    flex = make(4, 1, TIGHT, 1.0, **PUBLISHED)
+    flex = make(4, 1, TIGHT, 0.05, **PUBLISHED)
     found = flex.propose(0, documents(LONG))
     assert found.decision.describe() == "save memory (not A not B C D)"
     assert sizes(found) == (4, 1)
@@ -180,7 +180,7 @@ def test_unknown_links_are_refused_by_name() -> None:
 
 
 def test_row_counts_switches_and_their_seconds() -> None:
-    flex = make(4, 1, NARROW)
+    flex = make(4, 1, NARROW, overhead_s=0.5)
     batches = [SampledBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
     found = evaluate_strategies(flex.start, batches, ["balanced", "flexpipe"], flex)
     balanced, flexpipe = found.results
@@ -315,7 +315,7 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
 
 def test_where_no_layout_has_room_by_what_was_measured_the_run_goes_to_one_that_fits_by_prediction() -> None:
     """A switch as any other: its seconds are in the step, and state and decision say where the run is."""
-    flex = make(4, 1, NARROW, 10.0, **PUBLISHED)
+    flex = make(4, 1, NARROW, 10.0, overhead_s=0.5, **PUBLISHED)
     found = flex.propose(0, documents(LONG), measured=MeasuredLayouts().with_peak(100.0))
     plan = found.proposal.require_feasible()
     assert (plan.layout.describe(), plan.layout.generation) == ("dp=2 pp=2 layers=3+1", 1)
