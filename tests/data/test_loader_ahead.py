@@ -8,6 +8,7 @@ import pytest
 from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batch.streams import StreamSampler
 from evenload.errors import DataError
 from rank_threads import run_ranks
 
@@ -95,6 +96,30 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_p
     assert loader.state().step == len(plain)
     with pytest.raises(DataError, match="no text under key"):
         loader.next_batch()
+
+
+def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked_for(tmp_path, monkeypatch):
+    """Every step that knows coming batches would else read up to it anew."""
+    rows = [f'{{"text": "{number}"}}\n' for number in range(60)]
+    rows[20] = '{"text": 3}\n'
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    config = data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
+    drawn, sample = [], StreamSampler.sample
+
+    def counted(self, *arguments, **names):
+        drawn.append(arguments)
+        return sample(self, *arguments, **names)
+
+    monkeypatch.setattr(StreamSampler, "sample", counted)
+    loader, asked = GlobalBatchLoader(config), []
+    with pytest.raises(DataError, match="no text under key"):
+        while (batch := loader.next_batch()) is not None:
+            loader.coming(50)
+            loader.note_step(batch, plan_for(batch))
+            asked.append(len(drawn))
+    assert len(asked) >= 3
+    assert len(set(asked)) == 1, "once it failed, nothing is drawn until its batch is asked for"
+    assert len(drawn) > asked[-1]
 
 
 def test_a_dropped_loader_is_gone_at_once(tmp_path):

@@ -71,7 +71,10 @@ def test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike(gloo_poo
     stopped = settings(tmp_path, "stopped", *layouts(RELY_ON_PREDICTIONS))
     first = run(gloo_pool, 4, config_file, stopped, stop_after=3)
     rest = run(gloo_pool, 4, config_file, stopped)
-    assert [(one.action, one.layout) for one in (*first.decisions, *rest.decisions)] == told
+    resumed = (*first.decisions, *rest.decisions)
+    assert [(one.action, one.layout) for one in resumed] == told
+    # Where a run will be stopped is no end of its data: what is known of coming steps is the same.
+    assert [one.known_steps for one in resumed] == [one.known_steps for one in whole.decisions]
     assert [*first.losses, *rest.losses] == pytest.approx(whole.losses, rel=1e-12)
     assert len(rest.switches) == 1 + 3  # processes start in the layout of [parallel]
 
