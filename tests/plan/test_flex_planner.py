@@ -15,6 +15,7 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexState
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
+from evenload.report.layout_table import format_conditions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
@@ -40,7 +41,7 @@ def sizes(proposal) -> tuple[int, int]:
 def test_stays_where_the_layout_fits_and_is_the_fastest() -> None:
     flex = make(4, 1, ROOM, **PUBLISHED)
     found = flex.propose(0, documents(SHORT))
-    assert found.decision.describe() == "stay (A B C D)"
+    assert (found.told.action, format_conditions(found.told)) == ("stay", "A B C D")
     assert found.proposal.plan == flex.start.propose(0, documents(SHORT), "flexpipe").plan
     assert (found.state, found.proposal.switch_s) == (flex.initial_state(), 0.0)
 
@@ -84,7 +85,7 @@ def test_saves_memory_where_switching_is_dearer() -> None:
     """Not A, C and D: the long batch needs a memory plan at dp=4, and the links are slow."""
     flex = make(4, 1, TIGHT, 0.05, **PUBLISHED)
     found = flex.propose(0, documents(LONG))
-    assert found.decision.describe() == "save memory (not A not B C D)"
+    assert (found.told.action, format_conditions(found.told)) == ("save memory", "· · C D")
     assert sizes(found) == (4, 1)
     assert found.proposal.feasible
     assert any(packs.policies for packs in found.proposal.plan.pack_plans)
@@ -93,7 +94,7 @@ def test_saves_memory_where_switching_is_dearer() -> None:
 def test_grows_where_that_beats_the_memory_plan() -> None:
     """Not A, C, not D."""
     found = make(4, 1, TIGHT, **PUBLISHED).propose(0, documents(LONG))
-    assert found.decision.describe() == "switch (not A not B C not D)"
+    assert (found.told.action, format_conditions(found.told)) == ("grow", "· · C ·")
     assert sizes(found)[1] > 1
     assert not any(packs.policies for packs in found.proposal.plan.pack_plans)
 
@@ -311,6 +312,8 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
     full = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(100.0))
     assert full.told.action == "stay"
     assert full.proposal.feasible
+    assert full.told.why == "dp=4 holds the batch as predicted; by measured memory no layout does"
+    assert make(4, 1, 30_000).propose(0, documents(LONG)).told.why == "no layout holds the batch"
 
 
 def test_where_no_layout_has_room_by_what_was_measured_the_run_goes_to_one_that_fits_by_prediction() -> None:

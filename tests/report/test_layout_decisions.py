@@ -118,7 +118,10 @@ def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
         "gained over 3 known steps"
     )
     forced = layout_line(decision(4, 3, keep_s=None, save_s=None))
-    assert forced.endswith("200 ms for the switch, nothing gained over 3 known steps")
+    assert forced == (
+        "layout dp=4 -> dp=4 before step 4, ③ grow: because of step 4; forced by memory, whatever it costs; predicted: "
+        "200 ms for the switch"
+    )
     assert layout_line(decision(5)) == ""
 
 

@@ -17,12 +17,13 @@ def layout_line(decision: LayoutDecision) -> str:
     """One line about a switch; "" where the layout stays."""
     if not decision.is_switch:
         return ""
+    said = f"{decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: {decision.why}"
+    switch_s = format_seconds(decision.switch_s)
+    if decision.gain_s is None:
+        return f"layout {said}; forced by memory, whatever it costs; predicted: {switch_s} for the switch"
     steps = f"{decision.known_steps} known step{'s' if decision.known_steps > 1 else ''}"
-    gain = "nothing gained" if decision.gain_s is None else f"{format_seconds(decision.gain_s)} gained"
-    return (
-        f"layout {decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: "
-        f"{decision.why}; predicted: {format_seconds(decision.switch_s)} for the switch, {gain} over {steps}"
-    )
+    gain = f"{format_seconds(decision.gain_s)} gained over {steps}"
+    return f"layout {said}; predicted: {switch_s} for the switch, {gain}"
 
 
 def other_layouts_lines(costs: CostCoefficients, layouts: Sequence[ParallelLayout]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from evenload.report.units import format_seconds
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.stages.live_stages import Switch
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.scaled_units import format_bytes
 
 
@@ -14,11 +15,14 @@ def groups_line(meshes: Meshes) -> str:
     return f"layouts that the run may take: {named} | {meshes.num_groups} process groups"
 
 
-def switch_line(step: int, switch: Switch) -> str:
-    """Of one change."""
+def switch_line(step: int, switch: Switch, decision: LayoutDecision | None = None) -> str:
+    """Of one change, and where it comes from if not from the step's decision."""
+    resumed = ""
+    if decision is not None and decision.before != switch.before:
+        resumed = f"; processes start in {switch.before}, the steps before the checkpoint ran in {decision.before}"
     return (
         f"layout {switch.before} -> {switch.after} before step {step}: training waited "
         f"{format_seconds(switch.stall_s)} (predicted {format_seconds(switch.predicted_stall_s)}) for "
         f"{format_bytes(switch.weight_bytes)} of weights, {format_seconds(switch.wait_s)} more for "
-        f"{format_bytes(switch.state_bytes)} of optimizer state behind the step"
+        f"{format_bytes(switch.state_bytes)} of optimizer state behind the step{resumed}"
     )

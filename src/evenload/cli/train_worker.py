@@ -170,7 +170,7 @@ def _show_events(report: StepReport, console: Console) -> None:
     if report.decision is not None and (line := layout_line(report.decision)):
         console.print(line, soft_wrap=True, markup=False)
     if report.switch is not None:
-        console.print(switch_line(report.plan.step, report.switch), soft_wrap=True, markup=False)
+        console.print(switch_line(report.plan.step, report.switch, report.decision), soft_wrap=True, markup=False)
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)

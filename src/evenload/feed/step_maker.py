@@ -114,7 +114,7 @@ class StepMaker:
         """The next step; None when the data has ended. Collective.
 
         Args:
-            steps_left: that will be asked for, this one included; later batches decide nothing. None = all.
+            steps_left: of the run, this one included; later batches decide nothing. None = all.
 
         Raises:
             DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.

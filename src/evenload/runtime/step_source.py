@@ -41,6 +41,8 @@ class StepSource:
 
     Args:
         num_steps: most steps to make; None = until the data ends.
+        run_steps: steps left of the whole run, also those that are not made because it will be stopped: decisions look
+            at their lengths, so that a stopped and resumed run takes those of one that was not; None = all.
         planner_state: after the step before the first.
         track: what rank 0 knows of the speed of ranks; None = plans do not follow it.
         layouts: what rank 0 knows of layouts that ran; None = decisions do not follow it.
@@ -58,6 +60,7 @@ class StepSource:
         exchange: Exchange,
         *,
         num_steps: int | None,
+        run_steps: int | None,
         planner_state: PlannerState,
         track: SpeedTrack | None = None,
         layouts: LayoutTrack | None = None,
@@ -79,15 +82,16 @@ class StepSource:
         )
         maker.planner_state = planner_state
         self._loader = loader
-        left = num_steps
+        made = 0
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
-            nonlocal left
-            planned = maker.next(left) if left is None or left > 0 else None
+            nonlocal made
+            is_asked_for = num_steps is None or made < num_steps
+            planned = maker.next(None if run_steps is None else run_steps - made) if is_asked_for else None
             if planned is None:
                 loader.close()
                 return None
-            left = None if left is None else left - 1
+            made += 1
             return prepared_step(planned, meshes, exchange)
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")

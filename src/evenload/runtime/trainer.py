@@ -151,7 +151,8 @@ class Trainer:
         """
         self.coefficients = coefficients
         planner = self.planner(coefficients, memory_cap_bytes)
-        last_step = min((n for n in (self.config.train.steps, stop_after) if n is not None), default=None)
+        run_steps = self.config.train.steps
+        last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         track = None
         if self.config.plan.feedback:
             track = SpeedTrack(self.mesh.layout, self.config.data.prefetch_steps)
@@ -165,6 +166,7 @@ class Trainer:
             self.meshes,
             self.config.parallel.cp_exchange,
             num_steps=None if last_step is None else max(0, last_step - self.steps_done),
+            run_steps=None if run_steps is None else max(0, run_steps - self.steps_done),
             planner_state=self._planner_state,
             track=track,
             layouts=None if monitor is None else monitor.track,
@@ -190,7 +192,8 @@ class Trainer:
                 if last_step is None or from_step < last_step:
                     report = replace(report, new_speeds=track.speeds, speeds_from_step=from_step)
             if report is not None and monitor is not None:
-                peak_bytes = int(report.row["peak_memory_bytes"] or 0)
+                # A CPU's count has no temporary buffers, which predictions have.
+                peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
                 decision = monitor.note(prepared.planned, report.measured, report.switch, peak_bytes)
                 report, self._layouts_known = replace(report, decision=decision), monitor.known()
             self.steps_done += 1

@@ -71,6 +71,8 @@ class DrawnBatches:
         self._epoch = self._next_doc_id = 0
         self._members: list[SampledDocuments] = []
         self._waiting: deque[DrawnBatch] = deque()
+        self._has_failed = False
+        """The batch behind those that wait could not be read; not tried again before it is asked for."""
 
     def go_on(self, position: DrawPosition) -> None:
         """Draw from there, before anything was drawn."""
@@ -100,10 +102,10 @@ class DrawnBatches:
         """The next batches, which stay here: `count` of them, fewer before the end of the data or before one that
         cannot be read, whose error `take` raises when its turn comes. Collective."""
         try:
-            while len(self._waiting) < count and not (self._waiting and not self._waiting[-1].documents):
+            while len(self._waiting) < count and not self._has_failed and not self._has_ended():
                 self._waiting.append(self._draw())
         except DataError:
-            pass  # on every rank; drawn again and raised where the batch is asked for
+            self._has_failed = True  # on every rank; drawn again and raised where the batch is asked for
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
     def take(self) -> DrawnBatch:
@@ -113,7 +115,13 @@ class DrawnBatches:
             DataError: a record that is an error by the settings, an epoch without any document, or an account of an
                 epoch that does not balance; on every rank, and again when it is asked again.
         """
-        return self._waiting.popleft() if self._waiting else self._draw()
+        if self._waiting:
+            return self._waiting.popleft()
+        self._has_failed = False
+        return self._draw()
+
+    def _has_ended(self) -> bool:
+        return bool(self._waiting) and not self._waiting[-1].documents
 
     def _draw(self) -> DrawnBatch:
         self._collect()

@@ -17,6 +17,7 @@ def told_decision(
     other: ParallelLayout | None,
     known_steps: int,
     patience: tuple[int, int],
+    fits_by_prediction: bool,
 ) -> LayoutDecision:
     """What was decided before a step.
 
@@ -25,6 +26,7 @@ def told_decision(
         other: the best other layout that holds the coming batch; None = none does.
         known_steps: whose seconds the outlook holds.
         patience: steps in a row at which a switch has paid, this one included, and how many it takes.
+        fits_by_prediction: the plan of the step fits as predicted, whatever measured steps say of memory.
     """
     has_switched = after != before
     action: LayoutAction = "save memory" if decision.action == "save memory" else "stay"
@@ -47,8 +49,12 @@ def told_decision(
         save_s=_known(outlook.save_s),
         new_s=_known(outlook.new_s),
         switch_s=outlook.switch_s,
-        why=_why(decision, outlook, before, other, has_switched=has_switched, patience=patience),
+        why=_why(decision, outlook, before, other, has_switched=has_switched, patience=patience)
+        or (_PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"),
     )
+
+
+_PREDICTED = "{} holds the batch as predicted; by measured memory no layout does"
 
 
 def _known(seconds: float) -> float | None:
@@ -64,12 +70,13 @@ def _why(
     has_switched: bool,
     patience: tuple[int, int],
 ) -> str:
+    """One sentence; "" where no layout has room by what is known."""
     here = before.describe()
     staying = f"{here} holds the batch"
     if not decision.fits:
         staying = f"{here} holds the batch by recomputing or offloading" if decision.fits_saving else ""
     if other is None:
-        return f"{staying}; no other layout does" if staying else "no layout holds the batch"
+        return f"{staying}; no other layout does" if staying else ""
     if not staying:
         return f"{here} does not hold the batch, not even by recomputing or offloading"
     staying_s = outlook.keep_s if decision.fits else outlook.save_s

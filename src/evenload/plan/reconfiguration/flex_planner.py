@@ -205,6 +205,7 @@ class FlexPlanner:
             other=None if target is None else target.layout,
             known_steps=steps,
             patience=(state.paying_steps + 1, self.options.patience_steps),
+            fits_by_prediction=proposal.feasible,
         )
         after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
         return FlexProposal(proposal, after, decision, found[0], told)

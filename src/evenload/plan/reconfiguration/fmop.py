@@ -71,12 +71,6 @@ class Decision:
     switching_is_slower_than_saving: bool
     is_patient: bool = False
 
-    def describe(self) -> str:
-        """For reports: the conditions that hold by their letters."""
-        held = self.fits, self.switching_is_slower, self.fits_saving, self.switching_is_slower_than_saving
-        letters = " ".join(letter if holds else f"not {letter}" for letter, holds in zip("ABCD", held, strict=True))
-        return f"{self.action} ({letters}{', patient' if self.is_patient else ''})"
-
 
 def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision:
     """Weigh the conditions before a step."""

@@ -38,20 +38,22 @@ class Monitor:
         return () if self.track is None else self.track.known()
 
     def note(
-        self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int
+        self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int | None
     ) -> LayoutDecision | None:
         """Take a trained step into account; its decision, with what was measured of it. Every step, in order.
 
         Args:
             switch: before the step; None = there was none.
-            peak_bytes: measured, of the fullest rank.
+            peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
+                without temporary buffers).
         """
         plan, decision, switch_ratio = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
             predicted_s = self._planner.switch_seconds(self._layout, plan)
             switch_ratio = taken_s / predicted_s if predicted_s > 0 else None
-            if decision is not None:
+            # Processes that resume go from the layout in which they start to that of the checkpoint, undecided.
+            if decision is not None and decision.before == switch.before:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
         self._layout = plan.layout
         if self.track is not None:
