@@ -107,6 +107,17 @@ def test_declared_layouts_are_those_that_strategies_change_to(project) -> None:
         assert taken <= {"dp=2 pp=2 layers=1+3", "dp=4", "pp=4"}
 
 
+def test_a_run_under_flexpipe_that_declares_no_layouts_is_planned_in_those_that_it_would_take(project) -> None:
+    file = project / "config.toml"
+    file.write_text(file.read_text().replace("[plan]", '[plan]\n        strategy = "flexpipe"'))
+    ask = ("plan", "config.toml", "--cluster", "h100x8", "--strategy", "flexpipe", "--steps", "3")
+    assert run(*ask, "--json", "found.json") == 0
+    (row,) = json.loads(Path("found.json").read_text())["strategies"]
+    taken = {name for one in row["layout_decisions"] for name in (one["layout"], one["other"])}
+    assert taken <= {"dp=2 pp=2 layers=1+3", "dp=2 pp=2", "dp=4", "pp=4", "pp=3", ""}
+    assert len(row["layout_decisions"]) == 3
+
+
 def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
     options = ("--layout", "dp=4", "--tokens", "1k", "--context", "2k", "--overlong", "drop", "--policy", "recompute")
     assert run(*PLAN, *options, "--include", "*.md", "--tokenizer", "bytes", "--json", "out.json") == 0

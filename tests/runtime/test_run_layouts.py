@@ -65,6 +65,26 @@ def test_what_no_run_can_take_is_refused_in_words(tmp_path, text, message) -> No
         layouts_of(config_of(tmp_path, "parallel.pp=4", f'plan.layouts=["{text}"]'), NUM_LAYERS)
 
 
+def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tmp_path) -> None:
+    flex = ("parallel.pp=4", "plan.strategy=flexpipe")
+    found = layouts_of(config_of(tmp_path, *flex), NUM_LAYERS)
+    assert [one.describe() for one in found] == ["pp=4", "dp=2 pp=2", "dp=4", "pp=3"]
+    fewer = config_of(tmp_path / "fewer", *flex, "plan.options.flexpipe={most_layouts=2}")
+    assert layouts_of(fewer, NUM_LAYERS) == found[:2]
+    declared = config_of(tmp_path / "declared", *flex, 'plan.layouts=["dp=4"]')
+    assert layouts_of(declared, NUM_LAYERS) == (found[0], found[2])
+    staying = config_of(tmp_path / "staying", "parallel.pp=4", "plan.strategy=auto")
+    assert layouts_of(staying, NUM_LAYERS) == found[:1]
+    with pytest.raises(ConfigError, match=r"flexpipe.most_layouts is 1, must be at least 2"):
+        config_of(tmp_path / "none", *flex, "plan.options.flexpipe={most_layouts=1}")
+
+
+def test_which_layouts_fewer_ranks_hold_is_not_decided(tmp_path) -> None:
+    for setting in ("plan.strategy=flexpipe", 'plan.layouts=["dp=2"]'):
+        with pytest.raises(ConfigError, match=r"train.on_lost_rank is 'shrink': which layouts fewer ranks still hold"):
+            config_of(tmp_path, "parallel.pp=2", setting, "train.on_lost_rank=shrink")
+
+
 def test_measured_speeds_are_of_one_layout(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"plan\.feedback and plan\.layouts are both set"):
         config_of(tmp_path, "plan.feedback=true", 'plan.layouts=["dp=2"]')

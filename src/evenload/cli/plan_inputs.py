@@ -82,7 +82,7 @@ class PlanInputs:
         model_name, cluster_name, cost_name: as the user gave them.
         layout: None = the default one, or a search.
         keeps_stages: the layout is that of a run, layers of stages included; else they are balanced by cost.
-        layouts: that a run declares, the one in which it starts first; None = none are, or the layout is not the run's.
+        layouts: that a run may take, the one in which it starts first; None = that alone, or the layout is not the run's.
         batches: how a global batch is drawn from the lengths.
         memory_cap_bytes: what a device offers.
         host: what a node offers to offloaded activations.
@@ -130,7 +130,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         machines=machines,
         layout=layout,
         keeps_stages=keeps_stages,
-        layouts=layouts_of(run, costs.model.num_layers) if run and keeps_stages and run.plan.layouts else None,
+        layouts=_layouts(run, costs.model) if run and keeps_stages else None,
         batches=BatchRule(
             num_documents=documents,
             num_tokens=tokens,
@@ -171,6 +171,11 @@ def _layout(
     if asked.search_layout or run is None:
         return None, False
     return layout_of(run, model.num_layers), True
+
+
+def _layouts(run: TrainConfig, model: ModelSpec) -> tuple[ParallelLayout, ...] | None:
+    may_take = layouts_of(run, model.num_layers)
+    return may_take if len(may_take) > 1 else None
 
 
 def _options(asked: PlanArguments, run: TrainConfig | None) -> PlanOptions:

@@ -7,12 +7,17 @@ from evenload.types.layout_decision import LayoutDecision
 from evenload.types.scaled_units import format_bytes
 
 
-def groups_line(meshes: Meshes) -> str:
-    """At the start; "" for a run of one layout."""
+def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
+    """At the start; "" for a run of one layout.
+
+    Args:
+        are_declared: in `plan.layouts`; else the run chose them.
+    """
     if len(meshes.layouts) == 1:
         return ""
     named = ", ".join(layout.describe() for layout in meshes.layouts)
-    return f"layouts that the run may take: {named} | {meshes.num_groups} process groups"
+    chosen = "" if are_declared else ", as plan.layouts names none (plan.options.flexpipe.most_layouts, most_groups)"
+    return f"layouts that the run may take: {named}{chosen} | {meshes.num_groups} process groups"
 
 
 def switch_line(step: int, switch: Switch, decision: LayoutDecision | None = None) -> str:

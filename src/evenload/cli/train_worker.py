@@ -199,7 +199,7 @@ def _show_start(
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
-    if groups := groups_line(trainer.meshes):
+    if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     for line in other_layouts_lines(costs, trainer.meshes.layouts):
         console.print(line, soft_wrap=True)

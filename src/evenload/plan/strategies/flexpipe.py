@@ -26,6 +26,8 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
             stages come on top.
         least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
+        most_layouts: that a run under `flexpipe` may take where it declares none, the one in which it starts included.
+        most_groups: process groups that such layouts may need on top of those of the first.
 
     Raises:
         ConfigError: a value that nothing can satisfy.
@@ -38,9 +40,14 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     finalists: int = 3
     least_depth_only: bool = False
     follow_measured: bool = True
+    most_layouts: int = 6
+    most_groups: int = 256
 
     def __post_init__(self) -> None:
-        for field, least in (("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)):
+        for field, least in (
+            *(("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)),
+            *(("most_layouts", 2), ("most_groups", 1)),
+        ):
             if getattr(self, field) < least:
                 raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {least}")
         if not 0 <= self.margin < 1:

@@ -1,6 +1,10 @@
-"""The layouts that a run may take: that of `[parallel]`, in which it starts, and `plan.layouts`."""
+"""The layouts that a run may take: that of `[parallel]`, in which it starts, and `plan.layouts`, or, under `flexpipe`
+without them, some of the same processes."""
 
 from evenload.errors import ConfigError
+from evenload.plan.reconfiguration.enumerated_layouts import enumerated_layouts
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.plan.strategies.registry import strategy_named
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_text import read_layout_text
@@ -37,4 +41,7 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
             raise ConfigError(f"plan.layouts: '{text}' is the same layout as an entry before it ({layout.describe()})")
         if layout != start:
             found.append(layout)
+    if not config.plan.layouts and strategy_named(config.plan.strategy).changes_layout:
+        options = config.plan.options.own(FlexOptions)
+        found += enumerated_layouts(start, options.most_layouts, options.most_groups)
     return tuple(found)

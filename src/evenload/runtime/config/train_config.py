@@ -12,6 +12,7 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import strategy_named
 from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
@@ -101,7 +102,8 @@ class PlanConfig(Frozen):
         layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
             ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
             there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
-            Process groups of all of them are made at start. `evenload bench` and `check` stay in that of `[parallel]`.
+            Process groups of all of them are made at start. Without any, `flexpipe` takes some depths of the same
+            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
             machine, or its container, has.
@@ -234,10 +236,12 @@ class TrainConfig(Frozen):
     train: RunConfig
 
     def __post_init__(self) -> None:
-        if self.train.on_lost_rank == "shrink" and self.plan.layouts:
+        changes_layout = self.plan.layouts or strategy_named(self.plan.strategy).changes_layout
+        if self.train.on_lost_rank == "shrink" and changes_layout:
             raise ConfigError(
-                f"plan.layouts is {list(self.plan.layouts)} and train.on_lost_rank 'shrink': which of them fewer ranks "
-                "still hold is not decided in this version; leave plan.layouts out, or on_lost_rank at 'stop'"
+                f"plan.layouts is {list(self.plan.layouts)} under strategy '{self.plan.strategy}', and "
+                "train.on_lost_rank is 'shrink': which layouts fewer ranks still hold is not decided in this version; "
+                "keep the run in one layout, or on_lost_rank at 'stop'"
             )
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
