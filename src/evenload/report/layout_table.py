@@ -29,7 +29,7 @@ def format_conditions(decision: LayoutDecision) -> str:
 
 def format_action(decision: LayoutDecision) -> str:
     """The case of Fig. 7 and what is done: "④ shrink"."""
-    return f"{CASES[decision.case - 1]} {decision.action}{', waits' if decision.is_patient else ''}"
+    return f"{CASES[decision.case - 1]} {decision.action}{', waits' if decision.is_patient or decision.later_steps else ''}"
 
 
 def format_predicted(seconds: float | None) -> str:

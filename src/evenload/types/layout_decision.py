@@ -23,6 +23,8 @@ class LayoutDecision(Frozen):
         fits_saving: condition C: it holds it with documents recomputed or offloaded.
         switching_is_slower_than_saving: condition D.
         is_patient: a switch would pay and was put off, because it has not paid often enough in a row.
+        later_steps: a switch would pay and was put off, because it gains most after so many of the known steps, which
+            `new_s` counts as they are; 0 = it was not.
         other: the best other layout that was planned; "" = none holds the coming batch, or there is none.
         known_steps: whose seconds are compared.
         keep_s: T(current); `save_s`: with a memory plan; `new_s`: T(other); `switch_s`: T(switch) to it.
@@ -41,6 +43,7 @@ class LayoutDecision(Frozen):
     fits_saving: bool
     switching_is_slower_than_saving: bool
     is_patient: bool = False
+    later_steps: int = 0
     other: str = ""
     known_steps: int = 1
     keep_s: float | None = None

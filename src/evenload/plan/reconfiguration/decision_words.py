@@ -43,13 +43,14 @@ def told_decision(
         fits_saving=decision.fits_saving,
         switching_is_slower_than_saving=decision.switching_is_slower_than_saving,
         is_patient=decision.is_patient,
+        later_steps=decision.later_steps,
         other="" if other is None else other.describe(),
         known_steps=known_steps,
         keep_s=_known(outlook.keep_s),
         save_s=_known(outlook.save_s),
         new_s=_known(outlook.new_s),
         switch_s=outlook.switch_s,
-        why=_why(decision, outlook, before, other, has_switched=has_switched, patience=patience)
+        why=_why(step, decision, outlook, before, other, has_switched=has_switched, patience=patience)
         or (_PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"),
     )
 
@@ -62,6 +63,7 @@ def _known(seconds: float) -> float | None:
 
 
 def _why(
+    step: int,
     decision: Decision,
     outlook: Outlook,
     before: ParallelLayout,
@@ -84,6 +86,8 @@ def _why(
     faster = f"{other.describe()} with the switch takes {100 * abs(share):.1f} % {'less' if share < 0 else 'more'} time"
     if has_switched:
         return f"{faster} than {here}{'' if decision.fits else ' with a memory plan'}"
+    if decision.later_steps:
+        return f"{staying}; {faster}, gaining most from step {step + decision.later_steps} on"
     if decision.is_patient:
         return f"{staying}; {faster}, for {patience[0]} of {patience[1]} steps in a row now"
     return f"{staying}; {faster}{', within the margin' if share < 0 else ''}"

@@ -183,12 +183,14 @@ class FlexPlanner:
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
         steps = len(known) if best is None else best.compared_steps(keep)
+        later = 0 if best is None else best.later_steps(keep)
         keep_s = sum(keep.step_s[:steps])
         outlook = Outlook(
             keep_s=keep_s if keep.holds and not self._saves_memory(keep.proposal) else float("inf"),
             save_s=keep_s if keep.holds else float("inf"),
-            new_s=sum(best.step_s[:steps]) if best else float("inf"),
+            new_s=sum((*keep.step_s[:later], *best.step_s[later:steps])) if best else float("inf"),
             switch_s=target.switch_s if target else 0.0,
+            later_steps=later,
         )
         decision = decide(outlook, state, self.options)
         switched_to = target if decision.action == "switch" else None

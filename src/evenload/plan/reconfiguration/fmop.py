@@ -15,7 +15,9 @@ only if a step beyond memory takes for ever: hence the infinity and the "otherwi
 Ours on top is hysteresis: a switch that nothing forces must gain `margin` of the time without it, and must have paid at
 `patience_steps` steps in a row, so that batches that alternate do not move the model back and forth. Until the first
 switch patience is not asked for: the layout in which a run starts was nobody's answer to its batches. With margin 0 and
-patience 1 the decision is the published one. T of all conditions runs over the steps whose lengths are known.
+patience 1 the decision is the published one. T of all conditions runs over the steps whose lengths are known, and where
+a switch pays more some of these steps later, because the coming ones are faster as they are, it is made then; such steps
+count for patience, as the switch has been in view all the while.
 """
 
 import math
@@ -35,7 +37,7 @@ class FlexState(Frozen):
     Args:
         layout: of the step before; at first, the one in which the run starts.
         switched_at: the step before which the layout changed last; None = never.
-        paying_steps: latest steps in a row at which a switch would have paid, none of which switched.
+        paying_steps: latest steps in a row at which a switch would have paid, then or later, none of which switched.
     """
 
     layout: ParallelLayout
@@ -52,12 +54,14 @@ class Outlook:
         save_s: T(current) + T_rc + T_swap: with one.
         new_s: T(new) of the best other mapping.
         switch_s: T(switch).
+        later_steps: after so many of the known steps a switch gains most; 0 = before the coming one.
     """
 
     keep_s: float
     save_s: float
     new_s: float
     switch_s: float
+    later_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,12 @@ class Decision:
     fits_saving: bool
     switching_is_slower_than_saving: bool
     is_patient: bool = False
+    later_steps: int = 0
+
+    @property
+    def is_put_off(self) -> bool:
+        """A switch would pay, and is not made before this step."""
+        return self.is_patient or self.later_steps > 0
 
 
 def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision:
@@ -83,15 +93,13 @@ def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision
         action = "stay"
     elif not fits and fits_saving and slower_than_saving:
         action = "save memory"
-    patient = (
-        action == "switch"
-        and (fits or fits_saving)
-        and state.switched_at is not None
-        and state.paying_steps + 1 < options.patience_steps
-    )
-    if patient:
+    later_steps, patient = 0, False
+    if action == "switch" and (fits or fits_saving):
+        later_steps = outlook.later_steps
+        patient = state.switched_at is not None and state.paying_steps + 1 < options.patience_steps
+    if later_steps or patient:
         action = "stay" if fits else "save memory"
-    return Decision(action, fits, slower, fits_saving, slower_than_saving, patient)
+    return Decision(action, fits, slower, fits_saving, slower_than_saving, patient and not later_steps, later_steps)
 
 
 def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
@@ -103,5 +111,5 @@ def state_after(decision: Decision, step: int, state: FlexState, switched_to: Pa
     """
     if switched_to is not None:
         return FlexState(layout=switched_to, switched_at=step)
-    paying_steps = state.paying_steps + 1 if decision.is_patient else 0
+    paying_steps = state.paying_steps + 1 if decision.is_put_off else 0
     return FlexState(layout=state.layout, switched_at=state.switched_at, paying_steps=paying_steps)

@@ -1,6 +1,7 @@
 """`LayoutOutcome`: one layout over the known steps, planned and simulated."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from evenload.plan.planner import Proposal
 from evenload.types.layout import ParallelLayout
@@ -41,11 +42,18 @@ class LayoutOutcome:
         """Steps over which it stands against the current layout: those that both hold."""
         return min(self.holds, keep.holds) if keep.holds else self.holds
 
+    def later_steps(self, keep: "LayoutOutcome") -> int:
+        """After how many of the compared steps a switch to it gains most: until then the current layout, which holds
+        them, is the faster one. 0 where it does not hold the coming step."""
+        steps = self.compared_steps(keep) if keep.holds else 0
+        gains_s = [0.0, *accumulate(a - b for a, b in zip(keep.step_s[:steps], self.step_s[:steps], strict=True))]
+        return min(range(steps), key=gains_s.__getitem__, default=0)
+
     def order(self, keep: "LayoutOutcome") -> tuple[int, float]:
-        """Of layouts that hold the coming step: what gains most over the current layout, or where that cannot run, what
-        holds the most steps and is fastest over them."""
-        steps = self.compared_steps(keep)
-        seconds = sum(self.step_s[:steps]) + self.switch_s
+        """Of layouts that hold the coming step: what gains most over the current layout, now or later, or where that
+        cannot run, what holds the most steps and is fastest over them."""
+        steps, later = self.compared_steps(keep), self.later_steps(keep)
+        seconds = sum(self.step_s[later:steps]) + self.switch_s
         if keep.holds:
-            return 0, seconds - sum(keep.step_s[:steps])
+            return 0, seconds - sum(keep.step_s[later:steps])
         return -steps, seconds
