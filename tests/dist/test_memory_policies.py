@@ -55,6 +55,24 @@ def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp
         assert_bytes_match_the_memory_model(plan, LLAMA, measured)
 
 
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "virtual", "counts"),
+    [(2, 1, 1, 1, (1, 2)), (1, 1, 1, 2, (2, 0)), (2, 2, 1, 1, (0, 1)), (1, 1, 2, 1, (3,))],
+)
+def test_layers_that_recompute_for_all_documents_train_the_same_and_hold_what_is_said(
+    gloo_pool, pp, dp, tp, virtual, counts
+):
+    """Cut documents, split backwards, stages of which some layers keep their products: FlexPipe's O_plan."""
+    plans = [
+        seal(msgspec.structs.replace(plan, layout=plan.layout.recomputing(counts)))
+        for plan in plans_of(pp, dp, virtual, "replay", 1, tp=tp)
+    ]
+    stored = plans_of(pp, dp, virtual, "replay", 1, tp=tp)
+    for plan, same, measured in zip(plans, stored, assert_plans_equal_plain(gloo_pool, plans), strict=True):
+        assert plan.digest != same.digest
+        assert_bytes_match_the_memory_model(plan, LLAMA, measured)
+
+
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool):
     """`choose` under ever smaller limits: other documents under other policies, until everything is offloaded."""
     layout = even_layout(LAYERS, pp=2, virtual=2)

@@ -73,6 +73,8 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
     shared = {piece.doc_id for pack in packs for piece in pack.slices if piece.cp > 1}
     cut = {piece.doc_id for pack in packs for piece in pack.slices if piece.start} - shared
     policies = sorted({policy for replica in plan.pack_plans for policy in replica.policies.values()})
+    if any(again := plan.layout.recomputed_counts):
+        policies.append(f"{'+'.join(map(str, again))} layers of the stages recomputed")
     computed = tokens + padding
     return (
         f"first step {len(plan.documents):,} documents of {tokens:,} tokens in {len(packs)} forward and "

@@ -257,12 +257,16 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     chunk = np.stack(
         [layers * activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
     )
+    # Recomputed layers keep no products of stored documents; those of one layer at a time are made again.
+    again = np.array(layout.recomputed_counts, np.int64)
+    chunk[REPLAY] -= again * element * recomputed_width(model, tp)
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
     forward_temp = np.full((len(POLICIES), len(layers)), forward, np.int64)
     backward_temp = np.full((len(POLICIES), len(layers)), backward, np.int64)
     backward_temp[RECOMPUTE] += element * recomputed_width(model, tp)
+    backward_temp[REPLAY] += (again > 0) * element * recomputed_width(model, tp)
     buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered

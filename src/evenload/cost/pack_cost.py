@@ -11,6 +11,7 @@ Details that matter:
   pack costs what its ranks take on average. K and V travel for slices that are cut, and hide behind attention of those
   that stay whole on a rank. That is what searches compare; what a plan promises is the slowest rank by its own rows
   (`cost.ranked_packs`).
+- Recomputed layers of the layout (`ParallelLayout.stage_recomputed`) are part of what a token and a pack cost in backward.
 - Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
   its copies to or from the host.
@@ -77,8 +78,14 @@ class PackCosts:
             "forward": self._stage_matrix("forward"),
             "backward": self._stage_matrix("backward"),
         }
-        # Per stage: seconds a token and a pack of the forward's linear work that recomputing pays again.
-        self.linear_again_s = self._linear_again_seconds()
+        # Per stage: seconds a token and a pack of the forward's linear work that recomputing a document pays again, and
+        # what recomputed layers pay for every document.
+        stored = self.layers() - np.array(layout.recomputed_counts, np.int64)
+        self.linear_again_s = self._linear_again_seconds(stored)
+        if any(layout.recomputed_counts):
+            token_s, pack_s = self._linear_again_seconds(self.layers() - stored)
+            self.stage_seconds["backward"][0] += token_s
+            self.stage_seconds["backward"][2] += pack_s
         if slowness is not None:
             of_stage = np.array([slowness[rank] for rank in layout.stage_to_rank])
             self.stage_seconds = {direction: of_stage * matrix for direction, matrix in self.stage_seconds.items()}
@@ -273,9 +280,9 @@ class PackCosts:
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
 
-    def _linear_again_seconds(self) -> tuple[NDArray, NDArray]:
-        """As `_linear_seconds`, of what recomputing makes again."""
-        model, tp, layers = self.model, self.layout.tp, self.layers()
+    def _linear_again_seconds(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
+        """As `_linear_seconds`, of what recomputing makes again in so many layers of every stage."""
+        model, tp = self.model, self.layout.tp
         layer, share = self.coefficients.forward, recomputed_share(model)
         token_s, pack_s = recompute_seconds(model, self.coefficients, tp)
         return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)

@@ -68,22 +68,27 @@ def split_pack_seconds(
     ideal = msgspec.structs.replace(without_tp, attention_tile=1, head_pack_s=0.0, **passes)
     rows = columns if ranked is None else ranked.rows
     mean = (lambda rank_s: rank_s) if ranked is None else ranked.mean
-    ideal_costs = PackCosts(costs.model, ideal, layout)
+    bare = layout.arrangement
+    ideal_costs = PackCosts(costs.model, ideal, bare)
     ideal_s = mean(ideal_costs.compute_seconds(rows, direction))
     # Ideal work divides evenly, so that its mean over ranks needs no rows.
     unpadded = dataclasses.replace(columns, pad_to=np.zeros_like(columns.pad_to))
     useful_s = ideal_costs.compute_seconds(unpadded, direction) if columns.pad_to.any() else ideal_s
-    rank_compute_s = costs.compute_seconds(rows, direction)
+    rank_all_s = rank_compute_s = costs.compute_seconds(rows, direction)
+    if bare != layout:
+        stored = PackCosts(costs.model, coefficients, bare, slowness=costs.slowness)
+        rank_compute_s = stored.compute_seconds(rows, direction)
     compute_s = mean(rank_compute_s)
-    without_tp_s = mean(PackCosts(costs.model, without_tp, layout).compute_seconds(rows, direction))
+    without_tp_s = mean(PackCosts(costs.model, without_tp, bare).compute_seconds(rows, direction))
     if ranked is None:
-        rank_waiting_s = costs.pack_seconds(columns, direction) - rank_compute_s
+        rank_waiting_s = costs.pack_seconds(columns, direction) - rank_all_s
     else:
         rank_waiting_s = rank_waiting_seconds(costs, ranked, direction)
-    replayed_s = recomputed_s = planned_s = rank_compute_s + rank_waiting_s
+    replayed_s = rank_compute_s + rank_waiting_s
+    recomputed_s = planned_s = rank_all_s + rank_waiting_s
     if policy is not None:
         kept = np.where(policy == OFFLOAD, REPLAY, policy).astype(np.int8)
-        recomputed_s, planned_s = (costs.under_policy(replayed_s, rows, direction, codes) for codes in (kept, policy))
+        recomputed_s, planned_s = (costs.under_policy(recomputed_s, rows, direction, codes) for codes in (kept, policy))
     slowest_s = planned_s if ranked is None else ranked.slowest(planned_s)
     return PackSplit(
         useful_s=useful_s,

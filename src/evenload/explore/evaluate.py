@@ -238,7 +238,7 @@ def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
 
 def _switch_note(proposals: Sequence[FlexProposal]) -> str:
     """How often and to what the layout changed, and what that costs."""
-    used = Counter(one.proposal.plan.layout.describe() for one in proposals)
+    used = Counter(one.proposal.plan.layout.arrangement.describe() for one in proposals)
     layouts = ", ".join(f"{name} ({steps})" for name, steps in used.items())
     switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
     switch_s = sum(one.proposal.switch_s for one in proposals)

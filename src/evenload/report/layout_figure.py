@@ -101,6 +101,10 @@ def _told(decision: LayoutDecision) -> str:
         f"<b>step {decision.step}</b>: {escape(format_action(decision))}, {format_conditions(decision)}",
         f"T(keep) {format_predicted(decision.keep_s)}, T(save) {format_predicted(decision.save_s)}",
     ]
+    candidates = {"documents": decision.save_documents_s, "layers": decision.save_layers_s}
+    if any(seconds is not None for seconds in candidates.values()):
+        of_each = [f"by {name} {format_predicted(seconds)}" for name, seconds in candidates.items()]
+        lines.append(f"saving memory in this step: {', '.join(of_each)}")
     if decision.other:
         lines.append(
             f"{escape(decision.other)}: T(new) {format_predicted(decision.new_s)}, "

@@ -63,7 +63,7 @@ class LayoutTable:
                 format_conditions(last),
                 format_action(last),
                 format_predicted(last.keep_s),
-                format_predicted(last.save_s),
+                _saving_cell(last),
                 format_predicted(last.new_s) if last.other else "",
                 _switch_cell(last),
                 Text(last.why),
@@ -72,9 +72,15 @@ class LayoutTable:
         yield table
         yield Text(
             "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
-            "switching is slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
+            "switching is slower than that; T(save) (layers): by layers that recompute, FlexPipe's O_plan, else by documents; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
             "seconds are predicted, over the known steps"
         )
+
+
+def _saving_cell(decision: LayoutDecision) -> str:
+    by_layers, by_documents = decision.save_layers_s, decision.save_documents_s
+    has_layers = by_layers is not None and (by_documents is None or by_layers < by_documents)
+    return format_predicted(decision.save_s) + (" (layers)" if has_layers else "")
 
 
 def _switch_cell(decision: LayoutDecision) -> str:

@@ -136,6 +136,7 @@ class Executor:
                 mine.stored_tokens(),
                 backward_packs,
                 policies=packs.policies,
+                recomputed_layers=plan.layout.recomputed_layers(stage),
                 held=held,
                 copies=self._copies,
                 shard=self._stages[stage].row_shard,

@@ -66,6 +66,8 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
     for dp_rank, packs in enumerate(plan.pack_plans):
         if packs.dp_rank != dp_rank:
             yield f"pack plan {dp_rank} says dp_rank {packs.dp_rank}"
+        if packs.policies and any(plan.layout.recomputed_counts):
+            yield f"layers are recomputed for all documents, and document {min(packs.policies)} has a policy of its own"
     yield from _document_offences(plan)
     yield from slice_offences(plan, max_pack_tokens)
     for dp_rank in range(dp):

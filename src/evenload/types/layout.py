@@ -22,6 +22,9 @@ class ParallelLayout(Frozen):
         stage_layers: per virtual stage its layers as a half-open range; consecutive, covering all.
         stage_to_rank: per virtual stage the pipeline rank that runs it.
         generation: rises by one at every live reconfiguration.
+        stage_recomputed: of every virtual stage how many of its layers, its first ones, make the products of their linear
+            layers again in backward instead of keeping them, for all documents (FlexPipe's O_plan); left out of JSON
+            where none does.
     """
 
     dp: int = 1
@@ -31,6 +34,7 @@ class ParallelLayout(Frozen):
     stage_layers: tuple[tuple[int, int], ...]
     stage_to_rank: tuple[int, ...]
     generation: int = 0
+    stage_recomputed: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for field in ("dp", "cp", "pp", "tp"):
@@ -48,6 +52,28 @@ class ParallelLayout(Frozen):
             edge = stop
         if sorted(set(self.stage_to_rank)) != list(range(self.pp)):
             raise ConfigError(f"layout: stages go to ranks {self.stage_to_rank}, expected each of 0..{self.pp - 1}")
+        again = self.recomputed_counts
+        if len(again) != self.num_stages or not all(
+            0 <= some <= count for some, count in zip(again, self.stage_counts, strict=False)
+        ):
+            raise ConfigError(
+                f"layout: {again} layers of the stages are recomputed, expected one number of each stage, at most its "
+                f"layers {self.stage_counts}"
+            )
+
+    @property
+    def recomputed_counts(self) -> tuple[int, ...]:
+        """Of every virtual stage its layers that make products again, which are its first ones."""
+        return (0,) * self.num_stages if isinstance(self.stage_recomputed, msgspec.UnsetType) else self.stage_recomputed
+
+    def recomputed_layers(self, stage: int) -> range:
+        """Of a virtual stage the layers of the model that make products again."""
+        first, _ = self.stage_layers[stage]
+        return range(first, first + self.recomputed_counts[stage])
+
+    def recomputing(self, counts: Sequence[int]) -> "ParallelLayout":
+        """The same places with so many layers of every virtual stage recomputed."""
+        return msgspec.structs.replace(self, stage_recomputed=tuple(counts) if any(counts) else msgspec.UNSET)
 
     @property
     def num_stages(self) -> int:
@@ -78,8 +104,10 @@ class ParallelLayout(Frozen):
 
     @property
     def arrangement(self) -> "ParallelLayout":
-        """This layout in generation 0: equal for layouts that place everything alike."""
-        return msgspec.structs.replace(self, generation=0) if self.generation else self
+        """This layout in generation 0 and without recomputed layers: equal for layouts that place everything alike."""
+        if not self.generation and self.stage_recomputed is msgspec.UNSET:
+            return self
+        return msgspec.structs.replace(self, generation=0, stage_recomputed=msgspec.UNSET)
 
     @property
     def stage_counts(self) -> tuple[int, ...]:
@@ -99,6 +127,8 @@ class ParallelLayout(Frozen):
             parts.append(f"virtual={virtual}")
         if not self.is_even:
             parts.append(f"layers={'+'.join(map(str, self.stage_counts))}")
+        if any(self.recomputed_counts):
+            parts.append(f"recomputed={'+'.join(map(str, self.recomputed_counts))}")
         return " ".join(parts) or "single"
 
 

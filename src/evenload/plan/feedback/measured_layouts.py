@@ -51,7 +51,7 @@ class MeasuredLayouts(Frozen):
 
     def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
         """Known after a step in a layout."""
-        key = msgspec.structs.replace(layout, generation=0)
+        key = layout.arrangement
         before = next((one.ratios for one in self.layouts if one.layout == key), ())
         newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
         if before:
@@ -73,7 +73,7 @@ class MeasuredLayouts(Frozen):
         if not self.layouts:
             return 1.0
         common = statistics.median(statistics.median(one.ratios) for one in self.layouts)
-        key = msgspec.structs.replace(layout, generation=0)
+        key = layout.arrangement
         own = next((one for one in self.layouts if one.layout == key), None)
         if own is None:
             return common

@@ -3,6 +3,7 @@
 import math
 
 from evenload.plan.reconfiguration.fmop import Decision, Outlook
+from evenload.plan.reconfiguration.layout_plans import MemoryPlans
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutAction, LayoutDecision
 
@@ -15,17 +16,17 @@ def told_decision(
     before: ParallelLayout,
     after: ParallelLayout,
     other: ParallelLayout | None,
-    known_steps: int,
     patience: tuple[int, int],
     fits_by_prediction: bool,
+    memory_plans: MemoryPlans,
 ) -> LayoutDecision:
     """What was decided before a step.
 
     Args:
         before, after: the layouts of the step before and of the step.
         other: the best other layout that holds the coming batch; None = none does.
-        known_steps: whose seconds the outlook holds.
         patience: steps in a row at which a switch has paid, this one included, and how many it takes.
+        memory_plans: of the current layout for the coming step.
         fits_by_prediction: the plan of the step fits as predicted, whatever measured steps say of memory.
     """
     has_switched = after != before
@@ -45,14 +46,29 @@ def told_decision(
         is_patient=decision.is_patient,
         later_steps=decision.later_steps,
         other="" if other is None else other.describe(),
-        known_steps=known_steps,
+        known_steps=outlook.known_steps,
         keep_s=_known(outlook.keep_s),
         save_s=_known(outlook.save_s),
+        save_documents_s=memory_plans.documents_s,
+        save_layers_s=memory_plans.layers_s,
+        memory_plan=_memory_plan(memory_plans),
         new_s=_known(outlook.new_s),
         switch_s=outlook.switch_s,
-        why=_why(step, decision, outlook, before, other, has_switched=has_switched, patience=patience)
+        why=_why(step, decision, outlook, (before, memory_plans), other, has_switched=has_switched, patience=patience)
         or (_PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"),
     )
+
+
+def _memory_plan(plans: MemoryPlans) -> str:
+    """How the current layout holds the batch where it cannot store everything; "" where it can, or nothing helps."""
+    if plans.is_stored or not plans.chosen.feasible:
+        return ""
+    again = plans.chosen.plan.layout.recomputed_counts
+    if any(again):
+        return f"recomputing {'+'.join(map(str, again))} layers of its stages"
+    names = sorted({policy for packs in plans.chosen.plan.pack_plans for policy in packs.policies.values()})
+    said = {"recompute": "recomputing", "offload": "offloading"}
+    return f"{' and '.join(said[name] for name in names)} documents"
 
 
 _PREDICTED = "{} holds the batch as predicted; by measured memory no layout does"
@@ -66,17 +82,18 @@ def _why(
     step: int,
     decision: Decision,
     outlook: Outlook,
-    before: ParallelLayout,
+    current: tuple[ParallelLayout, MemoryPlans],
     other: ParallelLayout | None,
     *,
     has_switched: bool,
     patience: tuple[int, int],
 ) -> str:
     """One sentence; "" where no layout has room by what is known."""
-    here = before.describe()
+    here = current[0].describe()
     staying = f"{here} holds the batch"
     if not decision.fits:
-        staying = f"{here} holds the batch by recomputing or offloading" if decision.fits_saving else ""
+        saved_by = _memory_plan(current[1]) or "recomputing or offloading"
+        staying = f"{here} holds the batch by {saved_by}" if decision.fits_saving else ""
     if other is None:
         return f"{staying}; no other layout does" if staying else ""
     if not staying:

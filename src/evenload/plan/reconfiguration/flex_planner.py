@@ -13,33 +13,29 @@ steps that are known ahead are kept until those steps come, so a step costs a pl
 `finalists` others, however many steps are known, and HBSA (milliseconds).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import REPLAY
-from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.switch import switch_seconds
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.decision_words import told_decision
 from evenload.plan.reconfiguration.fmop import Decision, FlexState, Outlook, decide, state_after
 from evenload.plan.reconfiguration.hbsa import MappingSearch
 from evenload.plan.reconfiguration.layout_candidates import CoefficientsOf, LayoutCandidates
 from evenload.plan.reconfiguration.layout_outcome import LayoutOutcome
+from evenload.plan.reconfiguration.layout_plans import LayoutPlans, MemoryPlans, OptionsOf
 from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import LeftOut, StepPlan, seal
-
-OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +86,9 @@ class FlexPlanner:
         for layout in layouts or ():
             strategy_named(strategy).require_layout(layout)
         self._model = planner.costs.model
-        self._options_of = options_of or (lambda layout, coefficients: planner.options)
-        self._planners = {msgspec.structs.replace(planner.layout, generation=0): planner}
+        self._plans = LayoutPlans(planner, strategy, self.options, self.candidates.coefficients, options_of)
         self._delays = strategy_named(strategy).delays(planner.options)
         self._found: dict[tuple[tuple[Document, ...], ParallelLayout], MappingSearch] = {}
-        self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], Proposal] = {}
 
     @property
     def layout(self) -> ParallelLayout:
@@ -122,7 +116,7 @@ class FlexPlanner:
             self.options,
             strategy=strategy,
             layouts=candidates.given,
-            options_of=self._options_of,
+            options_of=self._plans.options_of,
         )
 
     def initial_state(self) -> FlexState:
@@ -153,7 +147,7 @@ class FlexPlanner:
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
-        self._ahead = {key: plan for key, plan in self._ahead.items() if key[0] >= step}
+        self._plans.forget_before(step)
         cap_bytes, memory_factor = self.start.memory_cap_bytes, measured.memory_factor()
 
         def fits(proposal: Proposal) -> bool:
@@ -161,13 +155,16 @@ class FlexPlanner:
             return proposal.feasible and (cap_bytes is None or measured_bytes <= cap_bytes)
 
         def outcome(layout: ParallelLayout) -> LayoutOutcome:
+            plans = self._planned(layout, step, documents, left_out, delay, is_last=is_last)
             proposals = [
-                self._planned(layout, step, documents, left_out, delay, is_last=is_last),
-                *(self._planned_ahead(layout, step + 1 + i, batch) for i, batch in enumerate(known[1:])),
+                plans.chosen,
+                *(self._plans.ahead(layout, step + 1 + i, batch).chosen for i, batch in enumerate(known[1:])),
             ]
             factor = measured.factor(layout, step)
             return LayoutOutcome(
+                layout=layout,
                 proposal=_in_generation(proposals[0], layout),
+                plans=plans,
                 step_s=tuple(factor * one.plan.predicted.step_time_s for one in proposals),
                 holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
             )
@@ -186,11 +183,12 @@ class FlexPlanner:
         later = 0 if best is None else best.later_steps(keep)
         keep_s = sum(keep.step_s[:steps])
         outlook = Outlook(
-            keep_s=keep_s if keep.holds and not self._saves_memory(keep.proposal) else float("inf"),
+            keep_s=keep_s if keep.holds and keep.plans.is_stored else float("inf"),
             save_s=keep_s if keep.holds else float("inf"),
             new_s=sum((*keep.step_s[:later], *best.step_s[later:steps])) if best else float("inf"),
             switch_s=target.switch_s if target else 0.0,
             later_steps=later,
+            known_steps=steps,
         )
         decision = decide(outlook, state, self.options)
         switched_to = target if decision.action == "switch" else None
@@ -205,9 +203,9 @@ class FlexPlanner:
             before=state.layout,
             after=state.layout if switched_to is None else switched_to.layout,
             other=None if target is None else target.layout,
-            known_steps=steps,
             patience=(state.paying_steps + 1, self.options.patience_steps),
             fits_by_prediction=proposal.feasible,
+            memory_plans=keep.plans,
         )
         after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
         return FlexProposal(proposal, after, decision, found[0], told)
@@ -234,14 +232,7 @@ class FlexPlanner:
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""
-        key = msgspec.structs.replace(layout, generation=0)
-        if key not in self._planners:
-            coefficients, start = self.candidates.coefficients(key), self.start
-            options = self._options_of(key, coefficients)
-            self._planners[key] = StepPlanner(
-                self._model, coefficients, key, start.memory_cap_bytes, options, start.host
-            )
-        return self._planners[key]
+        return self._plans.planner_of(layout)
 
     def _planned(
         self,
@@ -252,26 +243,12 @@ class FlexPlanner:
         delay: DelayState | None,
         *,
         is_last: bool,
-    ) -> Proposal:
+    ) -> MemoryPlans:
         """The coming step."""
         if not self._delays and not left_out:
-            return self._planned_ahead(layout, step, documents)
+            return self._plans.ahead(layout, step, documents)
         state = delay if self._delays else None
-        return self.planner_of(layout).propose(step, documents, self.strategy, left_out, state=state, is_last=is_last)
-
-    def _planned_ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> Proposal:
-        """A step by itself; kept until it has come."""
-        key = step, msgspec.structs.replace(layout, generation=0), documents
-        if key not in self._ahead:
-            self._ahead[key] = self.planner_of(layout).propose(step, documents, self.strategy)
-        return self._ahead[key]
-
-    def _saves_memory(self, proposal: Proposal) -> bool:
-        """Some document is not replayed because the layout does not hold the batch otherwise."""
-        if self.start.options.policy != "choose":
-            return False
-        policies = (choice.candidate.policy for choice in proposal.choices)
-        return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
+        return self._plans.coming(layout, step, documents, left_out, state, is_last=is_last)
 
     def _beyond_memory(self, outcomes: Sequence[LayoutOutcome]) -> Proposal:
         """The closest of plans that all exceed memory, with a reason that says so."""
@@ -295,10 +272,11 @@ def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome])
 
 
 def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
-    """The same plan, its layout with its generation."""
-    if proposal.plan.layout == layout:
+    """The same plan, its layout with the generation of this one."""
+    if proposal.plan.layout.generation == layout.generation:
         return proposal
-    return replace(proposal, plan=seal(msgspec.structs.replace(proposal.plan, layout=layout)))
+    planned = msgspec.structs.replace(proposal.plan.layout, generation=layout.generation)
+    return replace(proposal, plan=seal(msgspec.structs.replace(proposal.plan, layout=planned)))
 
 
 def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:

@@ -55,6 +55,7 @@ class Outlook:
         new_s: T(new) of the best other mapping.
         switch_s: T(switch).
         later_steps: after so many of the known steps a switch gains most; 0 = before the coming one.
+        known_steps: whose seconds these are.
     """
 
     keep_s: float
@@ -62,6 +63,7 @@ class Outlook:
     new_s: float
     switch_s: float
     later_steps: int = 0
+    known_steps: int = 1
 
 
 @dataclass(frozen=True)

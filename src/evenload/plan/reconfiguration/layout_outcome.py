@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from evenload.plan.planner import Proposal
+from evenload.plan.reconfiguration.layout_plans import MemoryPlans
 from evenload.types.layout import ParallelLayout
 
 
@@ -12,21 +13,20 @@ class LayoutOutcome:
     """What a layout would make of the known steps.
 
     Args:
-        proposal: of the coming step.
+        layout: with the generation that it has or would have.
+        proposal: of the coming step; its layout may recompute some layers.
+        plans: the memory plans that it was chosen from.
         step_s: predicted seconds of every known step, as far as measured steps correct them.
         holds: known steps that fit, up to the first that does not.
         switch_s: of a switch to it, corrected alike; 0 = it is the current one.
     """
 
+    layout: ParallelLayout
     proposal: Proposal
+    plans: MemoryPlans
     step_s: tuple[float, ...]
     holds: int
     switch_s: float = 0.0
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """With the generation that it has or would have."""
-        return self.proposal.plan.layout
 
     @property
     def is_finalist(self) -> bool:

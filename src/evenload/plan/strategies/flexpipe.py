@@ -7,6 +7,8 @@ of `balanced`. O(candidates · n log n).
 Its options say how the layout is chosen, under `auto` with `plan.layouts`, too.
 """
 
+from typing import Literal
+
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.strategies.balanced import plan_balanced
@@ -24,6 +26,9 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         overhead_s: fixed seconds of a switch on top of its transfers.
         finalists: layouts that are planned and simulated beside the current one, at most; declared layouts with virtual
             stages come on top.
+        memory_plans: how a layout may hold a batch for which it lacks memory, the faster one: "documents" that recompute or
+            offload in all stages, or "layers" that recompute for all documents (FlexPipe's O_plan; under `flexpipe`, not
+            under `auto`). For `plan.options.policy` "choose" alone.
         least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
         most_layouts: that a run under `flexpipe` may take where it declares none, the one in which it starts included.
@@ -38,6 +43,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     patience_steps: int = 2
     overhead_s: float = 0.0
     finalists: int = 3
+    memory_plans: tuple[Literal["documents", "layers", "optimizer"], ...] = ("documents", "layers")
     least_depth_only: bool = False
     follow_measured: bool = True
     most_layouts: int = 6
@@ -50,6 +56,11 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         ):
             if getattr(self, field) < least:
                 raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {least}")
+        if "optimizer" in self.memory_plans:
+            raise ConfigError(
+                "plan options: flexpipe.memory_plans has 'optimizer', but optimizer state stays on its device in this "
+                "version; choose from documents, layers"
+            )
         if not 0 <= self.margin < 1:
             raise ConfigError(f"plan options: flexpipe.margin is {self.margin}, must be in [0, 1)")
 

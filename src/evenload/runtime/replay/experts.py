@@ -90,7 +90,7 @@ class ReplayExperts(nn.Module):
         order = _Order(top_k_index, self.gate_up_proj.shape[0])
         if state.mode == "record":
             gate_up = order.products(hidden_states[order.token], self.gate_up_proj)
-            store.record(self.site, order.by_token(gate_up), is_product=True)
+            store.record_product(self.site, order.by_token(gate_up))
             product = order.products(self._gated(gate_up), self.down_proj)
             weighted = product * top_k_weights.flatten()[order.entry, None]
             return order.sum_by_token(weighted).to(hidden_states.dtype)

@@ -35,7 +35,7 @@ class _RecordedLinear:
         if state.mode == "record":
             output = self.product(input[0])
             if not self.output_unused:
-                state.store.record(self.site, output, is_product=True, is_own_rows=self.has_own_rows)
+                state.store.record_product(self.site, output, is_own_rows=self.has_own_rows)
             return output[None]
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.

@@ -104,10 +104,11 @@ class ReplayState:
     def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         """The product [T, out] of `input` [T, in] at a site of the backward pack; `make` gives it of any rows."""
         assert self.store is not None
-        if self.remade is None:
+        recomputes = self.store.recomputes(site)
+        if self.remade is None and not recomputes:
             return self.store.read(site, self.ranges)
         with torch.no_grad():
-            if self.kept is None:
+            if recomputes or self.kept is None:
                 return make(input)
             made, stored = make(input[self.remade]), self.store.read(site, self.kept_ranges)
             output = made.new_empty(input.shape[0], *made.shape[1:])

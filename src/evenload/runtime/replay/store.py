@@ -8,7 +8,8 @@ tensor a layer. (Values may be a view of a recorded product: then they are held 
 What a block keeps depends on the activation policy of its document (`cost/activation.py`):
 
     replay     everything that is recorded
-    recompute  all but the products of linear layers, which the backward makes again
+    recompute  all but the products of linear layers, which the backward makes again; so do recomputed layers of a
+               stage for all documents
     offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
                next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
                layers of a pack's offloaded documents are on the device. Final hidden states stay there
@@ -19,7 +20,7 @@ prediction is tested against (cost/memory.py mirrors these rules).
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,8 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
 
+Site = tuple[int, str]
+"""Of a product: its layer, and the name of its module in it."""
 _NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 
 
@@ -66,6 +69,7 @@ class ActivationStore:
         num_tokens: tokens of every document the replica trains (padded length where it is padded).
         backward_packs: their ranges, by which slices of a forward pack are kept together.
         policies: of documents that do not use `replay`.
+        recomputed_layers: whose products no document keeps; then no document has a policy of its own.
         held: where bytes are counted; the stages of a rank share one.
         shard: of a tensor-parallel rank, which rows it has of what is recorded as own rows.
         copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
@@ -77,6 +81,7 @@ class ActivationStore:
         backward_packs: Sequence[tuple[Range, ...]],
         *,
         policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
+        recomputed_layers: Collection[int] = (),
         held: HeldBytes | None = None,
         copies: HostCopies | None = None,
         shard: RowShard | None = None,
@@ -84,6 +89,7 @@ class ActivationStore:
         self._own_rows_keys: set[Hashable] = set()
         self._num_tokens = num_tokens
         self._policies = policies
+        self._recomputed_layers = recomputed_layers
         self._index = BlockIndex(backward_packs, self.policy, shard)
         self._copies = copies
         self._device: torch.device | None = None
@@ -99,10 +105,19 @@ class ActivationStore:
     def policy(self, doc_id: int) -> ActivationPolicy:
         return self._policies.get(doc_id, "replay")
 
+    def recomputes(self, site: Site) -> bool:
+        """Whether no document keeps the products of a site."""
+        return site[0] in self._recomputed_layers
+
     # ---- forward -------------------------------------------------------------------------------
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         self._open = self._index.open_pack(ranges)
+
+    def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
+        """Keep the output of a linear layer, or of experts, where it is not made again; see `record`."""
+        if not self.recomputes(site):
+            self.record(site, rows, is_product=True, is_own_rows=is_own_rows)
 
     def record(
         self,
