@@ -191,7 +191,9 @@ def measure(quick: bool) -> list[Row]:
     losses = [run.losses for runs in found.values() for run in runs]
     drift = max(float(np.abs(np.array(one) / np.array(losses[0]) - 1).max()) for one in losses)
     print(f"losses of all runs are equal to {drift:.1e}")
-    case = f"{WORLD} processes, {LAYERS} layers, vocabulary {VOCABULARY}, documents of {SHORT} and {LONG} tokens by turns"
+    case = (
+        f"{WORLD} processes, {LAYERS} layers, vocabulary {VOCABULARY}, documents of {SHORT} and {LONG} tokens by turns"
+    )
     flexible_s = [run.seconds for run in found[FLEXIBLE]]
     rows = []
     for name in STATIC:

@@ -23,9 +23,7 @@ SWITCH = Switch(
 )  # fmt: skip
 
 NO_TOKENS = TokenTable(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int32))
-AT_START = LoaderState(
-    step=0, epoch=0, next_doc_id=0, parts=(), deferred=(), ledger=LedgerState(), fingerprint={}
-)
+AT_START = LoaderState(step=0, epoch=0, next_doc_id=0, parts=(), deferred=(), ledger=LedgerState(), fingerprint={})
 
 
 def planned_step(flex, state=None):

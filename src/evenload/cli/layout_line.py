@@ -17,7 +17,9 @@ def layout_line(decision: LayoutDecision) -> str:
     """One line about a switch; "" where the layout stays."""
     if not decision.is_switch:
         return ""
-    said = f"{decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: {decision.why}"
+    said = (
+        f"{decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: {decision.why}"
+    )
     switch_s = format_seconds(decision.switch_s)
     if decision.gain_s is None:
         return f"layout {said}; forced by memory, whatever it costs; predicted: {switch_s} for the switch"

@@ -82,7 +82,7 @@ class PlanInputs:
         model_name, cluster_name, cost_name: as the user gave them.
         layout: None = the default one, or a search.
         keeps_stages: the layout is that of a run, layers of stages included; else they are balanced by cost.
-        layouts: that a run may take, the one in which it starts first; None = that alone, or the layout is not the run's.
+        layouts: that a run may take, the one in which it starts first; None = that alone, or the layout is another.
         batches: how a global batch is drawn from the lengths.
         memory_cap_bytes: what a device offers.
         host: what a node offers to offloaded activations.

@@ -11,7 +11,7 @@ Details that matter:
   pack costs what its ranks take on average. K and V travel for slices that are cut, and hide behind attention of those
   that stay whole on a rank. That is what searches compare; what a plan promises is the slowest rank by its own rows
   (`cost.ranked_packs`).
-- Recomputed layers of the layout (`ParallelLayout.stage_recomputed`) are part of what a token and a pack cost in backward.
+- Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
 - Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
   its copies to or from the host.

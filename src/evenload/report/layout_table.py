@@ -29,7 +29,8 @@ def format_conditions(decision: LayoutDecision) -> str:
 
 def format_action(decision: LayoutDecision) -> str:
     """The case of Fig. 7 and what is done: "④ shrink"."""
-    return f"{CASES[decision.case - 1]} {decision.action}{', waits' if decision.is_patient or decision.later_steps else ''}"
+    waits = ", waits" if decision.is_patient or decision.later_steps else ""
+    return f"{CASES[decision.case - 1]} {decision.action}{waits}"
 
 
 def format_predicted(seconds: float | None) -> str:
@@ -72,8 +73,9 @@ class LayoutTable:
         yield table
         yield Text(
             "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
-            "switching is slower than that; T(save) (layers): by layers that recompute, FlexPipe's O_plan, else by documents; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
-            "seconds are predicted, over the known steps"
+            "switching is slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
+            "T(save) by documents, or (layers) by layers that recompute for all of them; seconds are predicted, over "
+            "the known steps"
         )
 
 

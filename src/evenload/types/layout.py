@@ -22,9 +22,9 @@ class ParallelLayout(Frozen):
         stage_layers: per virtual stage its layers as a half-open range; consecutive, covering all.
         stage_to_rank: per virtual stage the pipeline rank that runs it.
         generation: rises by one at every live reconfiguration.
-        stage_recomputed: of every virtual stage how many of its layers, its first ones, make the products of their linear
-            layers again in backward instead of keeping them, for all documents (FlexPipe's O_plan); left out of JSON
-            where none does.
+        stage_recomputed: of every virtual stage how many of its layers, its first ones, make the products of their
+            linear layers again in backward instead of keeping them, for all documents (FlexPipe's O_plan); left out of
+            JSON where none does.
     """
 
     dp: int = 1

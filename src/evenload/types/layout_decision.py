@@ -28,9 +28,9 @@ class LayoutDecision(Frozen):
         other: the best other layout that was planned; "" = none holds the coming batch, or there is none.
         known_steps: whose seconds are compared.
         keep_s: T(current); `save_s`: with a memory plan; `new_s`: T(other); `switch_s`: T(switch) to it.
-        save_documents_s, save_layers_s: seconds of the coming step alone with each memory plan: documents that recompute
-            or offload, or layers that recompute for all of them (FlexPipe's O_plan); None = it does not hold the batch,
-            or none is needed.
+        save_documents_s, save_layers_s: seconds of the coming step alone with each memory plan: documents that
+            recompute or offload, or layers that recompute for all of them (FlexPipe's O_plan); None = it does not hold
+            the batch, or none is needed.
         memory_plan: the one with which the current layout would run, in words; "" = none.
         why: one sentence.
         measured_switch_s, moved_bytes: of the switch, in a run that made it; None = it was only predicted, or there was

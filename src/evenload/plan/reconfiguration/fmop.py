@@ -15,9 +15,11 @@ only if a step beyond memory takes for ever: hence the infinity and the "otherwi
 Ours on top is hysteresis: a switch that nothing forces must gain `margin` of the time without it, and must have paid at
 `patience_steps` steps in a row, so that batches that alternate do not move the model back and forth. Until the first
 switch patience is not asked for: the layout in which a run starts was nobody's answer to its batches. With margin 0 and
-patience 1 the decision is the published one. T of all conditions runs over the steps whose lengths are known, and where
-a switch pays more some of these steps later, because the coming ones are faster as they are, it is made then; such steps
-count for patience, as the switch has been in view all the while.
+patience 1 the decision is the published one.
+
+T of all conditions runs over the steps whose lengths are known. Where a switch gains more some of these steps later,
+because the coming ones are faster as they are, it is made then; the steps it waits count for patience, because it has
+been in view all the while.
 """
 
 import math

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import kv_bytes_per_token, activation_bytes_per_token, recomputed_width
+from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token, recomputed_width
 from evenload.plan.planner import Proposal
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -71,7 +71,7 @@ def _needed(lacking: NDArray[np.int64], saved: NDArray[np.float64], most: NDArra
 
 
 def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Of what packs hold on a stage, what one recomputed layer saves: too much of the peak, so too few layers at first."""
+    """Of what packs hold on a stage, what one recomputed layer saves. The peak holds more, so the first guess is low."""
     tp = layout.tp
     kept = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
     return model.bytes_per_element * recomputed_width(model, tp) / (kept * np.array(layout.stage_counts))

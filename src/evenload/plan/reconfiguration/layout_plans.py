@@ -108,7 +108,10 @@ class LayoutPlans:
         # A strategy that searches chooses policies itself, and a search for every number of layers takes too long.
         if "layers" in wanted and strategy_named(self._strategy).search is None:
             by_layers = plan_recomputing_layers(
-                self._start.costs.model, layout.arrangement, cap_bytes, lambda one: propose(self._planner(one, "replay"))
+                self._start.costs.model,
+                layout.arrangement,
+                cap_bytes,
+                lambda one: propose(self._planner(one, "replay")),
             )
         by_documents = usual if usual.feasible and "documents" in wanted else None
         fitting = [one for one in (by_documents, by_layers) if one is not None]

@@ -26,9 +26,9 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         overhead_s: fixed seconds of a switch on top of its transfers.
         finalists: layouts that are planned and simulated beside the current one, at most; declared layouts with virtual
             stages come on top.
-        memory_plans: how a layout may hold a batch for which it lacks memory, the faster one: "documents" that recompute or
-            offload in all stages, or "layers" that recompute for all documents (FlexPipe's O_plan; under `flexpipe`, not
-            under `auto`). For `plan.options.policy` "choose" alone.
+        memory_plans: how a layout may hold a batch for which it lacks memory, the faster of them: "documents" that
+            recompute or offload in all stages, "layers" that recompute for all documents (FlexPipe's O_plan; under
+            `flexpipe`, not under `auto`). For `plan.options.policy` "choose" alone.
         least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
         most_layouts: that a run under `flexpipe` may take where it declares none, the one in which it starts included.

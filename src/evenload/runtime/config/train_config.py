@@ -103,7 +103,8 @@ class PlanConfig(Frozen):
             ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
             there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
             Process groups of all of them are made at start. Without any, `flexpipe` takes some depths of the same
-            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that of `[parallel]`.
+            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that
+            of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
             machine, or its container, has.
