@@ -242,8 +242,8 @@ def test_declared_layouts_with_virtual_stages_are_planned_whatever_else_is_decla
     options = FlexOptions(finalists=1, **PUBLISHED)
     found = FlexPlanner(flex.start, flex.candidates.coefficients_of, options, layouts=[start, *others, interleaved])
     planned = []
-    plan_in = found.planner_of
-    found.planner_of = lambda layout: planned.append(layout.describe()) or plan_in(layout)
+    plan_in = found._plans.planner_of
+    found._plans.planner_of = lambda layout: planned.append(layout.describe()) or plan_in(layout)
     assert found.propose(0, documents(SHORT)).told.other == "dp=4"
     assert planned == ["pp=4", "pp=2 virtual=2", "dp=4"]
 
@@ -364,7 +364,7 @@ def test_decisions_are_told_with_conditions_seconds_and_reason() -> None:
     assert told[1].why == "dp=4 does not hold the batch, not even by recomputing or offloading"
     assert (told[1].keep_s, told[1].save_s, told[1].gain_s) == (None, None, None)
     assert told[2].why == (
-        "dp=2 pp=2 layers=3+1 holds the batch by recomputing or offloading; pp=4 with the switch takes 8.1 % more time"
+        "dp=2 pp=2 layers=3+1 holds the batch by offloading documents; pp=4 with the switch takes 8.1 % more time"
     )
     assert told[3].is_patient
     assert told[3].why.endswith("less time, for 1 of 2 steps in a row now")

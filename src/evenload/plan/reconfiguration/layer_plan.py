@@ -71,7 +71,7 @@ def _needed(lacking: NDArray[np.int64], saved: NDArray[np.float64], most: NDArra
 
 
 def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Of what packs hold on a stage, what one recomputed layer saves. The peak holds more, so the first guess is low."""
+    """Of what packs hold on a stage, what one recomputed layer saves. The peak holds more: a low first guess."""
     tp = layout.tp
     kept = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
     return model.bytes_per_element * recomputed_width(model, tp) / (kept * np.array(layout.stage_counts))
