@@ -100,8 +100,8 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_p
 
 def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked_for(tmp_path, monkeypatch):
     """Every step that knows coming batches would else read up to it anew."""
-    rows = [f'{{"text": "{number}"}}\n' for number in range(60)]
-    rows[20] = '{"text": 3}\n'
+    rows = [f'{{"text": "{number}"}}\n' for number in range(400)]
+    rows[333] = '{"text": 3}\n'
     (tmp_path / "a.jsonl").write_text("".join(rows))
     config = data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
     drawn, sample = [], StreamSampler.sample
@@ -115,7 +115,7 @@ def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked
 
     def train():
         while (batch := loader.next_batch()) is not None:
-            loader.coming(50)
+            loader.coming(200)
             loader.note_step(batch, plan_for(batch))
             asked.append(len(drawn))
 

@@ -64,7 +64,21 @@ def test_only_a_switch_that_pays_several_times_in_a_row_is_made() -> None:
     assert actions([saving, faster], switched) == ["save memory", "switch"]
     assert actions([forced, forced], switched) == ["switch", "switch"]
     assert actions([faster, faster], STATE) == ["switch", "stay"]
-    assert "patient" in decide(faster, switched, options).describe()
+    assert decide(faster, switched, options).is_patient
+
+
+def test_a_switch_that_gains_most_later_waits_and_needs_no_patience_then() -> None:
+    options = FlexOptions(margin=0.0, patience_steps=2)
+    later, now = Outlook(10.0, 10.0, 1.0, 1.0, later_steps=2), Outlook(10.0, 10.0, 1.0, 1.0)
+    waiting = decide(later, STATE, options)
+    assert (waiting.action, waiting.later_steps, waiting.is_patient) == ("stay", 2, False)
+    assert decide(Outlook(NEVER, 10.0, 1.0, 1.0, later_steps=2), STATE, options).action == "save memory"
+    assert decide(Outlook(10.0, 10.0, 20.0, 1.0, later_steps=2), STATE, options).later_steps == 0, "none would pay"
+    forced = decide(Outlook(NEVER, NEVER, 1.0, 1.0, later_steps=2), STATE, options)
+    assert (forced.action, forced.later_steps) == ("switch", 0)
+    after = state_after(waiting, 6, FlexState(layout=STATE.layout, switched_at=5), None)
+    assert after.paying_steps == 1
+    assert decide(now, after, options).action == "switch"
 
 
 def test_state_round_trips() -> None:

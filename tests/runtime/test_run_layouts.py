@@ -80,9 +80,9 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tm
 
 
 def test_which_layouts_fewer_ranks_hold_is_not_decided(tmp_path) -> None:
-    for setting in ("plan.strategy=flexpipe", 'plan.layouts=["dp=2"]'):
+    for number, setting in enumerate(("plan.strategy=flexpipe", 'plan.layouts=["dp=2"]')):
         with pytest.raises(ConfigError, match=r"train.on_lost_rank is 'shrink': which layouts fewer ranks still hold"):
-            config_of(tmp_path, "parallel.pp=2", setting, "train.on_lost_rank=shrink")
+            config_of(tmp_path / f"{number}", "parallel.pp=2", setting, "train.on_lost_rank=shrink")
 
 
 def test_measured_speeds_are_of_one_layout(tmp_path) -> None:

@@ -72,7 +72,7 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
     largest = max((pack.num_tokens + pack.num_padding_tokens for pack in packs), default=0)
     shared = {piece.doc_id for pack in packs for piece in pack.slices if piece.cp > 1}
     cut = {piece.doc_id for pack in packs for piece in pack.slices if piece.start} - shared
-    policies = sorted({policy for replica in plan.pack_plans for policy in replica.policies.values()})
+    policies: list[str] = sorted({policy for replica in plan.pack_plans for policy in replica.policies.values()})
     if any(again := plan.layout.recomputed_counts):
         policies.append(f"{'+'.join(map(str, again))} layers of the stages recomputed")
     computed = tokens + padding

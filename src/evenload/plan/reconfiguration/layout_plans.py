@@ -14,7 +14,7 @@ from evenload.cost.activation import REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.options import PlanOptions, PolicyOption
 from evenload.plan.reconfiguration.layer_plan import plan_recomputing_layers
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import strategy_named
@@ -126,7 +126,7 @@ class LayoutPlans:
             layers_s=None if by_layers is None else by_layers.plan.predicted.step_time_s,
         )
 
-    def _planner(self, layout: ParallelLayout, policy: str) -> StepPlanner:
+    def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         key = msgspec.structs.replace(layout, generation=0), policy
         if key not in self._planners:
             coefficients, start = self._coefficients_of(layout.arrangement), self._start
