@@ -10,12 +10,14 @@ import torch
 
 from dist_training import train_steps
 from evenload.cli.launch_survivors import run_surviving
+from evenload.cli.start_record import read_starts
 from evenload.cli.train import train_command
 from evenload.cli.worker_setup import memory_for_rank
 from evenload.errors import ConfigError, EvenloadError, RankLostError
 from evenload.report.metrics_file import latest_per_step, read_metrics
 from evenload.runtime.config.train_config import load_train_config
 from evenload.stepplan.plan_file import decode_plan_file
+from evenload.types.layout import even_layout
 from rank_server import run_as_torchrun
 from shrink_cases import (
     die,
@@ -24,10 +26,12 @@ from shrink_cases import (
     leave_while_a_thread_waits,
     lose_a_rank_in_a_save,
     refuse,
+    train_and_come_late,
     train_and_die,
     train_and_stick,
 )
 from small_run import write_small_costs, write_small_run
+from sweeps import sweep
 
 STEPS = 6
 COMMON = ["train.on_lost_rank=shrink", "train.checkpoint_every_steps=2", "train.export_hf=false", "train.timeout_s=300"]
@@ -67,6 +71,39 @@ def test_survivors_train_the_same_steps(gloo_pool, config_file, tmp_path, capfd,
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-10)
     (plan,) = decode_plan_file((tmp_path / "run" / "plan.json").read_bytes())
     assert plan.layout.world_size == world_size - len(deaths)
+    account = json.loads((tmp_path / "run" / "run.json").read_text())["ledger"]
+    assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "meanwhile"), sweep([({"dp": 2}, "single"), ({"dp": 2, "cp": 2}, "cp=2")], 1), ids=["dp", "dp and cp"]
+)
+def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
+    gloo_pool, config_file, tmp_path, capfd, layout, meanwhile
+):
+    """The others go on without it first. Of `dp=2 cp=2` three are left, of which one has no place until it comes."""
+    same = ["model.dtype=float64", "train.threads_per_process=1"]
+    alone = [*same, f"train.output_dir={tmp_path / 'one'}"]
+    expected = gloo_pool.run(1, train_steps, str(config_file), alone, STEPS)[0]
+    costs, world_size = write_small_costs(tmp_path, bytes_per_element=8, **layout), math.prod(layout.values())
+    sizes = (f"parallel.{n}={size}" for n, size in layout.items())
+    overrides = [*same, *COMMON, f"train.cost_file={costs}", *sizes, "train.replace_lost_ranks=1"]
+    case = (str(config_file), overrides, {1: ("update", 1)})
+    run_surviving(train_and_come_late, case, world_size, grace_s=60.0, num_replacements=1)
+    told = f"rank {world_size} is started in its place (the 1. of 1, train.replace_lost_ranks)"
+    assert told in capfd.readouterr().err
+    full = even_layout(4, **layout).describe()
+    starts = read_starts(tmp_path / "run")
+    assert [start.layout for start in starts] == [full, meanwhile, full]
+    # Step 0 was finished before the first checkpoint; nothing is repeated because others are let in.
+    assert [(start.steps_done, start.steps_repeated) for start in starts] == [(0, 0), (0, 1), (1, 0)]
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["step"], row["layout"]) for row in rows] == [
+        *((0, full), (0, meanwhile)),
+        *((step, full) for step in range(1, STEPS)),
+    ]
+    assert [row["loss"] for row in rows[1:]] == pytest.approx(expected, rel=1e-10)
     account = json.loads((tmp_path / "run" / "run.json").read_text())["ledger"]
     assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
 
@@ -122,11 +159,24 @@ def test_a_broken_transfer_is_a_loss_though_nobody_has_seen_a_process_end():
 
 def test_what_cannot_shrink_is_refused_at_start(config_file, monkeypatch):
     with pytest.raises(ConfigError, match=r"on_lost_rank is 'shrink' and train\.device 'cuda'"):
-        load_train_config(config_file, ["train.on_lost_rank=shrink", "train.device=cuda"])
-    with pytest.raises(ConfigError, match=r"plan\.layouts is .* and train.on_lost_rank 'shrink'"):
-        load_train_config(config_file, ["train.on_lost_rank=shrink", "plan.layouts=['pp=2']"])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "somebody else's")
-    with pytest.raises(
-        ConfigError, match=r"torchrun ends all processes when one is lost; .* give torchrun --max-restarts"
-    ):
-        train_command(config_file, ["train.on_lost_rank=shrink"], None)
+        train_command(config_file, ["train.on_lost_rank=shrink", "train.device=cuda"], None)
+    with pytest.raises(ConfigError, match=r"replace_lost_ranks is 1, but train.on_lost_rank is 'stop'"):
+        load_train_config(config_file, ["train.replace_lost_ranks=1"])
+    with pytest.raises(ConfigError, match=r"replace_lost_ranks is -1, must be 0"):
+        load_train_config(config_file, ["train.replace_lost_ranks=-1"])
+
+
+def test_what_torchrun_cannot_start_again_is_refused(config_file, monkeypatch):
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    for name, value in zip(names, ("its own", "True", "0", "0", "3"), strict=True):
+        monkeypatch.setenv(name, value)
+    shrink = ["train.on_lost_rank=shrink", "parallel.dp=2"]
+    with pytest.raises(ConfigError, match=r"give torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"):
+        train_command(config_file, shrink, None)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    with pytest.raises(ConfigError, match=r"replace_lost_ranks is 2, but under torchrun its agents start processes"):
+        train_command(config_file, [*shrink, "train.replace_lost_ranks=2"], None)
+    with pytest.raises(ConfigError, match=r"train\.resume is off and train\.on_lost_rank 'shrink'"):
+        train_command(config_file, [*shrink, "train.resume=false"], None)
+    with pytest.raises(ConfigError, match=r"torchrun has started 3 ranks, layout dp=2 has 2"):
+        train_command(config_file, shrink, None)

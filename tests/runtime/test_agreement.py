@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import RankLostError
-from evenload.runtime.comm.agreement import Agreement, Decision, agree, gone_key
+from evenload.runtime.comm.agreement import (
+    PROCESSES_KEY,
+    Agreement,
+    Decision,
+    agree,
+    gone_key,
+    waiting_key,
+    waiting_ranks,
+)
 
 PATIENCE_S = 3.0
 
@@ -46,10 +54,13 @@ class Store:
 
 
 class World:
-    """Ranks that poll in any order, each operation of one possibly in the middle of another's."""
+    """Ranks that poll in any order, each operation of one possibly in the middle of another's; and processes that begin
+    to wait at any time."""
 
-    def __init__(self, size, draw):
+    def __init__(self, size, draw, num_new=0):
         self.store, self._draw = Store(), draw
+        self.store.values[PROCESSES_KEY] = str(size + num_new).encode()
+        self.new = tuple(range(size, size + num_new))
         self.store.before = self._interrupt
         members = tuple(range(size))
         self.parts = {rank: Agreement(self.store, 1, members, rank, PATIENCE_S) for rank in members}
@@ -60,7 +71,7 @@ class World:
 
     def turn(self, rank, seconds):
         """One poll of a rank, some time after its last one by its own clock."""
-        if rank in self.outcomes or rank in self._running:
+        if rank in self.outcomes or rank in self._running or rank in self.new:
             return
         self.clocks[rank] += seconds
         self._running.append(rank)
@@ -81,12 +92,14 @@ class World:
         self._left -= 1
         kind, rank, seconds = self._draw(
             st.tuples(
-                st.sampled_from(["go", "go", "other", "die", "gone"]),
-                st.sampled_from(list(self.parts)),
+                st.sampled_from(["go", "go", "other", "die", "gone", "wait"]),
+                st.sampled_from([*self.parts, *self.new]),
                 st.floats(0, 4),
             )
         )
-        if kind == "other":
+        if kind == "wait":
+            self.store.values[waiting_key(rank)] = b"yes"  # also of members, who are none that wait
+        elif kind == "other":
             self.turn(rank, seconds)
         elif kind == "gone":
             self.store.values[gone_key(rank)] = b"1"  # also of ranks that live: no list may differ for it
@@ -98,9 +111,9 @@ class World:
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), size=st.integers(1, 5))
-def test_all_that_go_on_have_one_list_and_are_on_it(data, size):
-    world = World(size, data.draw)
+@given(data=st.data(), size=st.integers(1, 5), num_new=st.integers(0, 2))
+def test_all_that_go_on_have_one_list_and_are_on_it(data, size, num_new):
+    world = World(size, data.draw, num_new)
     for rank, seconds in data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.floats(0, 4)), max_size=20)):
         world.turn(rank, seconds)
     for _ in range(3):  # whoever still lives looks again, late enough to decide
@@ -112,6 +125,8 @@ def test_all_that_go_on_have_one_list_and_are_on_it(data, size):
     for rank, decision in decisions.items():
         assert rank in decision.ranks
         assert list(decision.ranks) == sorted(set(decision.ranks))
+        for new in set(decision.ranks) & set(world.new):
+            assert world.store.values.get(waiting_key(new)) == b"yes", "only who waits is let in"
     for rank, outcome in world.outcomes.items():
         if outcome == "left out":
             kept = next(iter(decisions.values()), None)
@@ -157,6 +172,22 @@ def test_a_later_loss_is_a_round_of_its_own():
     assert agree(part(store, 0, (0,)), poll_s=0.0).ranks == (0,)
     later = part(store, 0, (0, 3), number=2)
     assert later.poll(0.0) is None, "what was decided before does not count"
+
+
+def test_who_waits_is_on_the_list_of_the_next_round():
+    """Process 2 has come in the place of 1; 3 has ended meanwhile, 4 has not begun to wait."""
+    store = Store()
+    store.set(PROCESSES_KEY, "5")
+    store.set(gone_key(1), "SIGKILL")
+    store.set(waiting_key(2), "yes")
+    store.set(waiting_key(3), "yes")
+    store.set(gone_key(3), "SIGKILL")
+    assert waiting_ranks(store, (0, 1)) == (2,)
+    decision = part(store, 0, (0, 1)).poll(0.0)
+    assert decision is not None
+    assert decision.ranks == (0, 2)
+    store.set(waiting_key(2), "no")
+    assert waiting_ranks(store, (0, 1)) == (), "it is a member, or was left out as one"
 
 
 def test_without_a_store_a_rank_stops():

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from evenload.cli import train_worker
+from evenload.cli.start_record import read_starts
 from evenload.cli.train_worker import run_worker
 from evenload.errors import CheckpointError, ConfigError, EvenloadError, RankLostError
 from evenload.runtime.checkpoint.writer import CheckpointWriter
@@ -42,6 +44,25 @@ def train_and_die(config_file: str, overrides: list[str], deaths: dict[int, tupl
         setattr(owner, name, _deadly(getattr(owner, name), calls_before))
     config = load_train_config(Path(config_file), overrides)
     return run_worker(config, Path(config.train.output_dir) / "costs", "the same command", line)
+
+
+def train_and_come_late(config_file: str, overrides: list[str], deaths: dict[int, tuple[str, int]], line) -> int:
+    """As `train_and_die`; a process that comes in the place of another is not there before the others have gone on
+    without it, and they go no further without somebody new who waits."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    directory = Path(load_train_config(Path(config_file), overrides).train.output_dir)
+    if rank >= size:
+        while len(read_starts(directory)) < 2:
+            time.sleep(0.01)
+    would_grow = train_worker._is_larger_with_others
+
+    def grows(config, num_layers, members) -> bool:
+        while members.round == 1 and not members.num_waiting:
+            time.sleep(0.01)
+        return would_grow(config, num_layers, members)
+
+    train_worker._is_larger_with_others = grows
+    return train_and_die(config_file, overrides, deaths, line)
 
 
 def train_and_stick(config_file: str, overrides: list[str], stuck: int, line) -> int:

@@ -4,6 +4,9 @@ The launcher holds the store through which ranks meet, so that it outlives any o
 has ended by a signal: survivors then agree without waiting for it (`runtime.comm.membership`). Whom they leave out,
 because it gave no sign of life, is killed here, so that it can do no harm when it wakes up. A process that ends with
 an error ends the run, as everywhere: what one rank cannot read or compute, its survivors could not either.
+
+Where asked to (`train.replace_lost_ranks`), the launcher starts a process in the place of a killed one, under the next
+number; it waits in the store to be taken in (`Membership.wait_to_join`).
 """
 
 import multiprocessing
@@ -13,14 +16,20 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-import msgspec
-
 from evenload import errors
 from evenload.cli.child_process import begin_rank, start_fork_server
 from evenload.cli.launch import SignalGuard, tell
 from evenload.cli.stop_request import StopLine
 from evenload.errors import EvenloadError
-from evenload.runtime.comm.agreement import AgreementStore, Decision, decision_key, gone_key
+from evenload.runtime.comm.agreement import (
+    OVER_KEY,
+    PROCESSES_KEY,
+    AgreementStore,
+    decision_key,
+    decision_of,
+    gone_key,
+    waiting_key,
+)
 
 _LOOK_S = 1.0
 
@@ -33,11 +42,13 @@ class _StoppedError(Exception):
         self.number = int(number)
 
 
-def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: float) -> None:
+def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: float, num_replacements: int = 0) -> None:
     """As `launch.run_local`, but a killed process is not the end while others are left.
 
     Args:
-        function: as there; it deals with lost ranks by itself.
+        function: as there; it deals with lost ranks by itself, and where its rank is not below the number of processes,
+            with being taken in.
+        num_replacements: processes that may be started in all in the place of killed ones.
 
     Raises:
         EvenloadError: the error of the first process that ends with one, or all were killed.
@@ -50,8 +61,10 @@ def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: fl
     line = StopLine()
     try:
         with SignalGuard(line, grace_s, _StoppedError).watching():
-            ranks = _Ranks(store, line)
-            ranks.start(num_processes, store.port, (function, arguments, line))
+            task = (num_processes, store.port, function, arguments, line)
+            ranks = _Ranks(store, line, task, num_replacements)
+            for _ in range(num_processes):
+                ranks.start()
             while ranks.are_running:
                 ranks.look()
     except _StoppedError as stopped:
@@ -70,26 +83,32 @@ class _Ranks:
         signal: because of which they ended early, or 0.
     """
 
-    def __init__(self, store: AgreementStore, line: StopLine) -> None:
+    def __init__(self, store: AgreementStore, line: StopLine, task: tuple, num_replacements: int) -> None:
         self.failure: EvenloadError | None = None
         self.signal = 0
-        self._store, self._line = store, line
+        self._store, self._line, self._task = store, line, task
+        self._num_replacements, self._num_left = num_replacements, num_replacements
         self._running: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._num_started = 0
         self._round = 0
         self._left_out: set[int] = set()
+        self._has_been_member = set(range(task[0]))
 
     @property
     def are_running(self) -> bool:
         return bool(self._running)
 
-    def start(self, world_size: int, port: int, task: tuple) -> None:
-        context = multiprocessing.get_context("forkserver")
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run_rank, args=(theirs, rank, world_size, port, *task))
-            process.start()
-            theirs.close()
-            self._running[rank] = process, ours
+    def start(self) -> int:
+        """One more process; its number."""
+        rank, context = self._num_started, multiprocessing.get_context("forkserver")
+        self._num_started += 1
+        self._store.set(PROCESSES_KEY, str(self._num_started))
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(theirs, rank, *self._task))
+        process.start()
+        theirs.close()
+        self._running[rank] = process, ours
+        return rank
 
     def look(self) -> None:
         """Wait until a process ends, or a while, and see what has happened."""
@@ -104,38 +123,63 @@ class _Ranks:
             if rank in self._left_out:
                 continue  # whatever it says: the others are the run
             if isinstance(said, EvenloadError):
-                self.failure = self.failure or said
-                self._line.has_failed.value = True
+                self._fail(said)
             elif said is not None:
                 self.signal = max(self.signal, said)
+                # Where others still train this one would wait if it could be needed: the run has come to its end.
+                self._store.set(OVER_KEY, "ended")
             elif self.failure is None:
                 self._lose(rank, process)
 
+    def _fail(self, failure: EvenloadError) -> None:
+        self.failure = self.failure or failure
+        self._line.has_failed.value = True
+        self._store.set(OVER_KEY, "failed")
+
     def _lose(self, rank: int, process: BaseProcess) -> None:
-        """Tell survivors and people of a killed process."""
+        """Tell survivors and people of a killed process, and start another one where there may be one."""
         code = process.exitcode or 0
         if code >= 0:
-            self.failure = EvenloadError(f"rank {rank} ended with exit code {code} and without a word")
-            self._line.has_failed.value = True
+            self._fail(EvenloadError(f"rank {rank} ended with exit code {code} and without a word"))
             return
         name = signal.Signals(-code).name
-        if not self._running:
-            self.failure = EvenloadError(
-                f"rank {rank} was killed by {name} (process {process.pid}), the last one that was left; if the machine "
-                "ran out of memory, lower plan.options.max_pack_tokens or raise parallel.pp. The same command goes on "
-                "from the last checkpoint"
+        self._store.set(gone_key(rank), "ended")
+        if all(self._waits(other) for other in self._running):
+            self._fail(
+                EvenloadError(
+                    f"rank {rank} was killed by {name} (process {process.pid}), the last one that was left; if the "
+                    "machine ran out of memory, lower plan.options.max_pack_tokens or raise parallel.pp. The same "
+                    "command goes on from the last checkpoint"
+                )
             )
             return
-        self._store.set(gone_key(rank), "ended")
-        tell(f"rank {rank} was killed by {name} (process {process.pid}); the others go on (train.on_lost_rank)")
+        said = f"rank {rank} was killed by {name} (process {process.pid}); the others go on (train.on_lost_rank)"
+        if self._num_left:
+            self._num_left -= 1
+            new = self.start()
+            nth = self._num_replacements - self._num_left
+            said += f", and rank {new} is started in its place (the {nth}. of {self._num_replacements}, "
+            said += "train.replace_lost_ranks)"
+        tell(said)
+
+    def _waits(self, rank: int) -> bool:
+        """It is no member: it has just been started, or says in the store that it waits."""
+        key = waiting_key(rank)
+        if rank not in self._has_been_member:
+            return True
+        return self._store.check([key]) and self._store.get(key) == b"yes"
 
     def _end_left_out(self) -> None:
         """Kill whom the others have left out."""
-        while self._store.check([key := decision_key(self._round + 1)]):
+        while self._store.check([decision_key(self._round + 1)]):
             self._round += 1
-            decision = msgspec.json.decode(self._store.get(key), type=Decision)
+            decision = decision_of(self._store, self._round)
+            self._has_been_member |= set(decision.ranks)
             for rank in self._running.keys() - set(decision.ranks) - self._left_out:
+                if self._waits(rank):
+                    continue
                 self._left_out.add(rank)
+                self._store.set(gone_key(rank), "left out")
                 tell(f"rank {rank} gave no sign of life and is ended; the others go on (train.on_lost_rank)")
                 self._running[rank][0].kill()
 

@@ -55,19 +55,16 @@ def train_command(
     settings = load_train_config(config, overrides or [])
     cache = calibration_cache()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if settings.train.on_lost_rank == "shrink":
-            raise ConfigError(
-                "train.on_lost_rank is 'shrink', but torchrun ends all processes when one is lost; leave it at 'stop' "
-                "and give torchrun --max-restarts: it starts them again, and the run goes on from its last checkpoint"
-            )
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
         with needs_train_extra("evenload train"):
             from torch.distributed.elastic.multiprocessing.errors import record
 
-            number = record(_run_rank)(settings, cache, "the same torchrun command")
+            run = _run_elastic_rank if settings.train.on_lost_rank == "shrink" else _run_rank
+            number = record(run)(settings, cache, "the same torchrun command")
         sys.exit(128 + number if number else 0)
     # Everything a user can get wrong is checked here, once, before ranks start.
+    _require_survivable(settings)
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
     if settings.train.on_lost_rank == "shrink":
@@ -84,8 +81,22 @@ def train_command(
             "change --nproc, or parallel.dp / parallel.pp"
         )
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
-    launch = run_surviving if settings.train.on_lost_rank == "shrink" else run_local
-    launch(_run_rank, (settings, cache, command), layout.world_size, grace_s=settings.train.stop_grace_s)
+    task, grace_s = (settings, cache, command), settings.train.stop_grace_s
+    if settings.train.on_lost_rank == "shrink":
+        new = settings.train.replace_lost_ranks
+        run_surviving(_run_rank, task, layout.world_size, grace_s=grace_s, num_replacements=new)
+    else:
+        run_local(_run_rank, task, layout.world_size, grace_s=grace_s)
+
+
+def _require_survivable(settings: "TrainConfig") -> None:
+    """Refuse what cannot go on in the same processes; under torchrun these are new ones."""
+    if settings.train.on_lost_rank == "shrink" and settings.train.device != "cpu":
+        raise ConfigError(
+            f"train.on_lost_rank is 'shrink' and train.device '{settings.train.device}': groups of GPUs are not rebuilt "
+            "in a running process in this version; start with torchrun, whose agents start processes again, or leave "
+            "on_lost_rank at 'stop'"
+        )
 
 
 # Named here, so that the launcher itself need not import what its children have imported.
@@ -104,3 +115,9 @@ def _run_rank(settings: "TrainConfig", cache: Path, command: str, line: "StopLin
     from evenload.cli.train_worker import run_worker
 
     return run_worker(settings, cache, command, line)
+
+
+def _run_elastic_rank(settings: "TrainConfig", cache: Path, command: str) -> int:
+    from evenload.cli.elastic_worker import run_elastic_worker
+
+    return run_elastic_worker(settings, cache, command)

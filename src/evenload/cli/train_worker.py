@@ -1,6 +1,8 @@
 """One rank of `evenload train`: set up, calibrate, train, write. Runs under our launcher or `torchrun`."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ from evenload.cli.run_lines import (
     strategy_line,
 )
 from evenload.cli.speed_line import speed_line
+from evenload.cli.start_record import append_start, read_starts, start_record
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.switch_line import groups_line, switch_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
@@ -27,16 +30,24 @@ from evenload.errors import RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.report.table import step_line
-from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, skipped_checkpoints
+from evenload.runtime.checkpoint.directory import (
+    checkpoints_of,
+    latest_checkpoint,
+    skipped_checkpoints,
+    steps_in_name,
+)
 from evenload.runtime.comm.membership import Membership
+from evenload.runtime.config.fitted_config import fitted_config
 from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.shrunk_parallel import shrunk_parallel
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
+from evenload.types.layout import ParallelLayout
 from evenload.types.scaled_units import format_bytes
+
+_OTHERS_CAME = "others are let in"
 
 _MOST_IN_VAIN = 2
 """Rounds in a row that may end with nobody lost and nothing saved."""
@@ -53,7 +64,7 @@ def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | 
     if config.train.on_lost_rank == "shrink":
         return _run_with_fewer_and_fewer(config, cache, command, line)
     with started_rank(config, *layouts_of(config, model_spec(config).num_layers)) as setup:
-        return _train(config, setup, cache, command, StopRequest(line))
+        return train_as_rank(config, setup, cache, command, StopRequest(line)) or 0
 
 
 def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, line: StopLine | None) -> int:
@@ -61,49 +72,91 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
     here = os.environ
     members = Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
     num_layers, why, in_vain = model_spec(config).num_layers, "", 0
-    saved_in = checkpoints_of(config.train.output_dir)
-    while True:
-        parallel = shrunk_parallel(config.parallel, num_layers, len(members.ranks))
-        # What was saved before a loss is this run's own; measured costs are of the layout that they were measured in.
-        train = msgspec.structs.replace(
-            config.train,
-            resume=config.train.resume or members.round > 0,
-            cost_file=config.train.cost_file if parallel == config.parallel else None,
-        )
-        now = msgspec.structs.replace(config, parallel=parallel, train=train)
-        layout = layout_of(now, num_layers)
-        if layout.dp == layout.pp == 1:
-            # Its work cannot be given to others.
-            now = msgspec.structs.replace(now, plan=msgspec.structs.replace(now.plan, feedback=False))
-        if not members.keep(layout.world_size):
+    while members.is_member or members.wait_to_join():
+        now = fitted_config(config, num_layers, len(members.ranks))
+        if members.round:  # what was saved before is this run's own
+            now = msgspec.structs.replace(now, train=msgspec.structs.replace(now.train, resume=True))
+        layouts = layouts_of(now, num_layers)
+        size = layouts[0].world_size
+        if not members.keep(size):
+            if config.train.replace_lost_ranks:
+                continue  # it may be needed once others come
             return 0
         # Cores and memory of the machine are divided by those that are left on it.
-        here["LOCAL_WORLD_SIZE"] = str(len(members.ranks))
-        newest = latest_checkpoint(saved_in)
-        if why and members.rank == 0:
-            left = ", ".join(map(str, members.ranks))
-            since = "from the last checkpoint" if newest else "from the beginning, as there is no checkpoint yet"
-            where = f"in layout {layout.describe()}, {since}"
-            _warn(Console(stderr=True, highlight=False), f"lost {why}. Ranks {left} of the start go on {where}")
+        here["LOCAL_WORLD_SIZE"] = str(size)
+        steps_saved = saved_steps(config)
+        if members.rank == 0:
+            note_start(config, layouts[0], steps_saved, why)
+        grows = partial(_is_larger_with_others, config, num_layers, members)
         try:
-            with started_rank(now, layout, members=members) as setup:
-                return _train(now, setup, cache, command, StopRequest(line))
+            with started_rank(now, *layouts, members=members) as setup:
+                stopped = train_as_rank(now, setup, cache, command, StopRequest(line), asked_to_pause=grows)
+            if stopped is not None:
+                return stopped
+            why = _OTHERS_CAME
         except RankLostError as error:
             why = str(error)
         # Nothing of the round is held any more, so its groups can go.
         before = members.ranks
         members.go_on()
         lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
-        in_vain = 0 if lost or latest_checkpoint(saved_in) != newest else in_vain + 1
+        in_vain = 0 if lost or saved_steps(config) != steps_saved else in_vain + 1
         if in_vain == _MOST_IN_VAIN:
             raise RankLostError(
                 f"connections broke {in_vain} times in a row though every rank lives and without a checkpoint in "
                 f"between, so going on would not end ({why}); raise train.timeout_s where a rank is only slow"
             )
-        why = f"{', '.join(lost) or 'a connection'} ({why})"
+        if why != _OTHERS_CAME:
+            why = f"lost {', '.join(lost) or 'a connection'} ({why})"
+        elif lost:
+            why += f", and lost {', '.join(lost)}"
+    return 0
 
 
-def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, stop: StopRequest) -> int:
+def _is_larger_with_others(config: TrainConfig, num_layers: int, members: Membership) -> bool:
+    """Whether the run would use more ranks if those that wait were let in."""
+    waiting = members.num_waiting
+    if not waiting:
+        return False
+    fitted = fitted_config(config, num_layers, len(members.ranks) + waiting)
+    return layout_of(fitted, num_layers).world_size > len(members.ranks)
+
+
+def note_start(config: TrainConfig, layout: ParallelLayout, steps_done: int, why: str) -> None:
+    """As the first of the ranks: write down with whom training goes on and, where this is not the start of the run, say
+    what changed.
+
+    Args:
+        steps_done: from which they go on.
+        why: they do; "" = the run starts.
+    """
+    directory = Path(config.train.output_dir)
+    record = start_record(directory, ranks=layout.world_size, layout=layout.describe(), steps_done=steps_done)
+    earlier = read_starts(directory)
+    if why:
+        warn(record.line(earlier[-1] if earlier else None, why))
+    append_start(directory, record)
+
+
+def saved_steps(config: TrainConfig) -> int:
+    """Steps in the latest checkpoint; 0 = there is none."""
+    newest = latest_checkpoint(checkpoints_of(config.train.output_dir))
+    return steps_in_name(newest) if newest is not None else 0
+
+
+def train_as_rank(
+    config: TrainConfig,
+    setup: RankSetup,
+    cache: Path,
+    command: str,
+    stop: StopRequest,
+    asked_to_pause: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """All that a rank does once it has met the others: calibrate, train, write. Collective.
+
+    Returns:
+        The signal that stopped the run, or 0; None where all ranks left off, saved, because one was asked to.
+    """
     mesh, memory_cap_bytes = setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
     trainer = Trainer(config, mesh, setup.meshes)
@@ -113,7 +166,7 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, sto
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed is not None)
     steps_before = trainer.steps_done
     with stop.listening():
-        last = _run_steps(trainer, costs, memory_cap_bytes, files, console, stop)
+        last = _run_steps(trainer, costs, memory_cap_bytes, files, console, (stop, asked_to_pause))
         has_trained = trainer.steps_done > steps_before
         if has_trained:
             console.print(f"checkpoint {trainer.save()}")
@@ -121,6 +174,8 @@ def _train(config: TrainConfig, setup: RankSetup, cache: Path, command: str, sto
                 files.write(last)
         if trainer.stop_signal:
             show_stopped(console, trainer, command)
+        elif trainer.is_paused:
+            return None
         else:
             leave_finished(console, trainer, files, last, has_trained=has_trained, command=command)
     return trainer.stop_signal
@@ -132,16 +187,21 @@ def _run_steps(
     memory_cap_bytes: int,
     files: RunWriter,
     console: Console,
-    stop: StopRequest,
+    asked: tuple[StopRequest, Callable[[], bool]],
 ) -> StepReport | None:
-    """The last step's report, on rank 0 and if any step ran."""
+    """The last step's report, on rank 0 and if any step ran.
+
+    Args:
+        asked: to stop, and to leave off.
+    """
     last: StepReport | None = None
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
-        for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal):
+        stop, pause = asked
+        for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal, asked_to_pause=pause):
             progress.update(task, completed=trainer.steps_done)
             if report is not None:
                 files.add_step(report)
@@ -152,21 +212,24 @@ def _run_steps(
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 console.print(step_line(report.row), soft_wrap=True)
                 _show_events(report, console)
-                _warn(console, prediction_line(ratios, costs.device, trainer.config.train.cost_file))
+                warn(prediction_line(ratios, costs.device, trainer.config.train.cost_file), console)
             last = report
     if held := interval_line(ratios, interval):
         console.print(held, soft_wrap=True)
     return last
 
 
-def _warn(console: Console, text: str) -> None:
+def warn(text: str, console: Console | None = None) -> None:
+    """A line to people, unless there is none."""
     if text:
-        console.print(f"evenload: warning: {text}", soft_wrap=True, markup=False)
+        (console or Console(stderr=True, highlight=False)).print(
+            f"evenload: warning: {text}", soft_wrap=True, markup=False
+        )
 
 
 def _show_events(report: StepReport, console: Console) -> None:
     """What a user should see of a step, and what became of a checkpoint in the background."""
-    _warn(console, report.warning)
+    warn(report.warning, console)
     if report.decision is not None and (line := layout_line(report.decision)):
         console.print(line, soft_wrap=True, markup=False)
     if report.switch is not None:
@@ -174,7 +237,7 @@ def _show_events(report: StepReport, console: Console) -> None:
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)
-    _warn(console, f"{report.failed_save}; training goes on" if report.failed_save else "")
+    warn(f"{report.failed_save}; training goes on" if report.failed_save else "", console)
     if (saved := report.saved) is not None:
         console.print(
             f"checkpoint {saved.path} | {saved.num_bytes / 1e6:,.1f} MB written in {saved.write_s:.1f} s, training "
@@ -205,9 +268,9 @@ def _show_start(
         console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
-    _warn(console, position_warning(trainer.hf_config, config.data.max_document_tokens))
+    warn(position_warning(trainer.hf_config, config.data.max_document_tokens), console)
     for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
-        _warn(console, line)
+        warn(line, console)
     if resumed is not None:
         line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
         console.print(line, soft_wrap=True, markup=False)

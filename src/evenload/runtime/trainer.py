@@ -98,6 +98,8 @@ class Trainer:
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.stop_signal = 0
         """The signal because of which all ranks agreed to end after the last step; 0 = none."""
+        self.is_paused = False
+        """All ranks agreed to leave off after the last step, so that the run goes on with more of them."""
 
     def new_loader(self) -> GlobalBatchLoader:
         """A loader of the run's data that stands at its beginning. All ranks read together."""
@@ -133,6 +135,7 @@ class Trainer:
         memory_cap_bytes: int,
         stop_after: int | None = None,
         asked_to_stop: Callable[[], int] = lambda: 0,
+        asked_to_pause: Callable[[], bool] = lambda: False,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
 
@@ -143,6 +146,8 @@ class Trainer:
                 Consume the iterator to its end: ranks prepare steps ahead, together.
             asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step; when any rank
                 was asked, all end after that step, and `stop_signal` says which signal it was.
+            asked_to_pause: whether this rank wants all to leave off; likewise, with `is_paused`, unless it was the last
+                step.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -172,7 +177,7 @@ class Trainer:
             layouts=None if monitor is None else monitor.track,
         )
         self._saves.begin()
-        while not self.stop_signal:
+        while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
             self.mesh.watch.note("the wait for its next documents and plan")
             prepared = source.next()
@@ -186,6 +191,7 @@ class Trainer:
                 learning_rate=self.config.optimizer.rate(step, self.config.train.steps or step + 1),
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
+                wants_pause=asked_to_pause() and step + 1 != last_step,
             )
             if track is not None and report is not None and track.note(report.plan, report.measured):
                 from_step = step + 1 + track.steps_ahead
@@ -256,6 +262,7 @@ class Trainer:
         learning_rate: float,
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
+        wants_pause: bool = False,
     ) -> StepReport | None:
         """Train one step; a report on rank 0, None elsewhere. Collective.
 
@@ -263,6 +270,7 @@ class Trainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
+            wants_pause: likewise.
 
         Raises:
             NonFiniteStepError, RankLostError: as `train`.
@@ -299,7 +307,7 @@ class Trainer:
             warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
 
-        told = self._tell(run, zero_s, step_time_s, data_wait_s, stop_signal)
+        told = self._tell(run, zero_s, step_time_s, data_wait_s, (stop_signal, wants_pause))
         if told is None:
             return None
         measured, waited_s, memory = told
@@ -348,10 +356,14 @@ class Trainer:
         return joined_switch(switch, self.mesh)
 
     def _tell(
-        self, run: RankRun, zero_s: float, step_time_s: float, data_wait_s: float, stop_signal: int
+        self, run: RankRun, zero_s: float, step_time_s: float, data_wait_s: float, ends: tuple[int, bool]
     ) -> tuple[Timeline, float, StepMemory] | None:
         """What all ranks must know of a step, and its timeline, longest wait for data and memory on rank 0; None
-        elsewhere. Collective."""
+        elsewhere. Collective.
+
+        Args:
+            ends: this rank's `stop_signal` and `wants_pause`.
+        """
         mesh, watch, static = self.mesh, self.mesh.watch, self._static_bytes()
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
@@ -359,8 +371,8 @@ class Trainer:
         is_time_to_save = float(mesh.rank == 0 and self._saves.is_time())
         # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
         told = (
-            *(step_time_s, float(peak_bytes), data_wait_s, float(stop_signal), is_time_to_save),
-            *(float(peak_process_bytes(mesh.device) or 0), float(self._fixed_bytes or 0)),
+            *(step_time_s, float(peak_bytes), data_wait_s, float(ends[0]), is_time_to_save),
+            *(float(peak_process_bytes(mesh.device) or 0), float(self._fixed_bytes or 0), float(ends[1])),
         )
         peaks = torch.tensor(told, dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
@@ -368,7 +380,7 @@ class Trainer:
             measured = gather_timeline(
                 run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
             )
-        self.stop_signal, self._is_time_to_save = int(peaks[3]), bool(peaks[4])
+        self.stop_signal, self._is_time_to_save, self.is_paused = int(peaks[3]), bool(peaks[4]), bool(peaks[7])
         if measured is None:
             return None
         memory = StepMemory(peak_bytes=int(peaks[1]), process_bytes=int(peaks[5]) or None, fixed_bytes=int(peaks[6]))

@@ -3,13 +3,20 @@
 They talk through a store that none of them holds (the launcher's), because the ranks they would ask may be the dead:
 
     gone        the launcher has seen a rank's process end; nobody waits for its report
+    waiting     a process that is no member, such as one that the launcher has started in the place of a lost one, wants
+                to become one
     report      every rank that notices the loss says that it is there
-    decision    when all have reported, or after a while, each writes who has; the store keeps the first such list
+    decision    when all have reported, or after a while, each writes who has, and who waits; the store keeps the first
+                such list
 
 Everyone acts upon the list that the store kept, never upon its own, so all ranks that go on from one round have the
 same list, whatever died, slept or came late meanwhile. Who is not on it (it slept through the round) must not go on and
 gets an error. A rank of the list that dies later is the loss of the next round, which only ranks of this list take part
 in. How long the round waits decides who is on the list, and nothing else: no clocks are compared.
+
+So growth is no mechanism of its own. Members that see somebody waiting leave their groups together, between two steps,
+and begin a round; so does a loss, and whoever waits then comes in by the same list. A process never takes the number of
+another, so what the store says of a number is never about two processes.
 
 Source: consensus by one compare-and-set register (Herlihy 1991, "Wait-free synchronization", §3.2), which is safe for
 any number of crashes. Its price is that the store must live: where it is gone, every rank stops.
@@ -18,7 +25,7 @@ Price: a write and a read of all reports a rank and poll.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -46,16 +53,46 @@ def gone_key(rank: int) -> str:
     return f"gone/{rank}"
 
 
+def waiting_key(rank: int) -> str:
+    """Set by a process to "yes" when it begins to wait, and to "no" when it has become a member."""
+    return f"waiting/{rank}"
+
+
+PROCESSES_KEY = "processes"
+"""Set by the launcher before it starts one: how many it has started, numbered from 0."""
+
+OVER_KEY = "over"
+"""Set by the launcher, to anything, when the run ends: who waits now waits in vain."""
+
+
+def waiting_ranks(store: AgreementStore, members: Collection[int]) -> tuple[int, ...]:
+    """Processes that want to become members and live, as far as the store says, ascending."""
+    count = int(store.get(PROCESSES_KEY)) if store.check([PROCESSES_KEY]) else 0
+    return tuple(
+        rank
+        for rank in range(count)
+        if rank not in members
+        and store.check([waiting_key(rank)])
+        and store.get(waiting_key(rank)) == b"yes"
+        and not store.check([gone_key(rank)])
+    )
+
+
 def decision_key(number: int) -> str:
     """Where the store keeps the list of a round."""
     return f"round/{number}/decision"
 
 
 class Decision(Frozen):
-    """The ranks that go on after a round, ascending, by their numbers at the start of the run."""
+    """The ranks that go on after a round, ascending, by the numbers of their processes."""
 
     round: int
     ranks: tuple[int, ...]
+
+
+def decision_of(store: AgreementStore, number: int) -> Decision:
+    """Of a round that is decided."""
+    return msgspec.json.decode(store.get(decision_key(number)), type=Decision)
 
 
 class Agreement:
@@ -96,7 +133,8 @@ class Agreement:
         here = tuple(sorted(rank for rank in left if store.check([self._key(f"report/{rank}")])))
         if len(here) < len(left) and now_s - self._begun_s < self._patience_s:
             return None
-        proposal = Decision(round=self._number, ranks=here)
+        new = waiting_ranks(store, self._members)
+        proposal = Decision(round=self._number, ranks=tuple(sorted((*here, *new))))
         return self._checked(store.compare_set(decision_key(self._number), "", msgspec.json.encode(proposal).decode()))
 
     def _checked(self, kept: bytes) -> Decision:

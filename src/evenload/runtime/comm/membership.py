@@ -6,28 +6,43 @@
               whatever waits in a group ends with an error
     round 1   survivors agree (`agreement`), are numbered anew in the order of their old numbers, and make new groups
               under keys of their own in the store
+    growth    a process that is no member says in the store that it waits. Members see it there, leave their groups
+              together, between two steps, and the next round has it on its list
 
 Nothing of a rank but its process goes over: models, optimizers, loaders and threads are made anew from the last
 checkpoint, which depends on no layout. Groups of a round are never used in another, so a rank that wakes up late can
 talk to nobody.
 
-Price: two reads of the store a rank and `_LOOK_S`; making groups again, as at the start.
+Price: two reads of the store a rank and `_LOOK_S`, and one for each process that is no member; making groups again, as
+at the start.
 """
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, RankLostError
-from evenload.runtime.comm.agreement import Agreement, agree, gone_key
+from evenload.runtime.comm.agreement import (
+    OVER_KEY,
+    Agreement,
+    Decision,
+    agree,
+    decision_key,
+    decision_of,
+    gone_key,
+    waiting_key,
+    waiting_ranks,
+)
 from evenload.runtime.comm.sever import can_sever, open_sockets, sever_all_but
 from evenload.runtime.comm.watch import comes_of_transport
 
 _LOOK_S = 0.2
+_JOIN_LOOK_S = 0.05
 PATIENCE_S = 60.0
 """How long survivors wait for a rank that nobody saw die before they go on without it."""
 
@@ -36,8 +51,9 @@ class Membership:
     """One process's place among those that train.
 
     Args:
-        rank: of this process at the start of the run; names it for ever.
-        world_size: processes at the start.
+        rank: of this process at the start of the run; names it for ever. From `world_size` on: of one that was started
+            later, which is no member yet.
+        world_size: processes at the start, the first members.
         host, port: of the launcher's store.
 
     Raises:
@@ -56,11 +72,21 @@ class Membership:
         """Of the members, as they were numbered at the start."""
         self._address = host, port
         self._store = self._connection()
+        self._alarm: _Alarm | None = None
 
     @property
     def rank(self) -> int:
         """Of this process among the members."""
         return self.ranks.index(self.start_rank)
+
+    @property
+    def is_member(self) -> bool:
+        return self.start_rank in self.ranks
+
+    @property
+    def num_waiting(self) -> int:
+        """Inside `groups`: processes that want to become members, as this one saw a moment ago."""
+        return self._alarm.num_waiting if self._alarm is not None else 0
 
     @contextmanager
     def groups(self, timeout_s: float) -> Iterator[None]:
@@ -71,7 +97,7 @@ class Membership:
             RankLostError: instead of any error that comes after the alarm, or of a transfer that broke: that may be
                 here before the launcher has seen whose process ended.
         """
-        alarm = _Alarm(self._connection(), self.round, self.ranks)
+        self._alarm = alarm = _Alarm(self._connection(), self.round, self.ranks)
         try:
             dist.init_process_group(
                 "gloo",
@@ -88,16 +114,39 @@ class Membership:
             alarm.cut()  # what threads of this rank still wait for: nobody looks for the alarm any more
             raise RankLostError(" ".join(str(error).split())) from error
         finally:
+            self._alarm = None
             alarm.close()
 
     def keep(self, size: int) -> bool:
         """From now on the first `size` members alone; whether this process is one of them. On all members alike."""
         self.ranks = self.ranks[:size]
-        return self.start_rank in self.ranks
+        return self.is_member
+
+    def wait_to_join(self) -> bool:
+        """As a process that is no member: wait until a round has it on its list; False where the run ends before.
+
+        Raises:
+            RankLostError: there is no store any more.
+        """
+        try:
+            self._store.set(waiting_key(self.start_rank), "yes")
+            while not self._store.check([OVER_KEY]):
+                while self._store.check([decision_key(self.round + 1)]):
+                    self._take(decision_of(self._store, self.round + 1))
+                    if self.is_member:
+                        self._store.set(waiting_key(self.start_rank), "no")
+                        return True
+                time.sleep(_JOIN_LOOK_S)
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank {self.start_rank} waited to be taken in, and the launcher's store does not answer "
+                f"({' '.join(str(error).split())})"
+            ) from error
+        return False
 
     def go_on(self) -> None:
-        """After `groups` ended with `RankLostError` and nothing of what used them is held any more: leave them, agree
-        with the other survivors, and be a member of what they are from now on.
+        """After `groups` ended with `RankLostError`, or all left them to let others in, and nothing of what used them
+        is held any more: leave them, agree with the other members, and be one of what they are from now on.
 
         Raises:
             RankLostError: the others went on without this rank, or there is no store any more.
@@ -105,7 +154,9 @@ class Membership:
         gc.collect()  # what a loop of references holds may hold groups, too
         if dist.is_initialized():
             dist.destroy_process_group()
-        decision = agree(Agreement(self._store, self.round + 1, self.ranks, self.start_rank, PATIENCE_S))
+        self._take(agree(Agreement(self._store, self.round + 1, self.ranks, self.start_rank, PATIENCE_S)))
+
+    def _take(self, decision: Decision) -> None:
         self.round, self.ranks = decision.round, decision.ranks
 
     def _connection(self) -> dist.Store:  # type: ignore[reportPrivateImportUsage]
@@ -123,7 +174,8 @@ class _Alarm:
         number: int,
         members: tuple[int, ...],
     ) -> None:
-        self._store, self._key = store, f"round/{number}/alarm"
+        self._store, self._key, self._members = store, f"round/{number}/alarm", members
+        self.num_waiting = 0
         self._watched = [self._key, *map(gone_key, members)]
         self._spared = open_sockets()
         self._closed = threading.Event()
@@ -157,3 +209,6 @@ class _Alarm:
         while not self._closed.wait(_LOOK_S):
             if self.is_given():
                 self.cut()
+                continue
+            with self._lock, suppress(RuntimeError):  # of a store that is gone: the next look finds out
+                self.num_waiting = len(waiting_ranks(self._store, self._members))

@@ -23,6 +23,7 @@ from evenload.types.schedule import Action
 _WAIT = "a wait for "
 _MAX_NAMED = 4
 _PATIENCE = 4.0  # Signs that a live rank cannot miss, also on a machine with more processes than cores.
+_ANSWER_S = 5.0  # For two rounds of questions to a store that is there.
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
 
 
@@ -109,7 +110,7 @@ class RankWatch:
         """The run ends well: no more signs."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_ANSWER_S)  # it ends with the process, too
 
     def _show_signs(self) -> None:
         while not self._closed.wait(self._interval_s):
@@ -143,11 +144,20 @@ class RankWatch:
         return signs
 
     def _diagnosis(self) -> str:
-        """A sentence about the other ranks, or nothing where they cannot be asked."""
+        """A sentence about the other ranks, or nothing where they cannot be asked.
+
+        In a thread: a store whose machine is cut off answers when TCP gives up, in a quarter of an hour or never."""
         if self._store is None:
             return ""
+        self._gave_up = True
+        said: list[str] = []
+        thread = threading.Thread(target=lambda: said.append(self._ask_others()), name="evenload-asks", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE * self._interval_s + _ANSWER_S)
+        return said[0] if said else "The store through which ranks met does not answer either. "
+
+    def _ask_others(self) -> str:
         try:
-            self._gave_up = True
             self._show()
             before = self._read()
             time.sleep(_PATIENCE * self._interval_s)

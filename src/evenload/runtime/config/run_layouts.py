@@ -20,18 +20,7 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
     start = layout_of(config, num_layers)
     found = [start]
     for text in config.plan.layouts:
-        written = read_layout_text(text)
-        for axis in ("cp", "tp"):
-            if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):
-                raise ConfigError(
-                    f"plan.layouts: '{text}' has {axis}={written.sizes[axis]}, [parallel] has "
-                    f"{axis}={getattr(start, axis)}; only dp, pp, virtual and the layers of stages may change while a "
-                    "run trains"
-                )
-        per_replica = written.size("pp") * start.cp * start.tp
-        # As many replicas as there are processes for; those that are left over are idle.
-        sizes = {"cp": start.cp, "tp": start.tp, "dp": max(1, start.world_size // per_replica)}
-        layout = written.layout(num_layers, **sizes)
+        layout = resolved_layout(text, start, num_layers, start.world_size)
         if layout.world_size > start.world_size:
             raise ConfigError(
                 f"plan.layouts: '{text}' needs {layout.world_size} processes, [parallel] ({start.describe()}) starts "
@@ -45,3 +34,26 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
         options = config.plan.options.own(FlexOptions)
         found += enumerated_layouts(start, options.most_layouts, options.most_groups)
     return tuple(found)
+
+
+def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
+    """An entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks are enough for, at least one.
+
+    Args:
+        start: of the run; has the same cp and tp.
+
+    Raises:
+        ConfigError: it cannot be read, changes cp or tp, or does not hold the model's layers.
+    """
+    written = read_layout_text(text)
+    for axis in ("cp", "tp"):
+        if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):
+            raise ConfigError(
+                f"plan.layouts: '{text}' has {axis}={written.sizes[axis]}, [parallel] has "
+                f"{axis}={getattr(start, axis)}; only dp, pp, virtual and the layers of stages may change while a "
+                "run trains"
+            )
+    per_replica = written.size("pp") * start.cp * start.tp
+    # As many replicas as there are processes for; those that are left over are idle.
+    sizes = {"cp": start.cp, "tp": start.tp, "dp": max(1, num_ranks // per_replica)}
+    return written.layout(num_layers, **sizes)

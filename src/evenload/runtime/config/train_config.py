@@ -168,9 +168,13 @@ class RunConfig(Frozen):
         recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         timeout_s: how long a rank waits for another before it gives up.
-        on_lost_rank: what to do where a process of the run is killed. "stop" the run with an error, or "shrink": the
-            others go on in a smaller layout from the last checkpoint, in the same processes. Not under torchrun, which
-            starts all processes anew (`--max-restarts`), and not on GPUs.
+        on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
+            an error, or "shrink": the others go on in a smaller layout from the last checkpoint: that of `plan.layouts`
+            with most ranks, else one with as many `cp` and `tp` ranks. Under our launcher in the same processes, not on
+            GPUs; under torchrun in those that its agents start again (`--nnodes MIN:MAX --max-restarts`).
+        replace_lost_ranks: with "shrink" under our launcher: so many processes in all are started in the place of
+            killed ones. The others take each in between two steps, or at once where it is there in time, and the run is
+            as large as before; 0 = none.
     """
 
     output_dir: str
@@ -194,16 +198,19 @@ class RunConfig(Frozen):
     export_hf: bool = True
     timeout_s: float = 600.0
     on_lost_rank: Literal["stop", "shrink"] = "stop"
+    replace_lost_ranks: int = 0
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:
             raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
-        if self.on_lost_rank == "shrink" and self.device != "cpu":
+        if self.replace_lost_ranks < 0:
+            raise ConfigError(f"train.replace_lost_ranks is {self.replace_lost_ranks}, must be 0 (none) or more")
+        if self.replace_lost_ranks and self.on_lost_rank != "shrink":
             raise ConfigError(
-                f"train.on_lost_rank is 'shrink' and train.device '{self.device}': groups of GPUs are not rebuilt in a "
-                "running process in this version; leave it at 'stop' and start the run again from its last checkpoint"
+                f"train.replace_lost_ranks is {self.replace_lost_ranks}, but train.on_lost_rank is "
+                f"'{self.on_lost_rank}', so a lost process ends the run; set on_lost_rank to 'shrink', or leave replace_lost_ranks out"
             )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
@@ -237,13 +244,6 @@ class TrainConfig(Frozen):
     train: RunConfig
 
     def __post_init__(self) -> None:
-        changes_layout = self.plan.layouts or strategy_named(self.plan.strategy).changes_layout
-        if self.train.on_lost_rank == "shrink" and changes_layout:
-            raise ConfigError(
-                f"plan.layouts is {list(self.plan.layouts)} under strategy '{self.plan.strategy}', and "
-                "train.on_lost_rank is 'shrink': which layouts fewer ranks still hold is not decided in this version; "
-                "keep the run in one layout, or on_lost_rank at 'stop'"
-            )
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         if self.train.steps is None and self.optimizer.decay != "constant":

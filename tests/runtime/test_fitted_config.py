@@ -1,0 +1,88 @@
+"""The settings with which fewer ranks go on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+from evenload.runtime.config.fitted_config import fitted_config
+from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.train_config import ModelConfig, ParallelConfig, PlanConfig, RunConfig, TrainConfig
+
+NUM_LAYERS = 8
+
+
+def config_of(layouts: tuple[str, ...] = (), *, feedback: bool = False, **parallel) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(sources=("corpus",), max_document_tokens=8, batch_documents=1),
+        parallel=ParallelConfig(**parallel),
+        plan=PlanConfig(strategy="auto", layouts=layouts, feedback=feedback),
+        train=RunConfig(output_dir="run", steps=1, cost_file="cost.json"),
+    )
+
+
+def described(config: TrainConfig) -> list[str]:
+    return [layout.describe() for layout in layouts_of(config, NUM_LAYERS)]
+
+
+def test_all_ranks_leave_the_settings_as_they_are():
+    config = config_of(("pp=4",), pp=2, dp=2)
+    assert fitted_config(config, NUM_LAYERS, 4) is config
+
+
+def test_without_named_layouts_the_rule_decides():
+    fitted = fitted_config(config_of(pp=2, dp=2), NUM_LAYERS, 3)
+    assert described(fitted) == ["pp=3 layers=3+3+2"] or described(fitted) == ["pp=3"]
+    assert fitted.train.cost_file is None, "measured in another layout"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start", "others"),
+    [
+        (3, "pp=3 layers=2+3+3", ["pp=2"]),  # with most ranks; the others that fit stay, once each
+        (2, "pp=2", []),  # named before dp=2, which is as large
+        (1, "single", []),  # none of them: the rule
+    ],
+)
+def test_of_named_layouts_the_largest_that_fits_is_taken(ranks, start, others):
+    config = config_of(("pp=4", "pp=2", "pp=3,layers=2+3+3", "pp=2,dp=1"), pp=2, dp=2)
+    assert described(fitted_config(config, NUM_LAYERS, ranks)) == [start, *others]
+
+
+def test_replicas_that_are_not_named_are_as_many_as_are_left():
+    config = config_of(("pp=2", "dp=4"), pp=4)
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["pp=2"], "dp=4 needs four"
+    config = config_of(("pp=1", "pp=2"), pp=4)
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["dp=3", "pp=2"]
+
+
+def test_virtual_stages_and_uneven_layers_of_a_named_layout_are_kept():
+    config = config_of(("pp=2,virtual=2,layers=1+2+2+3",), pp=4)
+    fitted = fitted_config(config, NUM_LAYERS, 2)
+    assert fitted.parallel.virtual == 2
+    assert described(fitted) == ["pp=2 virtual=2 layers=1+2+2+3"]
+
+
+def test_a_rank_that_is_left_alone_gives_its_work_to_nobody():
+    config = config_of(feedback=True, dp=3)
+    assert fitted_config(config, NUM_LAYERS, 2).plan.feedback
+    assert not fitted_config(config, NUM_LAYERS, 1).plan.feedback
+
+
+def test_what_shares_matrices_or_documents_is_not_divided():
+    with pytest.raises(ConfigError, match=r"1 ranks are left, but parallel\.cp x parallel\.tp is 2"):
+        fitted_config(config_of(tp=2, dp=2), NUM_LAYERS, 1)
+
+
+@given(
+    texts=st.lists(st.sampled_from(["pp=1", "pp=2", "pp=3", "pp=4", "dp=2", "pp=2,dp=2", "pp=5,dp=1"]), unique=True),
+    ranks=st.integers(1, 7),
+)
+def test_it_always_fits_and_is_the_same_when_it_is_asked_again(texts, ranks):
+    config = config_of(tuple(texts), pp=4, dp=2)
+    fitted = fitted_config(config, NUM_LAYERS, ranks)
+    layouts = layouts_of(fitted, NUM_LAYERS)
+    assert max(layout.world_size for layout in layouts) == layouts[0].world_size <= ranks
+    assert fitted_config(fitted, NUM_LAYERS, layouts[0].world_size) is fitted
