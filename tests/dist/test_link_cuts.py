@@ -60,12 +60,15 @@ def wait_for(directory: Path, *names: str) -> None:
         time.sleep(0.05)
 
 
-CUTS = [CutCase(seed=seed, how=("silent", "down")[seed % 2], returns=seed % 5 < 2) for seed in range(10)]
+CUTS = [
+    CutCase(seed=seed, how=("silent", "down")[seed % 2], returns=seed % 5 < 2, leads=seed // 2 % 2)
+    for seed in range(10)
+]
 
 
 @NEEDS_HOSTS
 @pytest.mark.long
-@pytest.mark.parametrize("case", sweep(CUTS, 0), ids=lambda case: f"{case.seed} {case.how}{', returns' * case.returns}")
+@pytest.mark.parametrize("case", sweep(CUTS, 0), ids=lambda case: f"{case.seed}-{case.how}{'-returns' * case.returns}")
 def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_path, case, record_property) -> None:
     """Under torchrun on two hosts of two processes: the side with the rendezvous goes on, the other one ends."""
     file = write_small_run(
@@ -88,7 +91,7 @@ def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_pat
         *(*same, "train.cost_file=cost.json", "train.on_lost_rank=shrink"),
         *("train.checkpoint_every_steps=5", f"train.timeout_s={TIMEOUT_S}"),
     ]
-    with network_hosts() as hosts:
+    with network_hosts(is_swapped=case.leads == 1) as hosts:
         outcome = run_cut(hosts, case, tmp_path, arguments, STEPS)
     told = f"went on after {outcome.went_on_s:.1f} s, other side ended after {outcome.ended_s:.1f} s"
     record_property("cut", f"{case.how}: {told}, {outcome.took_s:.0f} s in all")

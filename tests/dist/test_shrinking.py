@@ -91,7 +91,7 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
     overrides = [*same, *COMMON, f"train.cost_file={costs}", *sizes, "train.replace_lost_ranks=1"]
     case = (str(config_file), overrides, {1: ("update", 1)})
     run_surviving(train_and_come_late, case, world_size, grace_s=60.0, num_replacements=1)
-    told = f"rank {world_size} is started in its place (the 1. of 1, train.replace_lost_ranks)"
+    told = f"rank {world_size} is started in place of rank 1 (the 1. of 1, train.replace_lost_ranks)"
     assert told in capfd.readouterr().err
     full = even_layout(4, **layout).describe()
     starts = read_starts(tmp_path / "run")

@@ -34,15 +34,20 @@ class CutCase:
         seed: of the moment: after how many rows of metrics, and how long after the last one.
         how: the cable is cut.
         returns: it is joined again, and host 1 comes back.
+        leads: the host of rank 0, of the store through which ranks meet, and of who writes metrics.
     """
 
     seed: int
     how: Cut
     returns: bool
+    leads: int
 
     def moment(self, steps: int) -> tuple[int, float]:
-        """Rows of metrics that are there, and seconds after that; the first third of the run."""
+        """Rows of metrics that are there, and seconds after that; in the first third of the run. -1 rows: while it
+        starts."""
         chance = random.Random(self.seed)
+        if self.seed % 5 == 4:
+            return -1, chance.uniform(0.0, 15.0)
         return chance.randrange(steps // 3), chance.uniform(0.0, 1.0)
 
 

@@ -23,9 +23,9 @@ _TCP_RETRIES = 6
 class NetworkHosts:
     """Names and addresses of both, and their cable."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_swapped: bool) -> None:
         self.names = (f"{name}a", f"{name}b")
-        self.addresses = ("10.77.0.1", "10.77.0.2")
+        self.addresses = ("10.77.0.2", "10.77.0.1") if is_swapped else ("10.77.0.1", "10.77.0.2")
         self.interfaces = (f"{name}ca", f"{name}cb")
         self._is_cut_by: Cut | None = None
 
@@ -53,9 +53,13 @@ class NetworkHosts:
 
 
 @contextmanager
-def network_hosts() -> Iterator[NetworkHosts]:
-    """Both, and their end with all that is in them, whatever happened."""
-    hosts = NetworkHosts(f"ev{os.getpid() % 1_000_000}")
+def network_hosts(*, is_swapped: bool = False) -> Iterator[NetworkHosts]:
+    """Both, and their end with all that is in them, whatever happened.
+
+    Args:
+        is_swapped: host b has the lower address: torchrun's ranks begin there.
+    """
+    hosts = NetworkHosts(f"ev{os.getpid() % 1_000_000}", is_swapped=is_swapped)
     try:
         for name in hosts.names:
             _ip("netns", "add", name)

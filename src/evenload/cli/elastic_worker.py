@@ -7,7 +7,7 @@ agents that are left, and starts ranks again, as many as these machines have tog
     cut off  end also where nothing answers any more, not even the store through which ranks met (`Lifeline`)
     start    take the layout that fits the ranks that there are (`fitted_config`), go on from the latest checkpoint, and
              say so
-    return   where a machine comes back, agents send SIGTERM: the running step is finished and saved, and none is repeated
+    return   where a machine comes back, agents send SIGTERM: the running step is finished and saved, none is repeated
 
 The store has to be a new one for every start. torchrun has its agents keep one unless told otherwise, in which a start
 finds what the one before it left, and whose address an agent keeps when the machine that holds it is gone; so it has to

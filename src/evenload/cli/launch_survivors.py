@@ -153,14 +153,18 @@ class _Ranks:
                 )
             )
             return
-        said = f"rank {rank} was killed by {name} (process {process.pid}); the others go on (train.on_lost_rank)"
+        tell(f"rank {rank} was killed by {name} (process {process.pid}); the others go on (train.on_lost_rank)")
+        self._replace(rank)
+
+    def _replace(self, lost: int) -> None:
+        """Start another one in its place, where there may be one."""
         if self._num_left:
             self._num_left -= 1
-            new = self.start()
-            nth = self._num_replacements - self._num_left
-            said += f", and rank {new} is started in its place (the {nth}. of {self._num_replacements}, "
-            said += "train.replace_lost_ranks)"
-        tell(said)
+            nth, new = self._num_replacements - self._num_left, self.start()
+            tell(
+                f"rank {new} is started in place of rank {lost} (the {nth}. of {self._num_replacements}, "
+                "train.replace_lost_ranks)"
+            )
 
     def _waits(self, rank: int) -> bool:
         """It is no member: it has just been started, or says in the store that it waits."""
@@ -182,6 +186,7 @@ class _Ranks:
                 self._store.set(gone_key(rank), "left out")
                 tell(f"rank {rank} gave no sign of life and is ended; the others go on (train.on_lost_rank)")
                 self._running[rank][0].kill()
+                self._replace(rank)
 
 
 def _outcome(ours: Connection) -> int | EvenloadError | None:

@@ -93,9 +93,9 @@ def _require_survivable(settings: "TrainConfig") -> None:
     """Refuse what cannot go on in the same processes; under torchrun these are new ones."""
     if settings.train.on_lost_rank == "shrink" and settings.train.device != "cpu":
         raise ConfigError(
-            f"train.on_lost_rank is 'shrink' and train.device '{settings.train.device}': groups of GPUs are not rebuilt "
-            "in a running process in this version; start with torchrun, whose agents start processes again, or leave "
-            "on_lost_rank at 'stop'"
+            f"train.on_lost_rank is 'shrink' and train.device '{settings.train.device}': groups of GPUs are not "
+            "rebuilt in a running process in this version; start with torchrun, whose agents start processes again, or "
+            "leave on_lost_rank at 'stop'"
         )
 
 

@@ -12,7 +12,6 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
-from evenload.plan.strategies.registry import strategy_named
 from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
@@ -210,7 +209,8 @@ class RunConfig(Frozen):
         if self.replace_lost_ranks and self.on_lost_rank != "shrink":
             raise ConfigError(
                 f"train.replace_lost_ranks is {self.replace_lost_ranks}, but train.on_lost_rank is "
-                f"'{self.on_lost_rank}', so a lost process ends the run; set on_lost_rank to 'shrink', or leave replace_lost_ranks out"
+                f"'{self.on_lost_rank}', so a lost process ends the run; set on_lost_rank to "
+                "'shrink', or leave replace_lost_ranks out"
             )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
