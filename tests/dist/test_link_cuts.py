@@ -69,7 +69,7 @@ CUTS = [
 @NEEDS_HOSTS
 @pytest.mark.long
 @pytest.mark.parametrize("case", sweep(CUTS, 0), ids=lambda case: f"{case.seed}-{case.how}{'-returns' * case.returns}")
-def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_path, case, record_property) -> None:
+def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_path, case) -> None:
     """Under torchrun on two hosts of two processes: the side with the rendezvous goes on, the other one ends."""
     steps = 160 if case.returns else 40  # who comes back finds the run still there
     file = write_small_run(
@@ -92,7 +92,7 @@ def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_pat
     with network_hosts(is_swapped=case.leads == 1) as hosts:
         outcome = run_cut(hosts, case, tmp_path, arguments, steps)
     told = f"went on after {outcome.went_on_s:.1f} s, other side ended after {outcome.ended_s:.1f} s"
-    record_property("cut", f"{case.how}: {told}, {outcome.took_s:.0f} s in all")
+    print(f"cut {case.seed}, {case.how}: {told}, {outcome.took_s:.0f} s in all")  # pytest -rP shows it
     check(tmp_path / "run", expected, outcome)
     if case.returns:
         assert read_starts(tmp_path / "run")[-1].ranks == 4, outcome.logs[0]
