@@ -8,13 +8,17 @@ switch between two machines fails: no interface changes, nothing is refused, not
 """
 
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Literal
 
 Cut = Literal["down", "silent"]
 
+_PREFIX = "evenload"
 _NOBODY = "02:00:00:00:00:99"
 _TCP_RETRIES = 6
 """TCP gives up after about 25 s without an answer, in place of a quarter of an hour (`net.ipv4.tcp_retries2`)."""
@@ -26,7 +30,7 @@ class NetworkHosts:
     def __init__(self, name: str, *, is_swapped: bool) -> None:
         self.names = (f"{name}a", f"{name}b")
         self.addresses = ("10.77.0.2", "10.77.0.1") if is_swapped else ("10.77.0.1", "10.77.0.2")
-        self.interfaces = (f"{name}ca", f"{name}cb")
+        self.interfaces = ("evcable-a", "evcable-b")
         self._is_cut_by: Cut | None = None
 
     def command_on(self, host: int, *command: str) -> list[str]:
@@ -59,7 +63,8 @@ def network_hosts(*, is_swapped: bool = False) -> Iterator[NetworkHosts]:
     Args:
         is_swapped: host b has the lower address: torchrun's ranks begin there.
     """
-    hosts = NetworkHosts(f"ev{os.getpid() % 1_000_000}", is_swapped=is_swapped)
+    _remove_left_over()
+    hosts = NetworkHosts(f"{_PREFIX}{os.getpid()}", is_swapped=is_swapped)
     try:
         for name in hosts.names:
             _ip("netns", "add", name)
@@ -77,8 +82,7 @@ def network_hosts(*, is_swapped: bool = False) -> Iterator[NetworkHosts]:
         yield hosts
     finally:
         for name in hosts.names:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)  # with its end of the cable
+            _remove(name)
 
 
 def why_not() -> str:
@@ -87,9 +91,27 @@ def why_not() -> str:
         with network_hosts():
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        return f"no network namespaces here ({said.decode().strip() or error})"
+        said = getattr(error, "stderr", None) or ""
+        return f"no network namespaces here ({said.strip() or error})"
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def _remove(name: str) -> None:
+    """A host, with its end of the cable and all processes on it; nothing where there is none."""
+    with suppress(subprocess.CalledProcessError):
+        for pid in _ip("netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "del", name)
+
+
+def _remove_left_over() -> None:
+    """Hosts of tests that were killed."""
+    for line in _ip("netns", "list").splitlines():
+        found = re.match(rf"({_PREFIX}(\d+)[ab])\b", line)
+        if found and not Path(f"/proc/{found[2]}").exists():
+            _remove(found[1])
+
+
+def _ip(*arguments: str) -> str:
+    """What it prints."""
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
