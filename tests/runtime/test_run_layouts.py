@@ -79,12 +79,6 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tm
         config_of(tmp_path / "none", *flex, "plan.options.flexpipe={most_layouts=1}")
 
 
-def test_which_layouts_fewer_ranks_hold_is_not_decided(tmp_path) -> None:
-    for number, setting in enumerate(("plan.strategy=flexpipe", 'plan.layouts=["dp=2"]')):
-        with pytest.raises(ConfigError, match=r"train.on_lost_rank is 'shrink': which layouts fewer ranks still hold"):
-            config_of(tmp_path / f"{number}", "parallel.pp=2", setting, "train.on_lost_rank=shrink")
-
-
 def test_measured_speeds_are_of_one_layout(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"plan\.feedback and plan\.layouts are both set"):
         config_of(tmp_path, "plan.feedback=true", 'plan.layouts=["dp=2"]')
