@@ -94,6 +94,7 @@ def measured_table() -> str:
             f"{min(moved):.2f}-{max(moved):.2f}×, {min(took):.2f}-{max(took):.2f}×",
             "context_parallel",
         ),
+        *_swinging(rows),
     ]
     commits: dict[str, set[str]] = {}
     for r in rows.values():
@@ -102,6 +103,21 @@ def measured_table() -> str:
     lines = ["| what | figure | command |", "|---|---|---|"]
     lines += [f"| {what} | {figure} | [benchmarks/{name}.py](benchmarks/{name}.py) |" for what, figure, name in figures]
     return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
+
+
+def _swinging(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str, str, str]]:
+    """The line of a run whose layout changes, once it was measured."""
+    ratios = {metric: float(row["value"]) for (benchmark, _, metric), row in rows.items() if benchmark == "swinging"}
+    layouts = [metric.removeprefix("speed-up over ").removesuffix(", measured") for metric in ratios
+               if metric.startswith("speed-up over ") and metric.endswith(", measured")]  # fmt: skip
+    if not layouts:
+        return []
+    figures = [
+        f"{name} {ratios[f'speed-up over {name}, measured']:.2f}× ({ratios[f'speed-up over {name}, predicted']:.2f}×)"
+        for name in layouts
+    ]
+    what = "phases of short and of long documents: time in every layout over `flexpipe`'s, measured (predicted)"
+    return [(what, ", ".join(figures), "swinging")]
 
 
 def newest_rows() -> dict[tuple[str, str, str], dict[str, str]]:
