@@ -115,7 +115,8 @@ FLEXPIPE = """\
 
 **Simulated.** Models and clusters of its Table 1, 24 steps. Time of each way to train over the time of `flexpipe`;
 "best fixed" is the fastest single layout in hindsight.
-[planner.md](planner.md#flexpipe-another-layout-between-steps) says why switching gains nothing over it. "documents only" has no layers that recompute (the paper's O_plan).
+[planner.md](planner.md#flexpipe-another-layout-between-steps) says why switching gains nothing over it. "documents
+only" has no layers that recompute (the paper's O_plan).
 """
 DELAY = """\
 ## Documents that wait

@@ -15,7 +15,7 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexState
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
-from evenload.report.layout_table import format_conditions
+from evenload.report.layout_table import format_action, format_conditions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
@@ -133,6 +133,46 @@ def test_known_steps_amortise_a_switch() -> None:
     assert sum(step.proposal.plan.predicted.step_time_s for step in three) < sum(
         step.proposal.plan.predicted.step_time_s for step in one
     )
+
+
+def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() -> None:
+    """Where the sum over replicas is slow, few tokens want a pipeline and many want replicas: every switch comes with
+    its phase, although the phase is in view earlier and a switch has to have paid twice."""
+    usual = make(1, 4, None)
+    reduction_s = make(4, 1, None).start.costs.reduction_seconds()
+    links = usual.start.costs.coefficients
+    slow = msgspec.structs.replace(
+        links,
+        reduce_bandwidth_bytes_per_s=links.reduce_bandwidth_bytes_per_s * reduction_s / 600,
+        intra_node=msgspec.structs.replace(links.intra_node, bandwidth_bytes_per_s=1e9),
+    )
+    start = StepPlanner(usual.start.costs.model, slow, usual.layout, None, usual.start.options)
+    flex = FlexPlanner(start, lambda _: slow, FlexOptions(known_steps=5), layouts=[usual.layout, even_layout(4, dp=4)])
+    few, many = [4] * 4, SHORT
+    batches = [few] * 7 + [many] * 7 + [few] * 7
+    found = run(flex, batches)
+    assert [one.told.layout for one in found] == ["pp=4"] * 7 + ["dp=4"] * 7 + ["pp=4"] * 7
+    assert [one.told.later_steps for one in found[:8]] == [0, 0, 0, 4, 3, 2, 1, 0]
+    assert [one.told.later_steps for one in found[10:15]] == [4, 3, 2, 1, 0]
+    assert found[4].told.why.endswith("gaining most from step 7 on")
+    assert format_action(found[4].told) == "① stay, waits"
+    # No other sequence of layouts takes less: best seconds up to every step, in either layout.
+    alone = {
+        layout: [flex.planner_of(layout).propose(0, documents(one), "flexpipe").plan for one in batches]
+        for layout in flex.candidates.given
+    }
+    best = {flex.layout: 0.0, even_layout(4, dp=4): float("inf")}
+    for step in range(len(batches)):
+        best = {
+            here: min(
+                seconds + (flex.switch_seconds(there, alone[here][step]) if there != here else 0.0)
+                for there, seconds in best.items()
+            )
+            + alone[here][step].predicted.step_time_s
+            for here in best
+        }
+    taken_s = sum(one.proposal.plan.predicted.step_time_s for one in found)
+    assert taken_s == pytest.approx(min(best.values()))
 
 
 def test_nothing_fits_is_infeasible_with_stage_and_bytes() -> None:

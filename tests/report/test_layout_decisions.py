@@ -125,6 +125,22 @@ def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
     assert layout_line(decision(5)) == ""
 
 
+def test_both_memory_plans_are_told_and_which_is_taken():
+    """FlexPipe's O_plan, layers that recompute, beside documents that recompute or offload."""
+    shown = {}
+    for by_documents_s, by_layers_s in ((0.5, 0.25), (0.25, 0.5), (None, 0.5), (0.5, None)):
+        one = decision(3, 2, save_documents_s=by_documents_s, save_layers_s=by_layers_s)
+        console = Console(width=220, color_system=None, file=io.StringIO())
+        console.print(LayoutTable([one]))
+        row = next(line for line in console.file.getvalue().splitlines() if "save memory" in line)
+        shown[by_documents_s, by_layers_s] = "2 s (layers)" in row
+        figure = layout_figure([one]).to_json()
+        assert "saving memory in this step: by documents " in figure
+        assert ("does not fit" in figure.split("by documents")[1].split("by layers")[0]) == (by_documents_s is None)
+    assert list(shown.values()) == [True, False, True, False]
+    assert "saving memory in this step" not in layout_figure([decision(0)]).to_json()
+
+
 def test_decisions_come_back_from_their_file_the_last_of_a_step_first_torn_line_aside(tmp_path):
     path = tmp_path / "layouts.jsonl"
     assert read_decisions(path) == ()
