@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evenload.errors import ConfigError
-from evenload.runtime.stages.shared_directory import SHARED_MEMORY, held_bytes, remove_left_over, shared_directory
-from evenload.runtime.stages.shared_memory import SharedTensors, require_room, shared_names, shared_tensor
+from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY, held_bytes, remove_left_over, shared_directory
+from evenload.runtime.checkpoint.shared_memory import SharedTensors, require_room, shared_names, shared_tensor
 from rank_server import rank_context
 
 
@@ -85,7 +85,9 @@ def test_nothing_takes_no_file(folder):
 
 
 def test_what_there_is_no_room_for_is_refused_before_anything_is_written(folder):
-    with pytest.raises(ConfigError, match=r"a test needs 7\.28 TiB of shared memory in .*, where .* are free; give the"):
+    with pytest.raises(
+        ConfigError, match=r"a test needs 7\.28 TiB of shared memory in .*, where .* are free; give the"
+    ):
         SharedTensors(folder / "rank-0", "a test").make("weight", 10**12, torch.float64)
     assert not list((folder / "rank-0").iterdir())
     require_room(folder, 4096, "a test")
@@ -121,6 +123,5 @@ def test_what_a_killed_owner_left_is_removed_and_what_a_living_one_has_is_not(tm
 
 
 def test_without_shared_memory_there_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="no folder for state in shared memory can be made in .*/none"):
-        with shared_directory(tmp_path / "none"):
-            pass
+    with pytest.raises(ConfigError, match=r"no folder for state in shared memory can be made in .*/none"):
+        shared_directory(tmp_path / "none").__enter__()

@@ -9,9 +9,11 @@ Where asked to (`train.replace_lost_ranks`), the launcher starts a process in th
 number; it waits in the store to be taken in (`Membership.wait_to_join`).
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,15 +23,21 @@ from evenload.cli.child_process import begin_rank, start_fork_server
 from evenload.cli.launch import SignalGuard, tell
 from evenload.cli.stop_request import StopLine
 from evenload.errors import EvenloadError
+from evenload.runtime.checkpoint.shared_directory import remove_left_over, shared_directory
 from evenload.runtime.comm.agreement import (
     OVER_KEY,
     PROCESSES_KEY,
     AgreementStore,
     decision_key,
     decision_of,
+    ended_key,
     gone_key,
     waiting_key,
 )
+from evenload.types.scaled_units import format_bytes
+
+SURVIVOR_FOLDER = "EVENLOAD_SURVIVOR_FOLDER"
+"""In the environment of ranks: where they keep their last steps; "" = nowhere."""
 
 _LOOK_S = 1.0
 
@@ -42,13 +50,22 @@ class _StoppedError(Exception):
         self.number = int(number)
 
 
-def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: float, num_replacements: int = 0) -> None:
+def run_surviving(
+    function,
+    arguments: tuple,
+    num_processes: int,
+    *,
+    grace_s: float,
+    num_replacements: int = 0,
+    keeps_state: bool = False,
+) -> None:
     """As `launch.run_local`, but a killed process is not the end while others are left.
 
     Args:
         function: as there; it deals with lost ranks by itself, and where its rank is not below the number of processes,
             with being taken in.
         num_replacements: processes that may be started in all in the place of killed ones.
+        keeps_state: give ranks a folder in shared memory (`SURVIVOR_FOLDER`), which goes when the launcher ends.
 
     Raises:
         EvenloadError: the error of the first process that ends with one, or all were killed.
@@ -60,8 +77,8 @@ def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: fl
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[reportPrivateImportUsage]
     line = StopLine()
     try:
-        with SignalGuard(line, grace_s, _StoppedError).watching():
-            task = (num_processes, store.port, function, arguments, line)
+        with _survivor_folder(keeps_state) as folder, SignalGuard(line, grace_s, _StoppedError).watching():
+            task = (num_processes, store.port, folder, function, arguments, line)
             ranks = _Ranks(store, line, task, num_replacements)
             for _ in range(num_processes):
                 ranks.start()
@@ -73,6 +90,18 @@ def run_surviving(function, arguments: tuple, num_processes: int, *, grace_s: fl
         raise ranks.failure
     if ranks.signal:
         raise SystemExit(128 + ranks.signal)
+
+
+@contextlib.contextmanager
+def _survivor_folder(is_wanted: bool) -> Iterator[str]:
+    """Where ranks keep their last steps; "" = nowhere."""
+    for path, num_bytes in remove_left_over():
+        tell(f"{path} ({format_bytes(num_bytes)} of shared memory) of a run that was killed is removed")
+    if not is_wanted:
+        yield ""
+        return
+    with shared_directory() as folder:
+        yield str(folder)
 
 
 class _Ranks:
@@ -120,6 +149,7 @@ class _Ranks:
             process.join()
             del self._running[rank]
             said = _outcome(ours)
+            self._store.set(ended_key(rank), "ended")
             if rank in self._left_out:
                 continue  # whatever it says: the others are the run
             if isinstance(said, EvenloadError):
@@ -204,11 +234,12 @@ def _outcome(ours: Connection) -> int | EvenloadError | None:
 
 
 def _run_rank(
-    said: Connection, rank: int, world_size: int, port: int, function, arguments: tuple, line: StopLine
+    said: Connection, rank: int, world_size: int, port: int, folder: str, function, arguments: tuple, line: StopLine
 ) -> None:
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
         **{"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        SURVIVOR_FOLDER: folder,
     }
     begin_rank()
     try:

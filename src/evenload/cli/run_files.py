@@ -30,9 +30,16 @@ from evenload.explore.time_split import split_planned_step
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.layout_file import append_decision, read_decisions
-from evenload.report.metrics_file import append_metrics, drop_torn_line, latest_per_step, read_metrics
+from evenload.report.metrics_file import (
+    append_metrics,
+    drop_from_step,
+    drop_torn_line,
+    latest_per_step,
+    read_metrics,
+)
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -56,9 +63,22 @@ _WRITING_SHARE = 0.02
 
 
 class RunWriter:
-    """Writes one run's files; an earlier run's metrics are continued when `resumed`, else replaced."""
+    """Writes one run's files.
 
-    def __init__(self, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, *, resumed: bool) -> None:
+    Args:
+        resumed: from where an earlier run is continued; None = its files are replaced. After a checkpoint steps are
+            trained again and have a row for each time; after a step that was kept they are not, so rows that no rank
+            knows to be finished go.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        costs: CostCoefficients,
+        memory_cap_bytes: int,
+        *,
+        resumed: Path | KeptStep | None,
+    ) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
         self._directory = Path(trainer.config.train.output_dir)
@@ -84,8 +104,10 @@ class RunWriter:
         directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
         for path in (self._metrics, self._layouts):
-            if self._resumed:
+            if self._resumed is not None:
                 drop_torn_line(path)
+                if isinstance(self._resumed, KeptStep):
+                    drop_from_step(path, self._resumed.steps_done)
             else:
                 path.unlink(missing_ok=True)
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)

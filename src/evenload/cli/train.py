@@ -83,8 +83,14 @@ def train_command(
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
     task, grace_s = (settings, cache, command), settings.train.stop_grace_s
     if settings.train.on_lost_rank == "shrink":
-        new = settings.train.replace_lost_ranks
-        run_surviving(_run_rank, task, layout.world_size, grace_s=grace_s, num_replacements=new)
+        run_surviving(
+            _run_rank,
+            task,
+            layout.world_size,
+            grace_s=grace_s,
+            num_replacements=settings.train.replace_lost_ranks,
+            keeps_state=settings.train.survivor_memory == "shared",
+        )
     else:
         run_local(_run_rank, task, layout.world_size, grace_s=grace_s)
 

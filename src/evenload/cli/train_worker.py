@@ -23,6 +23,7 @@ from evenload.cli.run_lines import (
 from evenload.cli.speed_line import speed_line
 from evenload.cli.start_record import append_start, read_starts, start_record
 from evenload.cli.stop_request import StopLine, StopRequest
+from evenload.cli.survivor_start import kept_steps, standing
 from evenload.cli.switch_line import groups_line, switch_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
@@ -36,6 +37,7 @@ from evenload.runtime.checkpoint.directory import (
     skipped_checkpoints,
     steps_in_name,
 )
+from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.config.fitted_config import fitted_config
 from evenload.runtime.config.run_layouts import layouts_of
@@ -84,13 +86,14 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
             return 0
         # Cores and memory of the machine are divided by those that are left on it.
         here["LOCAL_WORLD_SIZE"] = str(size)
-        steps_saved = saved_steps(config)
+        steps_done = standing(members, saved_steps(config))
         if members.rank == 0:
-            note_start(config, layouts[0], steps_saved, why)
+            note_start(config, layouts[0], steps_done, why)
         grows = partial(_is_larger_with_others, config, num_layers, members)
         try:
             with started_rank(now, *layouts, members=members) as setup:
-                stopped = train_as_rank(now, setup, cache, command, StopRequest(line), asked_to_pause=grows)
+                kept = kept_steps(members)
+                stopped = train_as_rank(now, setup, cache, command, StopRequest(line), grows, kept)
             if stopped is not None:
                 return stopped
             why = _OTHERS_CAME
@@ -100,7 +103,9 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         before = members.ranks
         members.go_on()
         lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
-        in_vain = 0 if lost or saved_steps(config) != steps_saved else in_vain + 1
+        if config.train.survivor_memory == "shared":
+            members.await_end(set(before) - set(members.ranks))
+        in_vain = 0 if lost or standing(members, saved_steps(config)) != steps_done else in_vain + 1
         if in_vain == _MOST_IN_VAIN:
             raise RankLostError(
                 f"connections broke {in_vain} times in a row though every rank lives and without a checkpoint in "
@@ -151,6 +156,7 @@ def train_as_rank(
     command: str,
     stop: StopRequest,
     asked_to_pause: Callable[[], bool] = lambda: False,
+    kept: KeptSteps | None = None,
 ) -> int | None:
     """All that a rank does once it has met the others: calibrate, train, write. Collective.
 
@@ -159,15 +165,16 @@ def train_as_rank(
     """
     mesh, memory_cap_bytes = setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
-    trainer = Trainer(config, mesh, setup.meshes)
+    trainer = Trainer(config, mesh, setup.meshes, kept)
     resumed = trainer.resume()
     costs = run_coefficients(trainer, cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
-    files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed is not None)
+    files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
     steps_before = trainer.steps_done
     with stop.listening():
         last = _run_steps(trainer, costs, memory_cap_bytes, files, console, (stop, asked_to_pause))
-        has_trained = trainer.steps_done > steps_before
+        # A step that was kept in memory is in no checkpoint yet, be it the last one.
+        has_trained = trainer.steps_done > steps_before or isinstance(resumed, KeptStep)
         if has_trained:
             console.print(f"checkpoint {trainer.save()}")
             if last is not None:
@@ -247,7 +254,11 @@ def _show_events(report: StepReport, console: Console) -> None:
 
 
 def _show_start(
-    console: Console, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, resumed: Path | None
+    console: Console,
+    trainer: Trainer,
+    costs: CostCoefficients,
+    memory_cap_bytes: int,
+    resumed: Path | KeptStep | None,
 ) -> None:
     config, model = trainer.config, trainer.model
     parameters = model.num_parameters
@@ -259,6 +270,11 @@ def _show_start(
         f"memory limit {format_bytes(memory_cap_bytes)} a process",
     )
     console.print(" | ".join(facts), soft_wrap=True)
+    if kept_bytes := trainer.survivors.num_bytes:
+        text = (
+            f"for survivors of a lost rank: {format_bytes(kept_bytes)} of shared memory a process hold its last steps"
+        )
+        console.print(text, soft_wrap=True)
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
@@ -269,8 +285,10 @@ def _show_start(
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     warn(position_warning(trainer.hf_config, config.data.max_document_tokens), console)
-    for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
-        warn(line, console)
+    if not isinstance(resumed, KeptStep):
+        for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
+            warn(line, console)
     if resumed is not None:
-        line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
+        where = "shared memory" if isinstance(resumed, KeptStep) else str(resumed)
+        line = resumed_line(where, trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
         console.print(line, soft_wrap=True, markup=False)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.process_memory import process_bytes
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.errors import InvalidPlanError
@@ -23,24 +22,20 @@ from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
-from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, load_checkpoint
-from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
+from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
+from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
+from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
+from evenload.runtime.checkpoint.resume import newest_state
 from evenload.runtime.checkpoint.saves import Saves
+from evenload.runtime.checkpoint.survivor_state import SurvivorState
 from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.device import (
-    forget_peak_bytes,
-    forget_peak_process_bytes,
-    measured_peak_bytes,
-    peak_process_bytes,
-    resident_bytes,
-    seconds_now,
-)
+from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
@@ -48,18 +43,24 @@ from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.monitor import Monitor
+from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import StepMemory, StepReport, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepSource
 from evenload.types.layout import ParallelLayout
-from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
 
 class Trainer:
-    """State of one rank: its virtual stages, optimizer shard and loader."""
+    """State of one rank: its virtual stages, optimizer shard and loader.
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
+    Args:
+        kept: what survivors of a loss go on from; None = the checkpoints alone.
+    """
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None, kept: KeptSteps | None = None
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.meshes = meshes or Meshes([mesh])
@@ -92,8 +93,9 @@ class Trainer:
         )
         self._saves = Saves(config.train, self._writer, self._position)
         self._is_time_to_save = False
-        self._fixed_bytes: int | None = None
-        self._predicted_process_bytes = 0
+        self.survivors = SurvivorState(kept, self.model, self.meshes.layouts)
+        # Of two steps that are kept for survivors, one is there before the first.
+        self._process = ProcessMemory(self.model, mesh.device, self.survivors.num_bytes // 2)
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.stop_signal = 0
@@ -106,28 +108,32 @@ class Trainer:
         peers = TorchPeers(self.mesh.planning)
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
-    def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory, if there is one; then `coefficients` are those of the
-        saved run. Collective; `ConfigError` where there is one, but `train.resume` is off."""
-        seen = checkpoint_to_resume(self._checkpoints, may_resume=self.config.train.resume)
-        # All take that of rank 0: a save that outlived its round, or a slow file system, may show others another one.
-        name = [None if seen is None else seen.name]
-        with self.mesh.watch.waiting("the checkpoint to go on from"):
-            dist.broadcast_object_list(name, src=0, group=self.mesh.control)
-        found = None if name[0] is None else self._checkpoints / name[0]
-        if found is not None:
-            position = load_checkpoint(found, self._buffers, self._optimizer, self.mesh)
-            self._loader.load_state(decode_state(position.loader))
-            self.steps_done = position.progress.steps_done
+    def resume(self) -> Path | KeptStep | None:
+        """Take over the last step that ranks before a loss have kept, or load the latest checkpoint of the output
+        directory, if there is one; then `coefficients` are those of that run. Collective; `ConfigError` where there is
+        a checkpoint, but `train.resume` is off."""
+        state = newest_state(
+            self.survivors.kept,
+            self._checkpoints,
+            self._buffers,
+            self._optimizer,
+            self.mesh,
+            may_resume=self.config.train.resume,
+        )
+        if state is None:
+            return None
+        where, position = state
+        self._loader.load_state(decode_state(position.loader))
+        self.steps_done = position.progress.steps_done
+        self._loader_state = self._loader.state()
+        progress, self.coefficients = position.progress, position.coefficients
+        flex = resumed_flex(progress.flex, self.meshes.layouts)
+        self._planner_state = PlannerState(delay=progress.planner, flex=flex)
+        self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
+        self._non_finite.num_skipped = progress.skipped_steps
+        if isinstance(where, Path):
             self._saves.note_resumed(self.steps_done)
-            self._loader_state = self._loader.state()
-            flex = resumed_flex(position.progress.flex, self.meshes.layouts)
-            self._planner_state = PlannerState(delay=position.progress.planner, flex=flex)
-            self._layouts_known = position.progress.layouts_known
-            self.coefficients = position.coefficients
-            self.saved_strategy = position.progress.strategy
-            self._non_finite.num_skipped = position.progress.skipped_steps
-        return found
+        return where
 
     def train(
         self,
@@ -176,6 +182,8 @@ class Trainer:
             track=track,
             layouts=None if monitor is None else monitor.track,
         )
+        self.survivors.write(self.steps_done, self._buffers, self._optimizer, self.mesh)
+        self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
         while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
@@ -209,14 +217,13 @@ class Trainer:
             if report is not None:
                 report = replace(report, saved=saved, failed_save=failed_save)
             yield report
+            self.survivors.mark(self.steps_done, self._position, self.mesh)
         source.close()
 
     def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""
-        mesh = self.meshes.start
-        planner = run_planner(
-            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
-        )
+        mesh, cap_bytes = self.meshes.start, memory_cap_bytes - self.survivors.num_bytes
+        planner = run_planner(self.config, self.model, mesh.layout, coefficients, cap_bytes, mesh.ranks_per_machine)
         if len(self.meshes.layouts) == 1:
             return planner
         return run_flex_planner(self.config, planner, self.meshes.layouts)
@@ -282,9 +289,7 @@ class Trainer:
             dist.barrier(group=self.mesh.control)
         zero_s = seconds_now(self.mesh.device)
         forget_peak_bytes(self.mesh.device)
-        if self._fixed_bytes is None:
-            self._fixed_bytes = self._bytes_beside_tensors()
-        forget_peak_process_bytes(self.mesh.device)
+        self._process.begin_step(self._static_bytes())
         if plan.layout != self.layout:
             self._change_layout(plan.layout, coefficients)
         mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pp_rank}"
@@ -303,6 +308,7 @@ class Trainer:
                 self._optimizer.step(shards, grad_norm, learning_rate)
         else:
             warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._saves.newest)
+        self.survivors.write(self.steps_done + 1, self._buffers, self._optimizer, self.mesh)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
@@ -311,6 +317,7 @@ class Trainer:
         if told is None:
             return None
         measured, waited_s, memory = told
+        predicted_process_bytes = self._process.predicted_bytes(plan, memory.fixed_bytes)
         row = step_row(
             plan,
             measured,
@@ -321,7 +328,7 @@ class Trainer:
             peak_flops_per_s=coefficients.peak_flops_per_s * mesh.num_ranks,
             plan_time_s=planned.plan_time_s,
             data_wait_s=waited_s,
-            memory=self._with_process(memory, plan),
+            memory=replace(memory, predicted_process_bytes=predicted_process_bytes),
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
@@ -372,7 +379,7 @@ class Trainer:
         # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
         told = (
             *(step_time_s, float(peak_bytes), data_wait_s, float(ends[0]), is_time_to_save),
-            *(float(peak_process_bytes(mesh.device) or 0), float(self._fixed_bytes or 0), float(ends[1])),
+            *(float(peak_process_bytes(mesh.device) or 0), float(self._process.fixed_bytes or 0), float(ends[1])),
         )
         peaks = torch.tensor(told, dtype=torch.float64)
         with watch.waiting("the loss and the timeline"):
@@ -386,20 +393,6 @@ class Trainer:
         memory = StepMemory(peak_bytes=int(peaks[1]), process_bytes=int(peaks[5]) or None, fixed_bytes=int(peaks[6]))
         return measured, float(peaks[2]), memory
 
-    def _with_process(self, memory: StepMemory, plan: StepPlan) -> StepMemory:
-        """With what the fullest process is predicted to hold by now."""
-        if not memory.fixed_bytes:
-            return memory
-        predicted_bytes = process_bytes(self.model, plan, memory.fixed_bytes)
-        self._predicted_process_bytes = max(self._predicted_process_bytes, predicted_bytes)
-        return replace(memory, predicted_process_bytes=self._predicted_process_bytes)
-
     def _static_bytes(self) -> int:
         """Weights, gradients and optimizer state of this rank."""
         return self._optimizer.static_bytes() + self._frozen_bytes
-
-    def _bytes_beside_tensors(self) -> int:
-        """Main memory that this process holds before its first step beside weights, gradients and optimizer state:
-        interpreter, libraries, process groups, loader. 0 where it is not known, or tensors are on a GPU."""
-        resident = None if self.mesh.device.type == "cuda" else resident_bytes()
-        return 0 if resident is None else max(0, resident - self._static_bytes())

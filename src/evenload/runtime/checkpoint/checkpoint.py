@@ -22,7 +22,7 @@ Price: reading takes what the disk gives; a rank reads only its own stage.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -121,20 +121,28 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
     tensors: dict[str, TensorPieces] = {}
     for buffer in buffers:
         elsewhere = mesh.tp_rank > 0 and not buffer.is_part
-        for name, parameter, _ in _placed(buffer):
-            local = parameter.detach()
-            shape, pieces = pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter))
-            tensors[f"model.{name}"] = TensorPieces(shape, pieces, True, elsewhere)
+        for name, whole in whole_pieces(buffer):
+            tensors[f"model.{name}"] = replace(whole, is_replicated=True, is_written_elsewhere=elsewhere)
     for kind, buffer, shard in optimizer.state_tensors():
-        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
-        first = mesh.data_rank * shard.numel()
-        for name, parameter, start in _placed(buffer):
-            # The elements of the parameter that this replica owns.
-            low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
-            values = shard[max(start - first, 0) :][: high - low]
-            shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
-            tensors[f"optimizer.{name}.{kind}"] = TensorPieces(shape, pieces, False, elsewhere)
+        tensors |= {f"optimizer.{name}.{kind}": part for name, part in shard_pieces(buffer, shard, mesh)}
     return tensors
+
+
+def shard_pieces(buffer: FlatBuffer, shard: Tensor, mesh: Mesh) -> Iterator[tuple[str, TensorPieces]]:
+    """By parameter's name the elements that this replica owns, views of a shard of the buffer or of what is as long."""
+    elsewhere, first = mesh.tp_rank > 0 and not buffer.is_part, mesh.data_rank * shard.numel()
+    for name, parameter, start in _placed(buffer):
+        low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
+        values = shard[max(start - first, 0) :][: high - low]
+        shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
+        yield name, TensorPieces(shape, pieces, False, elsewhere)
+
+
+def whole_pieces(buffer: FlatBuffer) -> Iterator[tuple[str, TensorPieces]]:
+    """By name the parameters of a buffer as this rank has them, views of them."""
+    for name, parameter, _ in _placed(buffer):
+        local = parameter.detach()
+        yield name, TensorPieces(*pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter)))
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:

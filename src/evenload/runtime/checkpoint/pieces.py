@@ -178,11 +178,10 @@ def _find(tensors: Mapping[str, TensorPieces], index: MetadataIndex) -> Tensor:
 def _reads(into: MetadataIndex, piece: Piece, chunks: Sequence[ChunkStorageMetadata]) -> Iterator[ReadItem]:
     """What of each stored box belongs into a piece."""
     for number, chunk in enumerate(chunks):
-        low = [max(a, b) for a, b in zip(piece.offsets, chunk.offsets, strict=True)]
-        ends = zip(piece.offsets, piece.local.shape, chunk.offsets, chunk.sizes, strict=True)
-        lengths = [min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True)]
-        if min(lengths, default=1) <= 0:
+        shared = overlap(piece.offsets, piece.local.shape, chunk.offsets, chunk.sizes)
+        if shared is None:
             continue
+        low, lengths = shared
         yield ReadItem(
             type=LoadItemType.TENSOR,
             dest_index=into,
@@ -191,3 +190,13 @@ def _reads(into: MetadataIndex, piece: Piece, chunks: Sequence[ChunkStorageMetad
             storage_offsets=torch.Size(at - b for at, b in zip(low, chunk.offsets, strict=True)),
             lengths=torch.Size(lengths),
         )
+
+
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where the common part of two boxes of a tensor begins, and its sizes; None = they have none."""
+    low = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
+    ends = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    lengths = tuple(min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True))
+    return None if min(lengths, default=1) <= 0 else (low, lengths)

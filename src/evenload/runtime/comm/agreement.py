@@ -48,6 +48,11 @@ class AgreementStore(Protocol):
         ...
 
 
+def ended_key(rank: int) -> str:
+    """Set by the launcher, to anything, when the process of a rank has ended, however and whenever."""
+    return f"ended/{rank}"
+
+
 def gone_key(rank: int) -> str:
     """Set by the launcher, to anything, when the process of a rank has ended."""
     return f"gone/{rank}"

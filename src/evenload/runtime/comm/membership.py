@@ -9,9 +9,9 @@
     growth    a process that is no member says in the store that it waits. Members see it there, leave their groups
               together, between two steps, and the next round has it on its list
 
-Nothing of a rank but its process goes over: models, optimizers, loaders and threads are made anew from the last
-checkpoint, which depends on no layout. Groups of a round are never used in another, so a rank that wakes up late can
-talk to nobody.
+Nothing of a rank but its process goes over: models, optimizers, loaders and threads are made anew from what ranks kept
+(`checkpoint.kept_steps`) or from the last checkpoint, which depend on no layout. Groups of a round are never used in
+another, so a rank that wakes up late can talk to nobody.
 
 Price: two reads of the store a rank and `_LOOK_S`, and one for each process that is no member; making groups again, as
 at the start.
@@ -20,7 +20,7 @@ at the start.
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -34,6 +34,7 @@ from evenload.runtime.comm.agreement import (
     agree,
     decision_key,
     decision_of,
+    ended_key,
     gone_key,
     waiting_key,
     waiting_ranks,
@@ -158,6 +159,21 @@ class Membership:
 
     def _take(self, decision: Decision) -> None:
         self.round, self.ranks = decision.round, decision.ranks
+
+    def await_end(self, lost: Collection[int]) -> None:
+        """Until no process of these ranks lives: one that was left out may still write what survivors are to read.
+
+        Raises:
+            RankLostError: one lives on, although the launcher should have ended it.
+        """
+        until_s = time.monotonic() + PATIENCE_S
+        while left := [rank for rank in lost if not self._store.check([ended_key(rank)])]:
+            if time.monotonic() > until_s:
+                raise RankLostError(
+                    f"ranks {left} were left out {PATIENCE_S:.0f} s ago and have not ended, so what they kept may "
+                    "still change; start the run again to go on from its last checkpoint"
+                )
+            time.sleep(_LOOK_S)
 
     def _connection(self) -> dist.Store:  # type: ignore[reportPrivateImportUsage]
         """A connection of its own: one may wait in a call while another is used."""

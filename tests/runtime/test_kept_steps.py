@@ -1,0 +1,172 @@
+"""Steps that ranks keep for survivors: whoever is killed wherever, one step is whole, and it is the last of all."""
+
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.errors import CheckpointError
+from evenload.runtime.checkpoint import kept_steps, shared_memory
+from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
+from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
+from evenload.runtime.checkpoint.pieces import TensorPieces, pieces_of_range, whole_tensor
+
+SHAPES = {"weights.a": (7,), "weights.b": (3, 4), "exp_avg.b": (3, 4)}
+
+
+class Killed(BaseException):
+    """A rank ends in the middle of a line of ours."""
+
+
+def run_until(line: int | None, function, *arguments) -> bool:
+    """Whether it came to its end before that many lines of `kept_steps` and `shared_memory` had run."""
+    left, files = [line], {kept_steps.__file__, shared_memory.__file__}
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and left[0] is not None:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    except Killed:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
+
+
+def values(name: str, step: int) -> torch.Tensor:
+    """Of a whole tensor after a step: no two elements of any tensors and steps are alike."""
+    shape = SHAPES[name]
+    first = 10_000 * step + 100 * list(SHAPES).index(name)
+    return torch.arange(first, first + math.prod(shape), dtype=torch.float64).view(shape)
+
+
+def shares(step: int, cuts: dict[str, list[int]], place: int) -> dict[str, TensorPieces]:
+    """What the rank at a place has of every tensor: elements from one cut to the next."""
+    found = {}
+    for name, shape in SHAPES.items():
+        edges = [0, *cuts[name], math.prod(shape)]
+        start, stop = edges[place], edges[place + 1]
+        part = values(name, step).flatten()[start:stop]
+        found[name] = TensorPieces(*pieces_of_range(part, start, shape, None))
+    return found
+
+
+def position(step: int) -> RunPosition:
+    return RunPosition(progress=Progress(steps_done=step, layout="any"), loader=str(step).encode(), coefficients=None)
+
+
+def finish(kept: KeptSteps, step: int, cuts: dict[str, list[int]], place: int) -> None:
+    """As a rank after its update."""
+    kept.write(step, shares(step, cuts, place))
+    kept.mark(step, position(step) if place == 0 else None)
+
+
+def require_whole(found: KeptStep) -> None:
+    wanted = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    found.fill((name, whole_tensor(tensor)) for name, tensor in wanted.items())
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, values(name, found.steps_done)), f"{name} is of several steps"
+    assert found.position().progress.steps_done == found.steps_done
+    assert found.position().loader == str(found.steps_done).encode()
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), size=st.integers(1, 4))
+def test_whoever_is_killed_wherever_the_last_step_of_all_is_whole(data, size):
+    """Rounds of steps; in one of them ranks are killed at any line, and those that are left begin the next round, in
+    which more may be killed before they have begun."""
+    directory = Path(tempfile.mkdtemp())
+    ranks, number, next_step, last_of_all = list(range(size)), 0, 0, None
+    try:
+        while ranks:
+            edges = st.integers(0, 12)
+            cuts = {
+                name: sorted(min(data.draw(edges), math.prod(shape)) for _ in ranks[1:])
+                for name, shape in SHAPES.items()
+            }
+            kept = {rank: KeptSteps(directory, number, rank, len(ranks)) for rank in ranks}
+            killed: set[int] = set()
+            for step in range(next_step, next_step + data.draw(st.integers(1, 4))):
+                # Nobody is here before all have finished the step before: the norm and the barrier.
+                for place, rank in enumerate(ranks):
+                    line = data.draw(st.one_of(st.none(), st.none(), st.integers(0, 90)))
+                    if not run_until(line, finish, kept[rank], step, cuts, place):
+                        killed.add(rank)
+                if killed:
+                    break
+                last_of_all = step
+            left = [rank for rank in ranks if rank not in killed]
+            ranks, number = left[: data.draw(st.integers(1, size))], number + 1
+            lasts = {KeptSteps(directory, number, rank, len(ranks)).last() for rank in ranks}
+            if not ranks:
+                return
+            (found,) = lasts
+            if found is None:
+                assert last_of_all is None, "all had begun"
+                return
+            # Whoever is killed behind its mark has finished the step.
+            least = 0 if last_of_all is None else last_of_all
+            assert found.steps_done in (least, least + (last_of_all is not None))
+            require_whole(found)
+            found.drop_others()
+            require_whole(found)
+            next_step = last_of_all = found.steps_done
+            if not killed:
+                return
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_rounds_go_when_all_have_begun_the_next(tmp_path):
+    cuts = {name: [3] for name in SHAPES}
+    old = [KeptSteps(tmp_path, 0, rank, 2) for rank in (0, 1)]
+    for step in (0, 1):
+        for place, kept in enumerate(old):
+            finish(kept, step, cuts, place)
+    alone = KeptSteps(tmp_path, 1, 1, 1)
+    finish(alone, 1, {name: [] for name in SHAPES}, 0)
+    assert (tmp_path / "round-0").exists(), "it could be needed until the first step is under way"
+    finish(alone, 2, {name: [] for name in SHAPES}, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["round-1"]
+
+
+def test_another_layout_takes_other_memory(tmp_path):
+    """Both slots, one step after the other; a rank may become idle, and come back."""
+    kept = [KeptSteps(tmp_path, 0, rank, 2) for rank in (0, 1)]
+    halves, alone = {name: [3] for name in SHAPES}, {name: [math.prod(shape)] for name, shape in SHAPES.items()}
+    for step, cuts in enumerate((halves, alone, alone, alone, halves, halves)):
+        for place, one in enumerate(kept):
+            finish(one, step, cuts, place)
+        found = KeptSteps(tmp_path, 1, 0, 1).last()
+        assert found is not None
+        assert found.steps_done == step
+        require_whole(found)
+
+
+def test_what_is_lacking_is_an_error(tmp_path):
+    kept = KeptSteps(tmp_path, 0, 0, 1)
+    kept.write(0, {"weights.a": TensorPieces(*pieces_of_range(torch.zeros(5), 2, (7,), None))})
+    kept.mark(0, position(0))
+    found = KeptSteps(tmp_path, 1, 0, 1).last()
+    assert found is not None
+    with pytest.raises(CheckpointError, match=r"after step 0 5 of 7 elements of 'weights\.a' from \[0\] on are kept"):
+        found.fill([("weights.a", whole_tensor(torch.zeros(7)))])
+
+
+def test_an_empty_folder_has_no_step(tmp_path):
+    assert KeptSteps(tmp_path, 3, 0, 1).last() is None
