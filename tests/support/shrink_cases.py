@@ -14,12 +14,15 @@ from evenload.cli import train_worker
 from evenload.cli.start_record import read_starts
 from evenload.cli.train_worker import run_worker
 from evenload.errors import CheckpointError, ConfigError, EvenloadError, RankLostError
+from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.agreement import Agreement, agree
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.state_arrival import StateArrival
 
 PLACES = {
     "forward": (PipelineStage, "forward"),
@@ -27,6 +30,11 @@ PLACES = {
     "update": (ShardedAdamW, "step"),
     "save": (CheckpointWriter, "_write"),
     "recovery": (Membership, "go_on"),
+    "kept state": (KeptSteps, "write"),
+    "mark": (KeptSteps, "mark"),
+    "takeover": (KeptStep, "fill"),
+    "switch": (LiveStages, "move_to"),
+    "moving state": (StateArrival, "_move"),
 }
 """What a rank is about to call when it dies."""
 

@@ -89,6 +89,11 @@ def require_elastic(config: TrainConfig) -> None:
             f"train.replace_lost_ranks is {config.train.replace_lost_ranks}, but under torchrun its agents start "
             "processes again; leave it out and give torchrun --max-restarts"
         )
+    if config.train.survivor_memory == "shared":
+        raise ConfigError(
+            "train.survivor_memory is 'shared' under torchrun, whose agents end all processes of a machine and start "
+            "others, which go on from the last checkpoint; leave it out, or start without torchrun"
+        )
     if not config.train.resume:
         raise ConfigError(
             "train.resume is off and train.on_lost_rank 'shrink': under torchrun a start after a loss looks like any "

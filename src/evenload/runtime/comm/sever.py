@@ -5,6 +5,7 @@ living one, which itself has given up, would wait for the whole timeout. A socke
 both ends: gloo reports a closed connection to whoever waits on it, in milliseconds. Linux only (`/proc/self/fd`).
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Collection
@@ -30,16 +31,23 @@ def sever_all_but(spared: Collection[str]) -> int:
     for name, number in _sockets().items():
         if name in spared:
             continue
-        try:
-            # A copy of the file's number: its owner goes on owning the original, and closes it.
-            with socket.socket(fileno=os.dup(number)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.getpeername()  # OSError where nobody is connected: it listens, or is closed already
-                    connection.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-        except OSError:
-            continue
+        # An error where nobody is connected: it listens, or is closed already.
+        with contextlib.suppress(OSError), _copy(number) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.getpeername()
+                connection.shutdown(socket.SHUT_RDWR)
+                cut += 1
     return cut
+
+
+def _copy(number: int) -> socket.socket:
+    """By a file number of its own, which the caller closes; the owner of the original goes on owning that."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # meanwhile the number is of a file that is no socket
+        raise
 
 
 def _sockets() -> dict[str, int]:

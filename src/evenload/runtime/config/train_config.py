@@ -168,14 +168,15 @@ class RunConfig(Frozen):
         export_hf: write the trained model as a Hugging Face directory at the end.
         timeout_s: how long a rank waits for another before it gives up.
         on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
-            an error, or "shrink": the others go on in a smaller layout, from where `survivor_memory` says: that of `plan.layouts`
-            with most ranks, else one with as many `cp` and `tp` ranks. Under our launcher in the same processes, not on
-            GPUs; under torchrun in those that its agents start again (`--nnodes MIN:MAX --max-restarts`).
+            an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
+            `plan.layouts` with most ranks, else one with as many `cp` and `tp` ranks. Under our launcher in the same
+            processes, not on GPUs; under torchrun in those that its agents start again (`--nnodes MIN:MAX
+            --max-restarts`).
         replace_lost_ranks: with "shrink" under our launcher: so many processes in all are started in the place of
             killed ones. The others take each in between two steps, or at once where it is there in time, and the run is
             as large as before; 0 = none.
-        survivor_memory: with "shrink", from where the others go on. "off": from the last checkpoint; the steps since then
-            are trained again. "shared", under our launcher: from the last finished step, which every rank keeps in
+        survivor_memory: with "shrink", from where the others go on. "off": from the last checkpoint; the steps since
+            then are trained again. "shared", under our launcher: from the last finished step, which every rank keeps in
             shared memory of the machine (`/dev/shm`), twice its shard of weights and optimizer state: 24 bytes x
             parameters / (stages x replicas), in float64 twice that. Counted in memory limits. Where the machine or the
             launcher ends, the checkpoint is the way back in any case.
