@@ -85,6 +85,7 @@ def require_whole(found: KeptStep) -> None:
     assert found.position().loader == str(found.steps_done).encode()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # who is killed closes no files
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), size=st.integers(1, 4))
 def test_whoever_is_killed_wherever_the_last_step_of_all_is_whole(data, size):
