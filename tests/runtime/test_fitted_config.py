@@ -1,5 +1,6 @@
 """The settings with which fewer ranks go on."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,14 @@ def test_a_rank_that_is_left_alone_gives_its_work_to_nobody():
 def test_what_shares_matrices_or_documents_is_not_divided():
     with pytest.raises(ConfigError, match=r"1 ranks are left, but parallel\.cp x parallel\.tp is 2"):
         fitted_config(config_of(tp=2, dp=2), NUM_LAYERS, 1)
+
+
+def test_layouts_in_which_no_run_starts_are_passed_over():
+    """skrull has no pipeline; a named one is no way for it, nor would the rule's be."""
+    config = config_of(("pp=3",), dp=4)
+    skrull = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy="skrull"))
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["pp=3"]
+    assert described(fitted_config(skrull, NUM_LAYERS, 3))[0] == "dp=3"
 
 
 @given(

@@ -7,6 +7,8 @@ layouts that the run may take. Pure: every rank comes to the same settings by it
 
 import msgspec
 
+from evenload.errors import ConfigError
+from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.config.run_layouts import resolved_layout
 from evenload.runtime.config.shrunk_parallel import shrunk_parallel
 from evenload.runtime.config.train_config import ParallelConfig, TrainConfig, layout_of
@@ -20,14 +22,17 @@ def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> Train
     that is left alone trains without `plan.feedback`, because its work cannot be given to others.
 
     Raises:
-        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, or an entry of `plan.layouts` is wrong.
+        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, none is one in which the strategy
+            trains, or an entry of `plan.layouts` is wrong.
     """
     start = layout_of(config, num_layers)
     if num_ranks >= start.world_size:
         return config
     parallel = _largest_named(config, start, num_layers, num_ranks)
     if parallel is None:
-        parallel = shrunk_parallel(config.parallel, num_layers, num_ranks)
+        parallel = shrunk_parallel(
+            config.parallel, num_layers, num_ranks, lambda one: _refusal(config, one, num_layers)
+        )
     is_alone = parallel.dp == parallel.pp == 1
     fitted = msgspec.structs.replace(
         config,
@@ -48,9 +53,20 @@ def _largest_named(
         layout = resolved_layout(text, start, num_layers, num_ranks)
         if largest < layout.world_size <= num_ranks:
             parallel = _as_parallel(config.parallel, layout)
-            if layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers) == layout:
+            is_named = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers) == layout
+            if is_named and not _refusal(config, parallel, num_layers):
                 largest, found = layout.world_size, parallel
     return found
+
+
+def _refusal(config: TrainConfig, parallel: ParallelConfig, num_layers: int) -> str:
+    """Why the strategy does not train in a layout, as a start there would say; "" = it does."""
+    try:
+        layout = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers)
+        require_trainable(config.plan.strategy, layout, config.plan.options)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _as_parallel(parallel: ParallelConfig, layout: ParallelLayout) -> ParallelConfig:
