@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about 13 minutes.)"
 endef
 
-.PHONY: demo test test-fast test-thorough check bench accuracy gpu wheels docs clean
+.PHONY: demo test test-fast test-thorough test-torch check bench accuracy gpu wheels docs clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -37,6 +37,19 @@ test: .venv/dev  ## everything CI checks
 
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, and new random examples; an hour
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
+
+# Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
+TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_fifo_channels.py \
+  tests/dist/test_context_attention.py tests/dist/test_tensor_parallel.py
+OTHER := .venv/torch-$(TORCH)
+
+test-torch:  ## what differs among versions of PyTorch, under another one: make test-torch TORCH=2.11.0 (often 3 GB)
+	@[ -n "$(TORCH)" ] || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
+	[ -x $(OTHER)/bin/python ] || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
+	  "torch==$(TORCH)" -e '.[dev]'
+	$(OTHER)/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
 
 # Everything that starts no training processes and no browser.
 FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule simulate stepplan types)

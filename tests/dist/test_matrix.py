@@ -29,7 +29,7 @@ from matrix import (
     shares_documents,
 )
 from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
-from matrix_plans import grouped, lengths_of, model_of, plan_of
+from matrix_plans import case_of, grouped, model_of, plan_of
 from reference_training import embedding_name, relative_error, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
 
@@ -170,15 +170,14 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     bfloat16 autograd; bytes as predicted, where no documents are shared."""
     rows = grouped(matrix_rows())[place]
     for row in rows:
-        expected_of(row.model, lengths_of(row), adapter)
+        expected_of(case_of(row), adapter)
         if row in rows_in_bf16():
-            expected_in_bf16(row.model, lengths_of(row), adapter)
+            expected_in_bf16(case_of(row), adapter)
     plans = [plan_of(row) for row in rows]
     in_bf16 = [row in rows_in_bf16() for row in rows]
     tasks = [
         RowTask(
-            row.model,
-            lengths_of(row),
+            case_of(row),
             encode_plan(plan),
             str(adapter) if MODELS[row.model].lora else None,
             "all_gather" if row.exchange == NONE else row.exchange,
@@ -189,7 +188,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     ranks = gloo_pool.run(plans[0].layout.world_size, run_rows, tasks, in_bf16)
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
-        assert_equal(row, results, expected_of(row.model, lengths_of(row), adapter))
+        assert_equal(row, results, expected_of(case_of(row), adapter))
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)
         assert all(one.context > 0 for one in stored) == is_shared, row.describe()
@@ -198,14 +197,14 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
         if not is_shared:
             assert_bytes_match_the_memory_model(plan, model_of(row), stored)
         if in_bf16[index]:
-            expected = expected_in_bf16(row.model, lengths_of(row), adapter)
+            expected = expected_in_bf16(case_of(row), adapter)
             assert_bf16_is_good(row, [result.bf16 for result in results], *expected)
 
 
 def assert_equal(row, results, expected):
     loss = sum(result.loss for result in results)
     assert abs(loss - expected.loss) <= 1e-10 * abs(expected.loss), f"{row.describe()}: loss"
-    config = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes)
+    config = case_of(row).config()
     tied, embedding, seen = config.tie_word_embeddings, embedding_name(config), set()
     for result in results:
         for name, gradient in result.gradients.items():
@@ -219,7 +218,7 @@ def assert_equal(row, results, expected):
 
 
 def assert_bf16_is_good(row, found, exact, plain):
-    tied = tiny_config(MODELS[row.model].kind, **MODELS[row.model].changes).tie_word_embeddings
+    tied = case_of(row).config().tie_word_embeddings
     ours = {n: torch.from_numpy(g) for _, gradients in found for n, g in gradients.items()}
     if tied:
         ours.pop("lm_head.weight", None)

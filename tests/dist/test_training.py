@@ -14,6 +14,7 @@ from evenload.data.batch.state import decode_state
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.config.train_config import layout_of, load_train_config
+from sweeps import sweep
 from training_cases import STEPS, plain_losses, write_training_config
 
 
@@ -39,7 +40,7 @@ def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, stra
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stops"), [("float32", (1, 3, 5, STEPS)), ("bfloat16", (2, 4, STEPS))], ids=["float32", "bfloat16"]
+    ("dtype", "stops"), [("float32", sweep((3, 1, 5), 1)), ("bfloat16", sweep((2, 4), 1))], ids=["float32", "bfloat16"]
 )
 def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, dtype, stops):
     """A new trainer after every stop: the same losses, to the last bit (bf16: master weights survive)."""
@@ -47,7 +48,7 @@ def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path
     whole = gloo_pool.run(4, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     assert len(whole) == STEPS
     resumed = []
-    for stop in stops:
+    for stop in (*sorted(stops), STEPS):
         here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
         resumed += gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]
     assert resumed == whole
@@ -77,12 +78,12 @@ def test_resume_while_documents_wait_is_exact_to_the_bit(gloo_pool, config_file,
     fixed = ["parallel.dp=2", *DELAYING[strategy]]
     whole = gloo_pool.run(2, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     resumed, waiting = [], []
-    for stop in range(1, STEPS + 1):
+    for stop in (*sorted(sweep((2, 4, 1, 3, 5), 2)), STEPS):
         here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
         resumed += gloo_pool.run(2, train_steps, str(config_file), here, stop)[0]
         waiting.append(len(progress_after(tmp_path / "resumed", stop).planner.waiting))
     assert resumed == whole
-    assert sum(count > 0 for count in waiting) >= 3, f"documents were put off: {waiting}"
+    assert sum(count > 0 for count in waiting) >= len(waiting) // 2, f"documents were put off: {waiting}"
 
 
 @pytest.mark.parametrize("strategy", list(DELAYING))

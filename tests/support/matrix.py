@@ -16,7 +16,7 @@ from covertable import make
 
 from evenload.plan.strategies.registry import STRATEGIES
 
-LAYERS = 4
+MOST_LAYERS = 4
 NONE = "none"
 """Of sharding and exchange, where no ranks share a document."""
 
@@ -55,7 +55,7 @@ MODELS: Mapping[str, ModelCase] = {
     "mistral, window": ModelCase("mistral", {"sliding_window": 9}),
     "gemma": ModelCase("gemma", {"tied": True}),
     "gemma2": ModelCase("gemma2", {"tied": True}),
-    "gemma3": ModelCase("gemma3"),
+    "gemma3": ModelCase("gemma3", {"sliding_window_pattern": 2}),
     "olmo2": ModelCase("olmo2"),
     "mixtral": ModelCase("mixtral", BALANCED),
     "qwen3_moe": ModelCase("qwen3_moe", BALANCED),
@@ -78,6 +78,12 @@ class Row(NamedTuple):
     sharding: str
     exchange: str
     channels: str
+
+    @property
+    def num_layers(self) -> int:
+        """A layer a stage, two where there are fewer stages: no fewer have windows by turns, and more are more of the
+        same."""
+        return max(2, self.sizes.get("pp", 1) * int(self.virtual))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -171,7 +177,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("layout", "virtual"),
-        lambda layout, virtual: LAYOUTS[layout].get("pp", 1) * int(virtual) > LAYERS,
+        lambda layout, virtual: LAYOUTS[layout].get("pp", 1) * int(virtual) > MOST_LAYERS,
         "more stages than layers (here `pp = 4` and `virtual = 2` of 4 layers)",
         "every stage needs a layer",
         "cannot fill 8 stages",

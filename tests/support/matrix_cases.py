@@ -1,10 +1,12 @@
 """Rows of tests/support/matrix.py as one rank of a `GlooPool`, and what plain training makes of the same batch."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PretrainedConfig
 
 from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
@@ -17,6 +19,35 @@ from matrix import MODELS
 from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, tiny_config
 
 
+class MatrixCase(NamedTuple):
+    """A model, by its name in `MODELS`, with so many layers, and the lengths of the documents that it is trained on:
+    the same for plain training whatever else a row has."""
+
+    model: str
+    num_layers: int
+    lengths: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return MODELS[self.model].kind
+
+    @property
+    def has_adapter(self) -> bool:
+        return MODELS[self.model].lora
+
+    @property
+    def changes(self) -> Mapping[str, object]:
+        """Of the configuration of its kind."""
+        return {**MODELS[self.model].changes, "num_hidden_layers": self.num_layers}
+
+    def config(self) -> PretrainedConfig:
+        return tiny_config(self.kind, **self.changes)
+
+    def batch(self) -> dict[int, torch.Tensor]:
+        """Tokens by document."""
+        return make_tokens(list(self.lengths), self.config().vocab_size, seed=1)
+
+
 class RowTask(NamedTuple):
     """What a rank must know of a row.
 
@@ -27,8 +58,7 @@ class RowTask(NamedTuple):
         channels: between pipeline ranks.
     """
 
-    model: str
-    lengths: tuple[int, ...]
+    case: MatrixCase
     plan: bytes
     adapter: str | None
     exchange: str
@@ -46,11 +76,6 @@ class RankResult(NamedTuple):
     bf16: tuple[float, dict] | None
 
 
-def batch_of(lengths: tuple[int, ...], model: str) -> dict[int, torch.Tensor]:
-    """The batch of all rows of a model with such documents."""
-    return make_tokens(list(lengths), tiny_config(MODELS[model].kind).vocab_size, seed=1)
-
-
 def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
     """Rows of one layout, one after the other, on the same process groups."""
     plans = [decode_plan(task.plan) for task in tasks]
@@ -62,12 +87,13 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
                 plan.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
             )
         mesh = meshes[task.channels]
-        case, batch = MODELS[task.model], batch_of(task.lengths, task.model)
+        case, batch = task.case, task.case.batch()
 
         def rank_in(dtype: torch.dtype, case=case, task=task, mesh=mesh) -> RankUnderTest:
             lora = None
             if task.adapter is not None:
-                lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(adapter_path(Path(task.adapter), dtype)))
+                path = adapter_path(Path(task.adapter), case, dtype)
+                lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(path))
             return RankUnderTest(mesh, case.kind, case.changes, dtype, lora)
 
         with exact_casts(case.kind):
@@ -88,39 +114,36 @@ class Expected(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def adapter_path(directory: Path, dtype: torch.dtype) -> Path:
-    """Where the adapter in a precision lies."""
-    return directory / str(dtype).removeprefix("torch.")
+def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
+    """Where the case's adapter in a precision lies."""
+    return directory / str(case.num_layers) / str(dtype).removeprefix("torch.")
 
 
 @cache
-def expected_of(model: str, lengths: tuple[int, ...], adapter: Path) -> Expected:
+def expected_of(case: MatrixCase, adapter: Path) -> Expected:
     """In float64, under the casts of `exact_casts`.
 
     Args:
         adapter: directory that gets the model's adapter (`adapter_path`), where it has one.
     """
-    case, batch = MODELS[model], batch_of(lengths, model)
-    config = tiny_config(case.kind, **case.changes)
+    config, batch = case.config(), case.batch()
     with exact_casts(case.kind):
-        if case.lora:
-            tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, torch.float64)
+        if case.has_adapter:
+            tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, case, torch.float64)
             return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
         weights = _weights(config, torch.float64)
         return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64))
 
 
 @cache
-def expected_in_bf16(model: str, lengths: tuple[int, ...], adapter: Path) -> tuple[Expected, Expected]:
+def expected_in_bf16(case: MatrixCase, adapter: Path) -> tuple[Expected, Expected]:
     """Of the weights rounded to bfloat16: in float64, and as plain bfloat16 autograd computes it."""
-    case, batch = MODELS[model], batch_of(lengths, model)
-    config = tiny_config(case.kind, **case.changes)
-    if case.lora:
-        tensors = adapter_tensors(config, torch.bfloat16)
+    config, batch = case.config(), case.batch()
+    if case.has_adapter:
+        tensors, path = adapter_tensors(config, torch.bfloat16), adapter_path(adapter, case, torch.bfloat16)
         doubles = {name: tensor.double() for name, tensor in tensors.items()}
         with exact_casts(case.kind):
-            exact = Expected(*adapter_loss_and_gradients(config, doubles, adapter / "exact", batch, torch.float64))
-        path = adapter_path(adapter, torch.bfloat16)
+            exact = Expected(*adapter_loss_and_gradients(config, doubles, path / "exact", batch, torch.float64))
         return exact, Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.bfloat16))
     weights = _weights(config, torch.bfloat16)
     with exact_casts(case.kind):

@@ -34,9 +34,9 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan, seal
 from evenload.types.schedule import Schedule
-from matrix import LAYERS, MODELS, NONE, Row, shares_documents
+from matrix import NONE, Row, shares_documents
+from matrix_cases import MatrixCase
 from pipeline_cases import with_split
-from reference_training import tiny_config
 from steep_costs import STEEP_COSTS
 
 LENGTHS = (64, 1, 9, 30, 1, 17, 5, 2, 26, 12, 1, 20)
@@ -66,18 +66,23 @@ def lengths_of(row: Row) -> tuple[int, ...]:
     return MERGED_LENGTHS if row.dp_merge == "on" else LENGTHS
 
 
+def case_of(row: Row) -> MatrixCase:
+    """The row's model and batch."""
+    return MatrixCase(row.model, row.num_layers, lengths_of(row))
+
+
 def layout_of(row: Row) -> ParallelLayout:
     """The row's layout."""
-    return even_layout(LAYERS, virtual=int(row.virtual), **row.sizes)
+    return even_layout(row.num_layers, virtual=int(row.virtual), **row.sizes)
 
 
 def model_of(row: Row) -> ModelSpec:
     """The row's model as the planner sees it."""
     from adapter_cases import LORA
 
-    case = MODELS[row.model]
-    spec = model_from_hf_config(tiny_config(case.kind, **case.changes).to_dict(), case.kind, 8)
-    return with_adapters(spec, LORA if case.lora else None)
+    case = case_of(row)
+    spec = model_from_hf_config(case.config().to_dict(), case.kind, 8)
+    return with_adapters(spec, LORA if case.has_adapter else None)
 
 
 def plan_of(row: Row) -> StepPlan:
