@@ -1,14 +1,15 @@
 """A change of the layout while a run trains: how long training stands still, beside two ways without live switching.
 
-Four CPU processes of one thread each, a Llama of 94 M parameters in fp32 (378 MB of weights, 756 MB of moments), from
-four stages to two replicas of two stages, and to four replicas (like FlexPipe's Fig. 10):
+Four CPU processes of one thread each, a Llama of 94 M parameters in fp32 (378 MB of weights, 756 MB of moments), round
+all changes between four stages, two replicas of two stages, and four replicas (like FlexPipe's Fig. 10):
 
-    live                 what `evenload train` does: weights before the step, optimizer state behind it
-    stop and transfer    the same moves, but the step waits for all of them
+    live                 what `evenload train` does: memory taken in the step before, weights read from shared memory
+                         before the step, optimizer state behind it
+    stop and transfer    the same moves without shared memory, nothing taken ahead, and the step waits for all of them
     save, restart, load  a checkpoint, new processes in the new layout, which load it
 
-Live: seconds until the step begins, and what the optimizer still waits for behind a step. All in one run, rounds by
-turns; restarts once a layout. Predicted: by the links that calibration measured, whatever else uses the machine then.
+Live: seconds until the step begins, and what the optimizer still waits for behind a step. All in one run, by turns;
+restarts once a layout. Predicted: by the copies that the run measured at its start. Three minutes on two cores.
 
     python benchmarks/reconfigure.py [--quick] [--append]
 """
@@ -48,18 +49,23 @@ from token_runs import save_tokens
 WORLD = 4
 HIDDEN, QUICK_HIDDEN = 1024, 64
 ROUNDS, QUICK_ROUNDS = 5, 1
-TARGETS = {"dp=2 pp=2": ("parallel.pp=2", "parallel.dp=2"), "dp=4": ("parallel.pp=1", "parallel.dp=4")}
+LAYOUTS = {
+    "pp=4": ("parallel.pp=4", "parallel.dp=1"),
+    "dp=2 pp=2": ("parallel.pp=2", "parallel.dp=2"),
+    "dp=4": ("parallel.pp=1", "parallel.dp=4"),
+}
+ROUND = (1, 2, 0, 2, 1, 0)
+"""Every change between two of the layouts, by the index of where it goes; begins and ends in the first."""
 MEMORY_BYTES = 2**34
 
 
 class Found(Frozen):
-    """Seconds by target and round; bytes of all ranks."""
+    """Seconds by change ("from -> to") and round; bytes of all ranks."""
 
     live_s: dict[str, list[float]]
     waited_s: dict[str, list[float]]
-    back_s: dict[str, list[float]]
+    predicted_s: dict[str, list[float]]
     stopped_s: dict[str, list[float]]
-    predicted_s: dict[str, float]
     weight_bytes: dict[str, int]
     state_bytes: dict[str, int]
     save_s: float
@@ -72,8 +78,8 @@ def write_run(directory: Path, hidden: int) -> None:
         num_key_value_heads=8, vocab_size=1024, max_position_embeddings=256, tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(directory / "model")  # fmt: skip
-    save_tokens(directory, [64] * 64, 1024, np.random.default_rng(0))
-    layouts = [target.replace(" ", ",") for target in TARGETS]
+    save_tokens(directory, [32] * 64, 1024, np.random.default_rng(0))
+    layouts = [name.replace(" ", ",") for name in list(LAYOUTS)[1:]]
     (directory / "config.toml").write_text(
         f"""
         [model]
@@ -82,8 +88,8 @@ def write_run(directory: Path, hidden: int) -> None:
         [data]
         sources = ["{directory / "tokens.npy"}"]
         record = "tokens"
-        max_document_tokens = 64
-        batch_documents = 16
+        max_document_tokens = 32
+        batch_documents = 4
         shuffle_window = 1
         workers = 0
         [parallel]
@@ -91,7 +97,7 @@ def write_run(directory: Path, hidden: int) -> None:
         [plan]
         strategy = "balanced"
         layouts = {layouts}
-        options = {{ max_pack_tokens = 128 }}
+        options = {{ max_pack_tokens = 64 }}
         [train]
         output_dir = "{directory / "run"}"
         steps = 100
@@ -101,16 +107,24 @@ def write_run(directory: Path, hidden: int) -> None:
 
 
 class Rank:
-    """One process of the run, which goes from layout to layout."""
+    """One process of the run, which goes from layout to layout, with a second copy of the model that shares nothing."""
 
     def __init__(self, directory: str, *, quick: bool) -> None:
         config = load_train_config(Path(f"{directory}/config.toml"), [])
         meshes = create_meshes(layouts_of(config, 8), torch.device("cpu"), timeout_s=300)
         warm_up(meshes)
         self.trainer = Trainer(config, meshes.start, meshes)
+        self.trainer.memory_cap_bytes = MEMORY_BYTES
+        alone = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, twin_bytes=0))
+        self.without_twins = Trainer(alone, meshes.start, meshes)
         measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
         if not quick:
-            measured = calibrate(self.trainer.stages, self.trainer.model, meshes.start, 64, "cpu").coefficients
+            measured = calibrate(self.trainer.stages, self.trainer.model, meshes.start, 32, "cpu").coefficients
+        assert self.trainer.live is not None
+        copies = self.trainer.live.measured_copies()
+        measured = msgspec.structs.replace(measured, copies=copies)
+        if meshes.start.rank == 0:
+            print(copies)
         self.costs = completed_between_layouts(measured, meshes.layouts[1])[0]
         self._planned = [self._step(index) for index in range(len(meshes.layouts))]
 
@@ -131,8 +145,9 @@ class Rank:
         loader.close()
         return planned
 
-    def train(self, index: int) -> Switch | None:
-        """A step in a layout, switching before it where another runs; what that took, on rank 0."""
+    def train(self, index: int, then: int) -> Switch | None:
+        """A step in a layout, switching before it where another runs, when it is known in which the next one runs;
+        what that took, on rank 0."""
         trainer, planned = self.trainer, self._planned[index]
         layout = planned.plan.layout
         if layout.arrangement != trainer.layout.arrangement:
@@ -141,12 +156,13 @@ class Rank:
             layout = trainer.layout
         planned = replace(planned, plan=seal(msgspec.structs.replace(planned.plan, layout=layout)))
         prepared = prepared_step(planned, trainer.meshes, "all_gather")
-        report = trainer.run_step(prepared, self.costs, learning_rate=0.0)
+        coming = trainer.meshes.layouts[then]
+        report = trainer.run_step(prepared, self.costs, learning_rate=0.0, coming_layout=lambda: coming)
         return None if report is None else report.switch
 
     def stop_and_transfer(self, index: int) -> float:
         """Seconds until weights and optimizer state are in place, on the slowest rank."""
-        trainer = self.trainer
+        trainer = self.without_twins
         layout = trainer.meshes.layouts[index]
         dist.barrier(group=trainer.mesh.control)
         start_s = time.perf_counter()
@@ -162,36 +178,29 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
     here = Rank(directory, quick=rounds == QUICK_ROUNDS)
-    found: dict[str, dict[str, list[float]]] = {name: {target: [] for target in TARGETS} for name in
-                                                ("live_s", "waited_s", "back_s", "stopped_s")}  # fmt: skip
-    switches: dict[str, Switch] = {}
-    here.train(0)
+    names = ("live_s", "waited_s", "predicted_s", "stopped_s")
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    weight_bytes: dict[str, int] = {}
+    state_bytes: dict[str, int] = {}
+    here.train(0, ROUND[0])
     for turn in range(rounds + 1):
-        for index, target in enumerate(TARGETS, start=1):
-            there, back = here.train(index), here.train(0)
+        for number, index in enumerate(ROUND):
+            switch = here.train(index, index)
             stopped_s = here.stop_and_transfer(index)
-            here.train(0)
-            if turn and there is not None and back is not None:
-                switches[target] = there
-                row = {
-                    "live_s": there.stall_s,
-                    "waited_s": there.wait_s,
-                    "back_s": back.stall_s,
-                    "stopped_s": stopped_s,
-                }
-                for name, seconds in row.items():
-                    found[name][target].append(seconds)
+            # One more step in the new layout, in which the next switch is prepared.
+            here.train(index, ROUND[(number + 1) % len(ROUND)])
+            if switch is None or not turn:
+                continue
+            change = f"{switch.before} -> {switch.after}"
+            weight_bytes[change], state_bytes[change] = switch.weight_bytes, switch.state_bytes
+            row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, stopped_s)
+            for name, seconds in zip(names, row, strict=True):
+                found[name].setdefault(change, []).append(seconds)
     start_s = time.perf_counter()
     here.trainer.save()
     save_s = time.perf_counter() - start_s
     if rank == 0:
-        result = Found(
-            **found,
-            predicted_s={target: switch.predicted_stall_s for target, switch in switches.items()},
-            weight_bytes={target: switch.weight_bytes for target, switch in switches.items()},
-            state_bytes={target: switch.state_bytes for target, switch in switches.items()},
-            save_s=save_s,
-        )
+        result = Found(**found, weight_bytes=weight_bytes, state_bytes=state_bytes, save_s=save_s)
         Path(f"{directory}/found.json").write_bytes(msgspec.json.encode(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -218,31 +227,34 @@ def measure(quick: bool) -> list[Row]:
         write_run(Path(directory), QUICK_HIDDEN if quick else HIDDEN)
         torch.multiprocessing.spawn(run_rank, (directory, QUICK_ROUNDS if quick else ROUNDS), nprocs=WORLD)
         found = msgspec.json.decode(Path(f"{directory}/found.json").read_bytes(), type=Found)
-        for number, (target, sizes) in enumerate(TARGETS.items()):
+        for number, (target, sizes) in enumerate(LAYOUTS.items()):
             start_s = time.time()
             torch.multiprocessing.spawn(
                 restart, (directory, [*sizes, "plan.layouts=[]"], f"again-{number}"), nprocs=WORLD
             )
             restarts[target] = float(Path(f"{directory}/again-{number}.ready").read_text()) - start_s
     rows = []
-    for target in TARGETS:
-        live_s, waited_s, stopped_s = found.live_s[target], found.waited_s[target], found.stopped_s[target]
-        restart_s = found.save_s + restarts[target]
-        weights, state = (sizes[target] / 1e6 for sizes in (found.weight_bytes, found.state_bytes))
-        print(f"pp=4 -> {target}: {weights:.0f} MB of weights, {state:.0f} MB of optimizer state")
-        print(f"  live {[f'{s:.3f}' for s in live_s]} s, the optimizer waited {[f'{s:.3f}' for s in waited_s]} s")
-        print(f"  back {[f'{s:.3f}' for s in found.back_s[target]]} s, stopped {[f'{s:.3f}' for s in stopped_s]} s")
-        print(f"  save {found.save_s:.2f} s, restart and load {restarts[target]:.2f} s")
-        case = f"4 processes, {'small' if quick else '94 M parameters'}, pp=4 -> {target}"
+    for change, live_s in found.live_s.items():
+        waited_s, stopped_s, predicted_s = found.waited_s[change], found.stopped_s[change], found.predicted_s[change]
+        restart_s = found.save_s + restarts[change.partition(" -> ")[2]]
+        weights, state = found.weight_bytes[change] / 1e6, found.state_bytes[change] / 1e6
+        print(f"{change}: {weights:.0f} MB of weights, {state:.0f} MB of optimizer state")
+        print(f"  live {_listed(live_s)} s, predicted {_listed(predicted_s)} s")
+        print(f"  the optimizer waited {_listed(waited_s)} s")
+        print(f"  stop and transfer {_listed(stopped_s)} s, save, restart and load {restart_s:.2f} s")
+        case = f"4 processes, {'small' if quick else '94 M parameters'}, {change}"
         both_s = [live + waited for live, waited in zip(live_s, waited_s, strict=True)]
         rows += [
             Row("reconfigure", case, "stall", median_ratio(live_s, stopped_s), "x", "stop and transfer"),
             Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer"),
             Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load"),
-            Row("reconfigure", case, "stall, measured", statistics.median(live_s) / found.predicted_s[target], "x",
-                "predicted"),
+            Row("reconfigure", case, "stall, measured", median_ratio(live_s, predicted_s), "x", "predicted"),
         ]  # fmt: skip
     return rows
+
+
+def _listed(seconds: list[float]) -> str:
+    return f"[{', '.join(f'{one:.3f}' for one in seconds)}]"
 
 
 if __name__ == "__main__":

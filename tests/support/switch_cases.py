@@ -1,5 +1,6 @@
 """Runs whose layout changes between steps as a script says, as one rank of a `GlooPool`."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dist_training import COSTS
 from evenload.errors import InvalidPlanError
 from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.reconfiguration.moves import moved_bytes, plan_moves
 from evenload.runtime.checkpoint.checkpoint import run_tensors
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.run_layouts import layouts_of
@@ -22,7 +24,7 @@ from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
-from evenload.types.layout import split_layout
+from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal
 from gloo_pool import TIMEOUT_S
 
@@ -96,26 +98,48 @@ def scripted_run(
     )
 
 
-def changed_by_moving(config_file: str, overrides: list[str], order: Sequence[int], steps: int) -> list[str]:
+def changed_by_moving(
+    config_file: str, overrides: list[str], order: Sequence[int], steps: int, ranks_per_machine: int | None = None
+) -> list[str]:
     """Train some steps, then go from layout to layout without training; names of tensors that are not what they were,
-    to the bit, after any of the changes. Ends with a step in the last layout."""
-    trainer = scripted_trainer(config_file, overrides)
+    to the bit, after any of the changes. Ends with a step in the last layout.
+
+    Every other change is prepared ahead, and one of those for another layout than comes.
+    """
+    trainer = scripted_trainer(config_file, overrides, ranks_per_machine)
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):
         pass
     before, changed = whole_state(trainer), []
     for generation, index in enumerate(order, start=1):
         layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
+        if generation % 2:
+            announced = trainer.meshes.layouts[order[0]] if generation == 3 else layout
+            trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
+        planned = planned_bytes(trainer, layout)
         trainer._change_layout(layout, COSTS)
         switch = trainer._settled()
         after = whole_state(trainer)
         assert switch is not None
         assert switch.weight_bytes + switch.state_bytes > 0
+        assert (switch.weight_bytes, switch.state_bytes) == planned
         assert before.keys() == after.keys()
         changed += [name for name, tensor in before.items() if not np.array_equal(tensor, after[name])]
     reports = [report for report in trainer.train(COSTS, 2**34, steps + 1) if report is not None]
     assert all(np.isfinite(float(report.row["loss"])) for report in reports)
     return changed
+
+
+def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
+    """Of weights and of optimizer state, that all ranks are to receive. Collective."""
+    mesh, pieces = trainer.mesh, [live.piece for live in trainer.live._pieces]
+    moves = plan_moves(trainer.layout, layout, pieces, ranks_per_node=mesh.ranks_per_machine, tp_rank=mesh.tp_rank)
+    weights = moved_bytes((*moves.weights, *moves.relayed), pieces, of_state=False)
+    planned = torch.tensor([weights, moved_bytes(moves.state, pieces, of_state=True)])
+    dist.all_reduce(planned, group=mesh.control)
+    # Ranks with the same place in their tensor-parallel groups plan the same.
+    weights, state = (planned // (mesh.num_ranks // layout.tp)).tolist()
+    return weights, state
 
 
 def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
@@ -129,11 +153,11 @@ def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     return said
 
 
-def scripted_trainer(config_file: str, overrides: list[str]) -> ScriptedTrainer:
+def scripted_trainer(config_file: str, overrides: list[str], ranks_per_machine: int | None = None) -> ScriptedTrainer:
     """With the meshes of all configured layouts."""
     config = load_train_config(Path(config_file), overrides)
     layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
+    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
     return ScriptedTrainer(config, meshes.start, meshes)
 
 

@@ -3,6 +3,7 @@
 from evenload.report.units import format_seconds
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.stages.live_stages import Switch
+from evenload.runtime.stages.opened_twins import Twins
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.scaled_units import format_bytes
 
@@ -18,6 +19,21 @@ def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
     named = ", ".join(layout.describe() for layout in meshes.layouts)
     chosen = "" if are_declared else ", as plan.layouts names none (plan.options.flexpipe.most_layouts, most_groups)"
     return f"layouts that the run may take: {named}{chosen} | {meshes.num_groups} process groups"
+
+
+def twins_line(twins: Twins | None, budget_bytes: int | None) -> str:
+    """At the start; "" where ranks have nothing to share."""
+    if twins is None:
+        return ""
+    if twins.reason:
+        return f"shared memory: none, what moves between layouts is sent ({twins.reason})"
+    limit = "no limit" if budget_bytes is None else f"limit {format_bytes(budget_bytes)}"
+    left_out = twins.num_pieces - twins.num_shared
+    rest = f"; {left_out} do not fit and are sent (plan.twin_bytes)" if left_out else ""
+    return (
+        f"shared memory: {twins.num_shared} of {twins.num_pieces} pieces of the model, at most "
+        f"{format_bytes(twins.num_bytes)} of a machine ({limit}){rest}"
+    )
 
 
 def switch_line(step: int, switch: Switch, decision: LayoutDecision | None = None) -> str:

@@ -24,7 +24,7 @@ from evenload.cli.speed_line import speed_line
 from evenload.cli.start_record import append_start, read_starts, start_record
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.survivor_start import kept_steps, standing
-from evenload.cli.switch_line import groups_line, switch_line
+from evenload.cli.switch_line import groups_line, switch_line, twins_line
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import RankLostError
@@ -280,6 +280,8 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
+    if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):
+        console.print(shared, soft_wrap=True, markup=False)
     for line in other_layouts_lines(costs, trainer.meshes.layouts):
         console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)

@@ -115,12 +115,15 @@ def run_coefficients(
     """The checkpoint's cost file after a resume (so that plans stay the same) where it covers the layout, else the
     configured one, else cached, else measured; for the configured way in which keys and values travel.
 
-    With `train.recalibrate` always measured.
+    With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
+    not say.
 
     Args:
         max_document_tokens: no longer ones are timed; default: the configured longest.
     """
     found = _found_or_measured(trainer, cache, threads, console, max_document_tokens)
+    if found.copies is None and trainer.live is not None:
+        found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
     return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange)
 
 

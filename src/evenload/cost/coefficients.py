@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import Profile, digest_of
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
@@ -120,6 +121,8 @@ class CostCoefficients(Frozen):
             V hide; below 1 because both slow each other down.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
+        copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
+            measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
         profile: how `evenload profile` measured them; None = they are of the start of a run, or of a data sheet.
 
@@ -151,6 +154,7 @@ class CostCoefficients(Frozen):
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
+    copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
 

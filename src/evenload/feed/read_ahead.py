@@ -5,6 +5,7 @@ the items that it was allowed to. As every rank allows equally many, all ranks m
 one that has left, provided that all close after the same item.
 """
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -33,6 +34,7 @@ class ReadAhead(Generic[Item]):
         # One entry per item that may be made; False = none after those before it.
         self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self._seen: list[Item | BaseException | None] = []  # at most one, the next
         self._ended = False
         self._thread: threading.Thread | None = None
         for _ in range(depth):
@@ -46,6 +48,14 @@ class ReadAhead(Generic[Item]):
             # then lets go of all that `make` holds. The interpreter's exit does the same.
             weakref.finalize(self, _end, self._permits, self._thread)
 
+    def peek(self) -> Item | None:
+        """The item that `next` would give, if it is made by now; None where it is not, or there is none. Never waits.
+        For the thread that calls `next`."""
+        if not self._seen and not self._ended:
+            with contextlib.suppress(queue.Empty):
+                self._seen.append(self._ready.get_nowait())
+        return None if not self._seen or isinstance(self._seen[0], BaseException) else self._seen[0]
+
     def next(self) -> Item | None:
         """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
         if self._ended:
@@ -53,7 +63,7 @@ class ReadAhead(Generic[Item]):
         if self._thread is None:
             item = _make_one(self._make)
         else:
-            item = self._ready.get()
+            item = self._seen.pop() if self._seen else self._ready.get()
             self._permits.put(True)
         if item is None or isinstance(item, BaseException):
             self._ended = True

@@ -120,8 +120,12 @@ class Executor:
         empty = HeldBytes()
         return RankRun(nothing, functools.partial(_trace, [], self._clock), 0, empty.peak_by_kind, 0, 0, 0, ())
 
-    def run(self, step: RankStep) -> RankRun:
-        """Run this rank's actions of a step; gradients are added to `main_grad`."""
+    def run(self, step: RankStep, before_action: Callable[[], None] = lambda: None) -> RankRun:
+        """Run this rank's actions of a step; gradients are added to `main_grad`.
+
+        Args:
+            before_action: called before every action; takes no time.
+        """
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -149,6 +153,7 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self._clock.start()
         for at, action in enumerate(actions):
+            before_action()
             self._mesh.watch.note(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]

@@ -20,6 +20,7 @@ from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange, RankStep
+from evenload.types.layout import ParallelLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,11 @@ class StepSource:
         """The run stops early: what is being made ahead is made, and dropped. At the same step on every rank."""
         self._ahead.close()
         self._loader.close()
+
+    def coming_layout(self) -> ParallelLayout | None:
+        """Of the step that `next` would give, if it is made by now. Never waits."""
+        coming = self._ahead.peek()
+        return None if coming is None else coming.planned.plan.layout
 
     def next(self) -> PreparedStep | None:
         """The next step; None at the end. Raises what making it raised."""

@@ -4,6 +4,7 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -64,8 +65,8 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.meshes = meshes or Meshes([mesh])
-        self._live = LiveStages(config, self.meshes) if len(self.meshes.layouts) > 1 else None
-        held = build_rank_stages(config, mesh) if self._live is None else self._live.held
+        self.live = LiveStages(config, self.meshes) if len(self.meshes.layouts) > 1 else None
+        held = build_rank_stages(config, mesh) if self.live is None else self.live.held
         self.hf_config, self.model, self.stages = held.hf_config, held.model, held.stages
         self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
         tokenizer = require_tokenizer(
@@ -76,7 +77,8 @@ class Trainer:
         )
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
         self._executor = Executor(self.stages, mesh)
-        self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer)
+        state = None if self.live is None else self.live.initial_state()
+        self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer, state)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         self.steps_done = 0
@@ -86,6 +88,8 @@ class Trainer:
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
+        self.memory_cap_bytes = 0
+        """Of this process; a switch is prepared in what a step leaves of it."""
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
         self._writer = CheckpointWriter(
@@ -160,7 +164,7 @@ class Trainer:
             CheckpointError: a checkpoint in the background failed and `train.on_failed_checkpoint` is "stop".
             RankLostError: another rank died or is stuck.
         """
-        self.coefficients = coefficients
+        self.coefficients, self.memory_cap_bytes = coefficients, memory_cap_bytes
         planner = self.planner(coefficients, memory_cap_bytes)
         run_steps = self.config.train.steps
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
@@ -200,6 +204,7 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
                 wants_pause=asked_to_pause() and step + 1 != last_step,
+                coming_layout=source.coming_layout,
             )
             if track is not None and report is not None and track.note(report.plan, report.measured):
                 from_step = step + 1 + track.steps_ahead
@@ -270,6 +275,7 @@ class Trainer:
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
         wants_pause: bool = False,
+        coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> StepReport | None:
         """Train one step; a report on rank 0, None elsewhere. Collective.
 
@@ -278,6 +284,7 @@ class Trainer:
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
             wants_pause: likewise.
+            coming_layout: of the next step, once it is known; asked often.
 
         Raises:
             NonFiniteStepError, RankLostError: as `train`.
@@ -295,7 +302,9 @@ class Trainer:
         mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pp_rank}"
         for buffer in self._buffers:
             buffer.grads.zero_()
-        run = self._executor.idle() if prepared.step is None else self._executor.run(prepared.step)
+        look_ahead = self._looking_ahead(coming_layout, plan)
+        look_ahead()
+        run = self._executor.idle() if prepared.step is None else self._executor.run(prepared.step, look_ahead)
         with watch.waiting("the sum of gradients", replicas):
             shards = reduce_gradients(self._buffers, mesh)
         with watch.waiting("the gradient norm"):
@@ -333,6 +342,12 @@ class Trainer:
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
 
+    def _looking_ahead(self, coming: Callable[[], ParallelLayout | None], plan: StepPlan) -> Callable[[], None]:
+        """Where the step after a plan's runs in another layout, begins what can be done before it in what is left."""
+        if self.live is None:
+            return lambda: None
+        return functools.partial(self.live.look_ahead, coming, self.memory_cap_bytes - plan.predicted.peak_memory_bytes)
+
     def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout, or in another generation of this one. Collective."""
         from_s, mesh = time.perf_counter(), self.meshes.of(layout)
@@ -342,10 +357,10 @@ class Trainer:
                     f"a plan is made for {layout.describe()}, but {self.layout.describe()} runs in the same generation "
                     f"({layout.generation}); a change of the layout has to begin another"
                 )
-            assert self._live is not None, "there are meshes of several layouts"
+            assert self.live is not None, "there are meshes of several layouts"
             mesh.watch.name = mesh.place
-            self._live.move_to(mesh, self._optimizer, coefficients, from_s)
-            held = self._live.held
+            self.live.move_to(mesh, self._optimizer, coefficients, from_s)
+            held = self.live.held
             self.mesh, self.stages = mesh, held.stages
             self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
             self._executor.move_to(self.stages, mesh)
@@ -355,7 +370,7 @@ class Trainer:
     def _settled(self) -> Switch | None:
         """After a step's gradients, before its update: the optimizer of the layout that runs; what a switch before the
         step took, on all ranks. Collective where there was one."""
-        found = None if self._live is None else self._live.settle(self.config.optimizer)
+        found = None if self.live is None else self.live.settle(self.config.optimizer)
         if found is None:
             return None
         self._optimizer, switch = found

@@ -107,6 +107,10 @@ class PlanConfig(Frozen):
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
             machine, or its container, has.
+        twin_bytes: of a machine's memory, how much its processes may share so that `layouts` change fast: weights and
+            optimizer state that lie there are read by a process that lacks them, and not sent. They are what training
+            holds anyway, so this adds nothing. What does not fit is left out, in the order of the model; 0 = nothing is
+            shared. Default: all on CPUs. GPUs send.
         options: limits and search space of the planners.
     """
 
@@ -115,6 +119,7 @@ class PlanConfig(Frozen):
     layouts: tuple[str, ...] = ()
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None
+    twin_bytes: int | None = None
     options: PlanOptions = PlanOptions()
 
     def __post_init__(self) -> None:
@@ -123,6 +128,8 @@ class PlanConfig(Frozen):
                 "plan.feedback and plan.layouts are both set, but the measured speed of ranks is of one layout; leave "
                 "one of them out"
             )
+        if self.twin_bytes is not None and self.twin_bytes < 0:
+            raise ConfigError(f"plan.twin_bytes is {self.twin_bytes}, must be 0 or more; leave it out to share all")
         for field in ("memory_bytes", "host_memory_bytes"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -256,6 +263,11 @@ class TrainConfig(Frozen):
     train: RunConfig
 
     def __post_init__(self) -> None:
+        if self.plan.twin_bytes and self.train.device != "cpu":
+            raise ConfigError(
+                f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
+                "send what moves between layouts over their own links; leave plan.twin_bytes out"
+            )
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         if self.train.steps is None and self.optimizer.decay != "constant":

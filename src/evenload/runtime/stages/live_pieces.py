@@ -2,7 +2,9 @@
 
 A trained piece is one flat buffer, a frozen one the tensors that are not trained. Memory comes and goes with the piece;
 buffers are large enough for every number of data-parallel ranks that the run's layouts have, so that a piece that stays
-is cut anew without being moved. Fresh memory is not touched before it is received into or computed in.
+is cut anew without being moved. Weights lie in memory that the machine's ranks read where the piece has such a place
+(`twin_memory`). Memory may be taken a step ahead (`take`), so that a switch meets no page faults; else it is touched
+when it is received into or computed in.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from evenload.runtime.optim.parameter_units import (
     tied_names,
     unit_groups,
 )
+from evenload.runtime.stages.sparse_memory import touch
+from evenload.runtime.stages.twin_memory import WEIGHTS, PieceMemory
 from evenload.runtime.stages.unit_modules import UnitModules
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -58,6 +62,8 @@ class LivePiece:
         self._tied_name = tied_name
         self._group, self._data_sizes, self._device = group, tuple(data_sizes), device
         self._memory: tuple[Tensor, Tensor] | None = None
+        self._taken: tuple[Tensor, Tensor | None] | None = None
+        self.shared: PieceMemory | None = None
         self._shapes = [parameter.shape for parameter in parameters]
         num_elements = sum(shape.numel() for shape in self._shapes)
         self._work = work_dtype(parameters[0])
@@ -77,34 +83,101 @@ class LivePiece:
             at_both_ends=at_both_ends,
         )
 
+    @property
+    def capacity(self) -> int:
+        """Elements of its weights that there must be room for."""
+        if self._group is None:
+            return self.piece.num_elements
+        return padded_size(self.piece.num_elements, *self._data_sizes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its weights and gradients, where it is held."""
+        grads = 0 if self._group is None else self._work.itemsize
+        return self.capacity * (self.piece.weight_bytes + grads)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of its weights, and of its optimizer's tensors."""
+        return {WEIGHTS: self.parameters[0].dtype} | dict.fromkeys(self.state_names, self._work)
+
     def hold(self, buffer: FlatBuffer) -> None:
         """The run begins with this buffer, as `flatten_units` made it for all `data_sizes`."""
         self.buffer = buffer
-        whole = padded_size(self.piece.num_elements, *self._data_sizes)
-        self._memory = tuple(flat.as_strided((whole,), (1,), 0) for flat in (buffer.values, buffer.grads))  # type: ignore[assignment]
+        values, grads = (flat.as_strided((self.capacity,), (1,), 0) for flat in (buffer.values, buffer.grads))
+        self._memory = values, grads
+
+    def share(self, shared: PieceMemory) -> None:
+        """From now on its weights lie there. Before the run begins."""
+        self.shared = shared
+        if not self.is_held:
+            return
+        values = shared.tensor(WEIGHTS)
+        values[: self.piece.num_elements] = torch.cat([p.detach().flatten() for p in self.parameters])
+        grads = None if self._memory is None else self._memory[1]
+        self._attach(values, grads)
+        if self.buffer is not None:
+            self.buffer.values = values[: self.buffer.values.numel()]
+
+    def take(self) -> None:
+        """Take and touch the memory that `gain` will need. In any thread; the piece is not held."""
+        values, grads = self._fresh()
+        touch(values)
+        if grads is not None:
+            touch(grads)
+        self._taken = values, grads
+
+    def give_back(self) -> None:
+        """What `take` took is not needed."""
+        self._taken = None
+        if self.shared is not None:
+            self.shared.release(WEIGHTS)
+
+    @property
+    def coming(self) -> Tensor:
+        """Of a piece whose memory is taken: its weights, flat."""
+        assert self._taken is not None
+        return self._taken[0][: self.piece.num_elements]
 
     def gain(self) -> None:
         """Take memory; values are to be received, those of padding are zeros."""
         assert not self.is_held
         self.is_held = True
-        if self._group is None:
-            for parameter, shape in zip(self.parameters, self._shapes, strict=True):
-                parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self._device)
-            return
-        num_elements, whole = self.piece.num_elements, padded_size(self.piece.num_elements, *self._data_sizes)
-        values = torch.empty(whole, dtype=self.parameters[0].dtype, device=self._device)
-        grads = torch.empty(whole, dtype=self._work, device=self._device)
+        values, grads = self._taken or self._fresh()
+        self._taken = None
         for flat in (values, grads):
-            flat[num_elements:].zero_()
-        attach(self.parameters, self._shapes, values, grads)
-        self._memory = values, grads
+            if flat is not None:
+                flat[self.piece.num_elements :].zero_()
+        self._attach(values, grads)
 
-    def drop(self) -> None:
-        """Let memory go; parameters stay the same objects."""
+    def drop(self) -> object:
+        """Let memory go; parameters stay the same objects. Private memory lives as long as what is returned, shared
+        memory until it is released: somebody may be reading it."""
+        kept = self._memory, [parameter.data for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
             parameter.main_grad = None  # type: ignore[attr-defined]
         self.is_held, self.buffer, self._memory = False, None, None
+        return kept
+
+    def _fresh(self) -> tuple[Tensor, Tensor | None]:
+        """Memory that nothing touched, for weights and gradients."""
+        dtype = self.parameters[0].dtype
+        values = self.shared.tensor(WEIGHTS) if self.shared is not None else self._empty(dtype)
+        return values, None if self._group is None else self._empty(self._work)
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.capacity, dtype=dtype, device=self._device)
+
+    def _attach(self, values: Tensor, grads: Tensor | None) -> None:
+        """Parameters become views of memory."""
+        if grads is not None:
+            attach(self.parameters, self._shapes, values, grads)
+            self._memory = values, grads
+            return
+        parts = values.split([shape.numel() for shape in self._shapes])
+        for parameter, shape, part in zip(self.parameters, self._shapes, parts, strict=True):
+            parameter.data = part.view(shape)
 
     def cut(self, group: BufferGroup, data_size: int) -> FlatBuffer:
         """The buffer in a layout, in which the piece may have another name and other holders beside this rank."""
@@ -128,6 +201,8 @@ class LivePiece:
         """What travels as the piece's weights, in place: all of it in one tensor where it is trained."""
         if self._memory is not None:
             return (self._memory[0][: self.piece.num_elements],)
+        if self.shared is not None:
+            return (self.shared.tensor(WEIGHTS),)
         return tuple(parameter.detach() for parameter in self.parameters)
 
 

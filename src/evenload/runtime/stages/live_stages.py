@@ -2,19 +2,23 @@
 
 Between two steps, on every rank, from the same plan of moves (`plan.reconfiguration.moves`):
 
-    take memory ─► weights, point to point into place ─► let memory go ─► stages, buffers ─┬─► the step runs
-                                                                                           └─► optimizer state behind it
+    the step before: take memory (`taken_ahead`)
+    the stall:       weights into place (`weight_arrival`) ─► stages, buffers
+    the step after:  let old weights go, optimizer state behind the step (`state_arrival`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. All ranks post
-their transfers in the order of the moves, all before they wait for one, so no circle of waits is possible; groups,
-layers as modules and hooks are from the start of the run. Every bit of weights and optimizer state arrives as it was.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU what is
+shared (`plan.reconfiguration.twins`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
+All ranks post their transfers in the order of the moves, all before they wait for one, so no circle of waits is
+possible; groups, layers as modules and hooks are from the start of the run. Every bit of weights and optimizer state
+arrives as it was.
 
-Price: the stall is the transfer of the weights that a rank lacks, and the page faults of their memory; the moves are
-planned in a millisecond. docs/decisions/0031 has what was measured.
+Price: the stall is the copy of the weights that a rank lacks; the moves are planned in a millisecond. `benchmarks/
+reconfigure.py` measures it.
 """
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,21 +26,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.copy_spec import CopySpec
 from evenload.cost.coverage import completed_between_layouts
-from evenload.plan.reconfiguration.moves import Move, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
+from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks, plan_moves, state_share
+from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedAdamW
-from evenload.runtime.optim.parameter_units import buffer_groups, flatten_units, frozen_bytes
+from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.stages.live_pieces import live_pieces
+from evenload.runtime.stages.copy_timings import measured_copies
+from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces
+from evenload.runtime.stages.opened_twins import opened_twins
 from evenload.runtime.stages.rank_stages import RankStages, build_models
-from evenload.runtime.stages.state_arrival import Shards, StateArrival
+from evenload.runtime.stages.state_arrival import Leaving, Shards, StateArrival, without
+from evenload.runtime.stages.taken_ahead import TakenAhead
 from evenload.runtime.stages.unit_modules import unit_modules
+from evenload.runtime.stages.weight_arrival import bring_weights
+from evenload.types.layout import ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +59,8 @@ class Switch:
         stall_s: seconds until the weights were in place and the step could begin.
         wait_s: seconds for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s: of the busiest rank, from the links.
-        predicted_state_s: the same for optimizer state, which hides behind the step as far as that lasts.
-        predicted_weight_bytes, predicted_state_bytes: received by all ranks.
+        predicted_stall_s: as `plan.reconfiguration.stall` counts it.
+        predicted_state_s: until all optimizer state is there; it hides behind the step as far as that lasts.
     """
 
     before: str
@@ -61,13 +71,11 @@ class Switch:
     state_bytes: int
     predicted_stall_s: float
     predicted_state_s: float
-    predicted_weight_bytes: int
-    predicted_state_bytes: int
 
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
     """What all ranks say of one switch: their longest seconds, the sum of their bytes. Collective."""
-    seconds = torch.tensor([switch.stall_s, switch.wait_s], dtype=torch.float64)
+    seconds = torch.tensor([switch.stall_s, switch.wait_s, switch.predicted_stall_s], dtype=torch.float64)
     received = torch.tensor([switch.weight_bytes, switch.state_bytes])
     with mesh.watch.waiting("what the change of the layout took"):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=mesh.control)
@@ -76,6 +84,7 @@ def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
         switch,
         stall_s=float(seconds[0]),
         wait_s=float(seconds[1]),
+        predicted_stall_s=float(seconds[2]),
         weight_bytes=int(received[0]),
         state_bytes=int(received[1]),
     )
@@ -98,6 +107,7 @@ class LiveStages:
         data_sizes = [meshes.of(layout).data_size for layout in meshes.layouts]
         buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
+        self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._backend = built.backend
         self._state = ReplayState(backend=built.backend)
         make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
@@ -109,8 +119,54 @@ class LiveStages:
             frozen_bytes(tuple(models.values())),
         )
         self._arrival: StateArrival | None = None
+        self._meshes = meshes
+        self._ahead: TakenAhead | None = None
+        self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
+        self._twin_memory, self._shared, self.twins = opened_twins(config.plan.twin_bytes, self._pieces, meshes)
+
+    def initial_state(self) -> list[dict[str, Tensor]]:
+        """For a new `ShardedAdamW` of the start's buffers: zeros, and weights as masters, where the pieces have their
+        places."""
+        found = []
+        for buffer in self.held.buffers:
+            live, shard = self._live_of(buffer), buffer.shard(buffer.values, self.mesh.data_rank, self.mesh.data_size)
+            start = state_share(self.mesh.layout, live.piece, self.mesh.data_rank)[0]
+            state = {}
+            for name in live.state_names:
+                if live.shared is None:
+                    state[name] = torch.zeros_like(shard, dtype=buffer.grads.dtype)
+                else:
+                    state[name] = live.shared.tensor(name, start, start + shard.numel())
+            if MASTER_NAME in state:
+                state[MASTER_NAME].copy_(shard)
+            found.append(state)
+        return found
+
+    def measured_copies(self) -> CopySpec | None:
+        """What switches cost here; None where nothing is shared. Before the first step. Collective."""
+        if self._twin_memory is None or not self._shared:
+            return None
+        arrange = functools.partial(self._arranged, self.mesh)
+        return measured_copies(self._pieces, self._twin_memory, self.mesh, arrange)
+
+    def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], room_bytes: int) -> None:
+        """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
+        there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time."""
+        if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
+            return
+        self._expected = mesh
+        gained = [
+            index
+            for index, live in enumerate(self._pieces)
+            if not live.is_held and mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
+        ]
+        state = {index: ranges for index in range(len(self._pieces)) if (ranges := self._coming_state(index, mesh))}
+        if self._taken_bytes(gained, state) <= room_bytes:
+            after = None if self._arrival is None else self._arrival.thread
+            moves = self._moves_to(mesh)
+            self._ahead = TakenAhead(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedAdamW, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
@@ -122,22 +178,22 @@ class LiveStages:
             from_s: `time.perf_counter` when training stopped for it.
         """
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
-        old, sizes = self.mesh, [live.piece for live in self._pieces]
-        moves = plan_moves(old.layout, mesh.layout, sizes, ranks_per_node=mesh.ranks_per_machine, tp_rank=mesh.tp_rank)
+        old, sizes, moves = self.mesh, [live.piece for live in self._pieces], self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
         links = completed_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
         before = self._take_state(optimizer)
-        gained, lost = [], []
-        for live in self._pieces:
+        ahead = self._taken_for(mesh)
+        lost = []
+        for index, live in enumerate(self._pieces):
             is_needed = mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
-            if is_needed != live.is_held:
-                (gained if is_needed else lost).append(live)
-        for live in gained:
-            live.gain()
-        weight_bytes = self._exchange_weights(moves.weights, mesh)
-        for live in lost:
-            live.drop()
+            if is_needed and not live.is_held:
+                live.gain()
+            elif live.is_held and not is_needed:
+                lost.append(index)
+        there = ahead.there if ahead else ()
+        weight_bytes = bring_weights(self._pieces, moves, mesh, self._twin_memory, self._num_steps, there)
+        leaving = Leaving(lost, [self._pieces[index].drop() for index in lost])
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
         wait_for(mesh.device)
@@ -148,58 +204,78 @@ class LiveStages:
             wait_s=0.0,
             weight_bytes=weight_bytes,
             state_bytes=0,
-            predicted_stall_s=moving_seconds(moves.weights, sizes, links, of_state=False),
-            predicted_state_s=moving_seconds(moves.state, sizes, links, of_state=True),
-            predicted_weight_bytes=mesh.layout.tp * moved_bytes(moves.weights, sizes, of_state=False),
-            predicted_state_bytes=mesh.layout.tp * moved_bytes(moves.state, sizes, of_state=True),
+            predicted_stall_s=stall_seconds(
+                moves, sizes, self._shared, links, mesh.ranks_per_machine, is_taken=ahead is not None
+            ),
+            predicted_state_s=state_seconds(moves, sizes, self._shared, links, mesh.ranks_per_machine),
         )
-        self._arrival = StateArrival(self._pieces, moves.state, old, mesh, before)
+        self._arrival = StateArrival(
+            self._pieces, moves.state, old, mesh, before, self._twin_memory, self._num_steps, leaving
+        )
 
     def settle(self, config: OptimizerConfig) -> tuple[ShardedAdamW, Switch] | None:
         """After `move_to`, before anything reads the optimizer: wait for its state; None where it is settled."""
         if self._arrival is None or self._switch is None:
             return None
         after, wait_s = self._arrival.wait()
-        index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
-        state = [after[index_of[id(buffer.parameters[0])]] for buffer in self.held.buffers]
+        state = [after[self._index_of[id(buffer.parameters[0])]] for buffer in self.held.buffers]
         optimizer = ShardedAdamW(self.held.buffers, self.mesh, config, state, self._num_steps)
         switch = replace(self._switch, wait_s=wait_s, state_bytes=self._arrival.received_bytes)
         self._arrival = self._switch = None
         return optimizer, switch
 
+    def _moves_to(self, mesh: Mesh) -> Moves:
+        return plan_moves(
+            self.mesh.layout,
+            mesh.layout,
+            [live.piece for live in self._pieces],
+            ranks_per_node=mesh.ranks_per_machine,
+            tp_rank=mesh.tp_rank,
+            shared=self._shared,
+        )
+
+    def _coming_state(self, index: int, mesh: Mesh) -> list[tuple[int, int]]:
+        """Elements of a shared piece whose optimizer state this rank lacks in a layout."""
+        live = self._pieces[index]
+        if live.shared is None or not live.state_names or mesh.pp_rank not in pipeline_ranks(mesh.layout, live.piece):
+            return []
+        had = state_share(self.mesh.layout, live.piece, self.mesh.data_rank) if live.is_held else (0, 0)
+        return without(state_share(mesh.layout, live.piece, mesh.data_rank), had)
+
+    def _taken_bytes(self, gained: Sequence[int], state: Mapping[int, Sequence[tuple[int, int]]]) -> int:
+        """Of weights with their gradients, and of optimizer state."""
+        total = sum(self._pieces[index].held_bytes for index in gained)
+        for index, ranges in state.items():
+            total += self._pieces[index].piece.state_bytes * sum(stop - start for start, stop in ranges)
+        return total
+
+    def _taken_for(self, mesh: Mesh) -> TakenAhead | None:
+        """Wait for what was taken ahead, or give it back where it was for another layout."""
+        ahead, self._ahead, self._expected = self._ahead, None, None
+        if ahead is None:
+            return None
+        ahead.finish(wanted=ahead.mesh is mesh)
+        return ahead if ahead.mesh is mesh else None
+
+    def _live_of(self, group: FlatBuffer | BufferGroup) -> LivePiece:
+        return self._pieces[self._index_of[id(group.parameters[0])]]
+
     def _take_state(self, optimizer: ShardedAdamW) -> dict[int, Shards]:
         """By piece what this rank owns of the optimizer's state."""
-        index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         found: dict[int, dict[str, Tensor]] = {}
         for name, buffer, shard in optimizer.state_tensors():
-            found.setdefault(index_of[id(buffer.parameters[0])], {})[name] = shard
+            found.setdefault(self._index_of[id(buffer.parameters[0])], {})[name] = shard
         optimizer.close()
         return {index: found[index] for index in sorted(found)}
-
-    def _exchange_weights(self, moves: Sequence[Move], mesh: Mesh) -> int:
-        """From memory that has them into memory that was taken for them; bytes received."""
-        ops, received_bytes = [], 0
-        for number, move in enumerate(moves):
-            for tensor in self._pieces[move.piece].weights() if mesh.rank in (move.source, move.target) else ():
-                if mesh.rank == move.target:
-                    ops.append(dist.P2POp(dist.irecv, tensor, move.source, mesh.moving, tag=number))
-                    received_bytes += tensor.nbytes
-                else:
-                    ops.append(dist.P2POp(dist.isend, tensor, move.target, mesh.moving, tag=number))
-        with mesh.watch.waiting(f"weights of layout {mesh.layout.describe()}"):
-            for work in dist.batch_isend_irecv(ops) if ops else ():
-                work.wait()
-        return received_bytes
 
     def _arranged(self, mesh: Mesh) -> RankStages[PipelineStage]:
         """Stages and buffers of a layout from the pieces that have memory."""
         models = self._modules.stage_models(mesh.layout, mesh.pp_rank)
-        live_of = {id(live.parameters[0]): live for live in self._pieces}
         groups = list(buffer_groups(tuple(models.values())))
         return replace(
             self.held,
             stages={index: self._stage(model) for index, model in models.items()},
-            buffers=[live_of[id(group.parameters[0])].cut(group, mesh.data_size) for group in groups],
+            buffers=[self._live_of(group).cut(group, mesh.data_size) for group in groups],
             frozen_bytes=frozen_bytes(tuple(models.values())),
         )
 

@@ -1,13 +1,22 @@
 """`StateArrival`: optimizer state on its way to its owners in a new layout, behind the step that already runs in it.
 
-A thread takes memory, posts all receives and sends in the order of the moves, copies what this rank keeps, and waits.
-Nothing of a step needs the state before its optimizer update, which waits for the thread. What was left behind is freed
-then. On gloo transfers run while others compute; their share of cores and memory is what hiding them costs.
+A thread reads what lies in the machine's shared memory (`twin_memory`), sends and receives the rest in the order of the
+moves, and waits. Nothing of a step needs the state before its optimizer update, which waits for the thread. State of a
+shared piece lies where its elements are, so what a rank keeps is not touched, and old and new shares take no more than
+the elements of both.
+
+    all have their weights (barrier) ─► let old weights go ─► state ─► all have theirs (barrier) ─► let old state go
+
+On gloo transfers run while others compute; their share of cores and memory is what hiding them costs. On a GPU all of
+it, memory included, is queued on a stream of its own: behind what made the old state, not behind the step, which in
+turn waits for it where the host asks for the state, on the device alone.
 """
 
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,9 +26,25 @@ from evenload.plan.reconfiguration.moves import Move, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import padded_size
 from evenload.runtime.stages.live_pieces import LivePiece
+from evenload.runtime.stages.twin_memory import WEIGHTS, TwinMemory
 
 Shards = Mapping[str, Tensor]
 """Of one piece on one rank, its shard of every tensor of the optimizer, by name."""
+
+_WAIT = "optimizer state of the new layout"
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """What a switch left behind on this rank.
+
+    Args:
+        pieces: indices of those that it holds no more.
+        memory: theirs that nobody else reads; it goes with this object.
+    """
+
+    pieces: Sequence[int] = ()
+    memory: Sequence[object] = ()
 
 
 class StateArrival:
@@ -28,80 +53,149 @@ class StateArrival:
     Args:
         old, new: meshes of both layouts.
         before: by piece, what this rank owned in the old one.
+        twins: shared memory of the machine; None = everything is sent.
+        num_updates: that state and weights are of.
+        leaving: what can go when all ranks have their weights.
     """
 
     def __init__(
-        self, pieces: Sequence[LivePiece], moves: Sequence[Move], old: Mesh, new: Mesh, before: Mapping[int, Shards]
+        self,
+        pieces: Sequence[LivePiece],
+        moves: Sequence[Move],
+        old: Mesh,
+        new: Mesh,
+        before: Mapping[int, Shards],
+        twins: TwinMemory | None = None,
+        num_updates: int = 0,
+        leaving: Leaving | None = None,
     ) -> None:
         self.received_bytes = 0
         self._pieces, self._moves, self._old, self._new, self._before = pieces, moves, old, new, before
+        self._twins, self._num_updates, self._leaving = twins, num_updates, leaving or Leaving()
         self._after: dict[int, Shards] = {}
         self._error: BaseException | None = None
+        self._stream = torch.cuda.Stream(new.device) if new.device.type == "cuda" else None
+        if self._stream is not None:
+            # Now, and not in the thread: what is queued from here on is the step's, which the state does not wait for.
+            self._stream.wait_stream(torch.cuda.current_stream(new.device))
         # A daemon: when training fails, the process must end although this thread may wait for a dead rank.
-        self._thread = threading.Thread(target=self._run, name="evenload-state", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="evenload-state", daemon=True)
+        self.thread.start()
 
     def wait(self) -> tuple[dict[int, Shards], float]:
         """By piece what this rank owns in the new layout, and the seconds that this call waited for it. Raises what
         went wrong."""
         from_s = time.perf_counter()
-        self._thread.join()
+        self.thread.join()
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            step = torch.cuda.current_stream(self._new.device)
+            step.wait_stream(self._stream)
+            for tensor in (tensor for shards in self._after.values() for tensor in shards.values()):
+                # Made on the stream of transfers, read on this one: its memory is not reused before that is done.
+                tensor.record_stream(step)
         return self._after, time.perf_counter() - from_s
 
     def _run(self) -> None:
         try:
-            self._move()
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._move()
         except BaseException as error:
             self._error = error
 
     def _move(self) -> None:
-        mine = {index: self._target(index) for index, live in enumerate(self._pieces) if self._owns(index, live)}
-        ops = []
+        self._all_have_come("the weights of all ranks in the new layout")
+        self._let_weights_go()
+        mine = {index: self._target(index) for index, live in enumerate(self._pieces) if self._owns(live)}
+        ops, reads = [], []
         for move in self._moves:
             if move.target == self._new.rank:
-                for tensor in _parts(mine[move.piece][1], mine[move.piece][0], move):
-                    ops.append(dist.P2POp(dist.irecv, tensor, move.source, self._new.moving))
-                    self.received_bytes += tensor.nbytes
+                parts = _parts(mine[move.piece][1], mine[move.piece][0], move)
+                self.received_bytes += sum(part.nbytes for part in parts.values())
+                if self._twins is not None and self._twins.reaches(move.piece, move.source):
+                    reads.append((move, parts))
+                else:
+                    ops += [dist.P2POp(dist.irecv, part, move.source, self._new.moving) for part in parts.values()]
             elif move.source == self._new.rank:
+                if self._twins is not None and self._twins.reaches(move.piece, move.target):
+                    continue
                 share = state_share(self._old.layout, self._pieces[move.piece].piece, self._old.data_rank)
                 parts = _parts(self._before[move.piece], share, move)
-                ops += [dist.P2POp(dist.isend, part, move.target, self._new.moving) for part in parts]
-        with self._new.watch.waiting("optimizer state of the new layout"):
+                ops += [dist.P2POp(dist.isend, part, move.target, self._new.moving) for part in parts.values()]
+        with self._new.watch.waiting(_WAIT):
             works = dist.batch_isend_irecv(ops) if ops else []
+        for move, parts in reads:
+            for name, part in parts.items():
+                assert self._twins is not None
+                self._twins.read(move.piece, name, move.source, move.start, part, self._num_updates)
         for index, (wanted, shards) in mine.items():
             if index in self._before:
                 self._keep(index, wanted, shards)
-        with self._new.watch.waiting("optimizer state of the new layout"):
+        with self._new.watch.waiting(_WAIT):
             for work in works:
                 work.wait()
         self._after = {index: shards for index, (_, shards) in mine.items()}
+        self._all_have_come(_WAIT)
+        self._let_state_go()
 
-    def _owns(self, index: int, live: LivePiece) -> bool:
+    def _all_have_come(self, what: str) -> None:
+        """Nobody reads any more what was to be read so far."""
+        if self._twins is not None:
+            with self._new.watch.waiting(what):
+                dist.barrier(group=self._new.moving)
+
+    def _let_weights_go(self) -> None:
+        leaving, self._leaving = self._leaving, Leaving(self._leaving.pieces)
+        for index in leaving.pieces:
+            if (shared := self._pieces[index].shared) is not None:
+                shared.release(WEIGHTS)
+
+    def _let_state_go(self) -> None:
+        """Of shared pieces: private memory goes with the last view of it."""
+        for index in self._leaving.pieces:
+            if self._twins is not None:
+                self._twins.mark(index, None)
+        for index in self._before:
+            live = self._pieces[index]
+            if live.shared is None:
+                continue
+            had = state_share(self._old.layout, live.piece, self._old.data_rank)
+            wanted = had[0], had[0]
+            if self._owns(live):
+                wanted = state_share(self._new.layout, live.piece, self._new.data_rank)
+            for start, stop in without(had, wanted):
+                for name in live.state_names:
+                    live.shared.release(name, start, stop)
+
+    def _owns(self, live: LivePiece) -> bool:
         return live.is_held and bool(live.state_names)
 
     def _target(self, index: int) -> tuple[tuple[int, int], Shards]:
-        """The elements that this rank is to own, and where their state goes: the old memory where it is the same."""
+        """The elements that this rank is to own, and where their state goes: where it has its place, or the old memory
+        where it is the same."""
         live = self._pieces[index]
         wanted = state_share(self._new.layout, live.piece, self._new.data_rank)
         size = padded_size(live.piece.num_elements, self._new.data_size) // self._new.data_size
         kept = self._before.get(index)
-        if kept is not None:
+        if kept is not None and live.shared is None:
             had = state_share(self._old.layout, live.piece, self._old.data_rank)
             if had == wanted and kept[live.state_names[0]].numel() == size:
                 return wanted, kept
         assert live.buffer is not None
         shards: dict[str, Tensor] = {}
         for name in live.state_names:
-            shards[name] = torch.empty(size, dtype=live.buffer.grads.dtype, device=self._new.device)
+            if live.shared is not None:
+                shards[name] = live.shared.tensor(name, wanted[0], wanted[0] + size)
+            else:
+                shards[name] = live.buffer.grads.new_empty(size)
             shards[name][wanted[1] - wanted[0] :].zero_()
         return wanted, shards
 
     def _keep(self, index: int, wanted: tuple[int, int], shards: Shards) -> None:
         """Copy what this rank owned and still owns, unless it lies where it did."""
         before = self._before[index]
-        if shards is before:
+        if shards is before or self._pieces[index].shared is not None:
             return
         had = state_share(self._old.layout, self._pieces[index].piece, self._old.data_rank)
         start, stop = max(had[0], wanted[0]), min(had[1], wanted[1])
@@ -110,6 +204,14 @@ class StateArrival:
                 shard[start - wanted[0] : stop - wanted[0]].copy_(before[name][start - had[0] : stop - had[0]])
 
 
-def _parts(shards: Shards, share: tuple[int, int], move: Move) -> list[Tensor]:
+def without(share: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, int]]:
+    """The elements of a share that are not in another; at most two ranges."""
+    start, stop = share
+    low, high = max(other[0], start), min(other[1], stop)
+    parts = ((start, low), (high, stop)) if low < high else (share,)
+    return [part for part in parts if part[0] < part[1]]
+
+
+def _parts(shards: Shards, share: tuple[int, int], move: Move) -> dict[str, Tensor]:
     """Of every tensor the elements of a move, in the order of their names."""
-    return [shard[move.start - share[0] : move.stop - share[0]] for shard in shards.values()]
+    return {name: shard[move.start - share[0] : move.stop - share[0]] for name, shard in shards.items()}

@@ -1,0 +1,40 @@
+"""`CopySpec`: how fast processes of a machine read each other's memory when a run changes its layout."""
+
+from collections.abc import Mapping
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+
+class CopySpec(Frozen):
+    """Measured between the ranks of a machine.
+
+    Args:
+        rank_bytes_per_s: of one rank that reads alone.
+        machine_bytes_per_s: of all ranks of a machine together when all read at once; they share its cores and memory.
+        taken_bytes_per_s: the same, of memory that is touched for the first time.
+        fixed_s: what a switch takes whatever moves: ranks meet, stages are arranged anew.
+
+    Raises:
+        ConfigError: a rate that is not above 0, or negative seconds.
+    """
+
+    rank_bytes_per_s: float
+    machine_bytes_per_s: float
+    taken_bytes_per_s: float
+    fixed_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be > 0")
+        if not self.fixed_s >= 0:
+            raise ConfigError(f"copies of a cost file: fixed_s is {self.fixed_s}, must be >= 0 seconds")
+
+    def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int) -> float:
+        """Until every rank has read what it lacks, by rank; without `fixed_s`."""
+        machines: dict[int, float] = {}
+        for rank, count in read_bytes.items():
+            machines[rank // ranks_per_machine] = machines.get(rank // ranks_per_machine, 0.0) + count
+        alone_s = max(read_bytes.values(), default=0.0) / self.rank_bytes_per_s
+        return max(alone_s, max(machines.values(), default=0.0) / self.machine_bytes_per_s)

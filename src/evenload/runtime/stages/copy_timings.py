@@ -1,0 +1,91 @@
+"""`measured_copies`: what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
+once and one alone, into memory that was touched and into fresh memory, and arrange their stages anew.
+
+Price: a second at the start of a run that may change its layout.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from evenload.cost.copy_spec import CopySpec
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.stages.live_pieces import LivePiece
+from evenload.runtime.stages.sparse_memory import SparseMemory, touch
+from evenload.runtime.stages.twin_memory import WEIGHTS, TwinMemory
+
+_REPEATS = 5
+_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28
+"""A rank reads at least so much, if it has to read the same again, as less is noise; and not more, if its pieces let
+it."""
+
+
+def measured_copies(
+    pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh, arrange: Callable[[], object]
+) -> CopySpec:
+    """Collective over all ranks; every rank returns the same. Before the first update, where some piece is shared.
+
+    Args:
+        arrange: what a switch does beside moving; leaves things as they are.
+    """
+    reading = _Reading(pieces, twins, mesh)
+    first = mesh.rank % mesh.ranks_per_machine == 0
+    machine_s = [_slowest_s(reading.run, mesh) for _ in range(_REPEATS)]
+    alone_s = [_slowest_s(reading.run if first else _nothing, mesh) for _ in range(_REPEATS)]
+    fresh_s = [_slowest_s(_touch_fresh, mesh) for _ in range(_REPEATS)]
+    fixed_s = [_slowest_s(arrange, mesh) for _ in range(_REPEATS)]
+    read = torch.tensor([reading.num_bytes, reading.num_bytes if first else 0, _LEAST_BYTES], dtype=torch.float64)
+    dist.all_reduce(read, group=mesh.control)
+    machines = -(-mesh.num_ranks // mesh.ranks_per_machine)
+    return CopySpec(
+        rank_bytes_per_s=float(read[1]) / machines / statistics.median(alone_s),
+        machine_bytes_per_s=float(read[0]) / machines / statistics.median(machine_s),
+        taken_bytes_per_s=float(read[2]) / machines / statistics.median(fresh_s),
+        fixed_s=statistics.median(fixed_s),
+    )
+
+
+class _Reading:
+    """What one rank reads: the shared pieces that the next rank with any holds, round and round."""
+
+    def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
+        held = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
+        everyone: list[list[int]] = [[]] * mesh.num_ranks
+        with mesh.watch.waiting("what ranks hold in shared memory"):
+            dist.all_gather_object(everyone, held, group=mesh.control)
+        holding = [rank for rank, there in enumerate(everyone) if any(twins.reaches(index, rank) for index in there)]
+        self._source = min(holding, key=lambda rank: (rank - mesh.rank - 1) % mesh.num_ranks)
+        self._twins, self._into, self.num_bytes = twins, list[tuple[int, torch.Tensor]](), 0
+        for index in everyone[self._source]:
+            size = pieces[index].piece.num_elements * pieces[index].piece.weight_bytes
+            if not self._into or self.num_bytes + size <= _MOST_BYTES:
+                self._into.append((index, torch.zeros(size, dtype=torch.uint8)))
+                self.num_bytes += size
+        self._rounds = -(-_LEAST_BYTES // self.num_bytes)
+        self.num_bytes *= self._rounds
+
+    def run(self) -> None:
+        for _ in range(self._rounds):
+            for index, into in self._into:
+                self._twins.read(index, WEIGHTS, self._source, 0, into, 0)
+
+
+def _touch_fresh() -> None:
+    touch(SparseMemory(_LEAST_BYTES).tensor(0, _LEAST_BYTES, torch.uint8))
+
+
+def _nothing() -> None:
+    """Others are timed."""
+
+
+def _slowest_s(work: Callable[[], object], mesh: Mesh) -> float:
+    """From when all have come until the last is done."""
+    dist.barrier(group=mesh.control)
+    from_s = time.perf_counter()
+    work()
+    took_s = torch.tensor([time.perf_counter() - from_s], dtype=torch.float64)
+    dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=mesh.control)
+    return float(took_s)

@@ -1,0 +1,52 @@
+"""Memory of a switch, by hand: what both layouts hold, once where it is the same."""
+
+import pytest
+
+from cost_samples import sample_model
+from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter, static_bytes
+from evenload.plan.reconfiguration.switch_memory import switch_memory
+from evenload.types.layout import even_layout
+
+MODEL = sample_model()
+LAYERS = MODEL.num_layers
+STATE = optimizer_bytes_per_parameter(MODEL)
+EACH = MODEL.bytes_per_element + max(MODEL.bytes_per_element, 4)
+WHOLE = 2 * embedding_parameters(MODEL, 1) + MODEL.norm_parameters + LAYERS * layer_parameters(MODEL, 1)
+
+
+def test_a_layout_that_stays_takes_what_it_takes():
+    layout = even_layout(LAYERS, pp=2, dp=2)
+    found = switch_memory(MODEL, layout, layout)
+    assert found.left_bytes == 0
+    assert found.switch_bytes == pytest.approx(int(static_bytes(MODEL, layout).max()), rel=1e-3)
+
+
+def test_one_rank_becomes_two_replicas_and_back():
+    """Alone it has all optimizer state; beside another one it has half, which it had before or keeps."""
+    alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
+    grown = switch_memory(MODEL, alone, two)
+    assert grown.switch_bytes == WHOLE * (EACH + STATE)
+    assert grown.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+    shrunk = switch_memory(MODEL, two, alone)
+    assert shrunk.switch_bytes == WHOLE * (EACH + STATE)
+    # Rank 1 leaves its half behind; rank 0 nothing.
+    assert shrunk.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+
+
+def test_without_shared_memory_what_is_kept_is_copied():
+    """Alone to two replicas: the half that rank 0 keeps lies twice while it is copied."""
+    alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
+    found = switch_memory(MODEL, alone, two, is_shared=False)
+    assert found.switch_bytes == pytest.approx(WHOLE * (EACH + 1.5 * STATE), rel=1e-3)
+    assert found.left_bytes == pytest.approx(WHOLE * STATE, rel=1e-3)
+    still = switch_memory(MODEL, two, two, is_shared=False)
+    assert still == switch_memory(MODEL, two, two)
+
+
+def test_stages_that_change_places_hold_both():
+    """One stage of two becomes the whole model: weights of both stages, and state of neither more than there is."""
+    halves, whole = even_layout(LAYERS, pp=2), even_layout(LAYERS, dp=2)
+    found = switch_memory(MODEL, halves, whole)
+    half = max(static_bytes(MODEL, halves).max() - 0, 0)
+    assert found.switch_bytes > half
+    assert found.switch_bytes <= WHOLE * (EACH + STATE)

@@ -1,0 +1,111 @@
+"""Memory that processes of a machine read: pages come and go, values are what was written, nothing is left behind."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenload.runtime.stages.sparse_memory import PAGE_BYTES, OthersMemory, SparseMemory, touch
+from evenload.runtime.stages.twin_memory import WEIGHTS, Place, TwinError, TwinMemory, placed
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def test_pages_are_taken_where_they_are_touched_and_given_back_whole():
+    memory = SparseMemory(2**40)
+    assert memory.taken_bytes() == 0
+    values = memory.tensor(2**39, 3 * PAGE_BYTES // 4, torch.float32)
+    assert memory.taken_bytes() == 0
+    values.fill_(7.0)
+    assert memory.taken_bytes() == 3 * PAGE_BYTES
+    # The pages at both ends lie only partly in what is released.
+    memory.release(2**39 + 4, 2**39 + 3 * PAGE_BYTES - 4)
+    assert memory.taken_bytes() == 2 * PAGE_BYTES
+    middle = slice(PAGE_BYTES // 4, 2 * PAGE_BYTES // 4)
+    assert not values[middle].any()
+    assert (values[: PAGE_BYTES // 4] == 7.0).all()
+    assert (values[2 * PAGE_BYTES // 4 :] == 7.0).all()
+
+
+def test_touching_takes_all_pages_of_a_tensor_and_no_other_bytes():
+    memory = SparseMemory(2**20)
+    whole = memory.tensor(0, 2**18, torch.float32)
+    whole[:6] = 3.0
+    touch(memory.tensor(24, 4 * PAGE_BYTES // 4, torch.float32))
+    assert memory.taken_bytes() == 5 * PAGE_BYTES
+    assert (whole[:6] == 3.0).all()
+
+
+def test_another_process_is_read_while_it_lives_and_after_it_was_killed():
+    """What it had stays for those that have it open; no file is left of it."""
+    before = set(SHARED_MEMORY.iterdir())
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(theirs,))
+    process.start()
+    address = ours.recv()
+    other, found = OthersMemory(address), torch.empty(1000, dtype=torch.bfloat16)
+    other.read(PAGE_BYTES, found)
+    assert torch.equal(found, torch.arange(1000).to(torch.bfloat16))
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    again = torch.zeros_like(found)
+    other.read(PAGE_BYTES, again)
+    assert torch.equal(again, found)
+    assert set(SHARED_MEMORY.iterdir()) <= before
+    with pytest.raises(OSError, match="No such file"):
+        OthersMemory(address)
+
+
+def _hold(connection) -> None:
+    memory = SparseMemory(2**20)
+    memory.tensor(PAGE_BYTES, 1000, torch.bfloat16).copy_(torch.arange(1000))
+    connection.send(memory.address)
+    connection.recv()
+
+
+def test_the_memory_of_another_process_than_the_one_that_told_is_refused():
+    memory = SparseMemory(PAGE_BYTES)
+    process, descriptor, number = memory.address
+    with pytest.raises(OSError, match="is not the one"):
+        OthersMemory((process, descriptor, number + 1))
+
+
+def test_reading_beyond_the_end_is_an_error():
+    memory = SparseMemory(PAGE_BYTES)
+    with pytest.raises(OSError, match=f"ends at byte {PAGE_BYTES}"):
+        OthersMemory(memory.address).read(PAGE_BYTES - 8, torch.empty(4))
+
+
+@pytest.fixture
+def two_ranks() -> tuple[TwinMemory, TwinMemory, dict[int, Place]]:
+    places, num_bytes = placed([{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None], [10, 20])
+    own = [SparseMemory(num_bytes) for _ in range(2)]
+    others = {rank: OthersMemory(one.address) for rank, one in enumerate(own)}
+    return *(TwinMemory(one, others, places, 2) for one in own), places
+
+
+def test_a_twin_is_read_only_as_of_its_step(two_ranks):
+    first, second, _ = two_ranks
+    mine = first.of_piece(0)
+    mine.tensor("exp_avg", 4, 8).copy_(torch.arange(4.0))
+    into = torch.empty(2, dtype=torch.float64)
+    for wrong in (None, 6, 8):
+        first.mark(0, wrong)
+        with pytest.raises(TwinError, match="after 7 updates"):
+            second.read(0, "exp_avg", 0, 5, into, 7)
+    first.mark(0, 7)
+    second.read(0, "exp_avg", 0, 5, into, 7)
+    assert into.tolist() == [1.0, 2.0]
+
+
+def test_places_do_not_overlap_and_only_shared_pieces_have_one(two_ranks):
+    first, _, places = two_ranks
+    assert first.of_piece(1) is None
+    assert not first.reaches(1, 1)
+    assert first.reaches(0, 1)
+    assert not first.reaches(0, 2)
+    starts = sorted(places[0].offsets.values())
+    assert starts == [PAGE_BYTES, 2 * PAGE_BYTES]

@@ -1,0 +1,87 @@
+"""`torch.cuda`'s streams as queues: what is queued runs when something that must come first is forced, and nothing else
+says when.
+
+Two devices stand for all: one that runs its second stream at once, before everything that it was not ordered behind,
+and one that runs it as late as anything waits for it. What is right on both does not depend on timing.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+
+
+class Stream:
+    """Work in order; an entry may be "wait until that stream has done so much"."""
+
+    def __init__(self) -> None:
+        self.entries: list[Callable[[], object]] = []
+        self.num_done = 0
+
+    def queue(self, work: Callable[[], object]) -> None:
+        self.entries.append(work)
+
+    def run(self, until: int | None = None) -> None:
+        while self.num_done < (len(self.entries) if until is None else until):
+            self.num_done += 1
+            self.entries[self.num_done - 1]()
+
+    def wait_stream(self, other: "Stream") -> None:
+        until = len(other.entries)
+        self.queue(lambda: other.run(until))
+
+    def wait_event(self, event: "Event") -> None:
+        stream, until = event.stream, event.until
+        self.queue(lambda: stream.run(until))
+
+
+class Event:
+    stream: Stream
+    until: int
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.until = stream, len(stream.entries)
+
+
+class Device:
+    """The parts of `torch.cuda` that copies use; whatever else they called, such as a synchronisation, is not there."""
+
+    Event = Event
+
+    def __init__(self, *, copies_at_once: bool) -> None:
+        self.compute, self.copying = Stream(), Stream()
+        self._current = self.compute
+        self._copies_at_once = copies_at_once
+        self.recorded: list[tuple[torch.Tensor, Stream, int]] = []
+
+    def Stream(self, device: torch.device) -> Stream:
+        return self.copying
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+        if self._copies_at_once:
+            stream.run()
+
+    def copy_rows(self, into, pieces) -> None:
+        self._current.queue(lambda: into.copy_(torch.cat(list(pieces))))
+
+    def end(self) -> None:
+        self.compute.run()
+        self.copying.run()
+
+    def replace(self, monkeypatch) -> "Device":
+        """Stand in for `torch.cuda`."""
+        for name in ("Stream", "Event", "current_stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+        def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+            self.recorded.append((tensor, stream, len(stream.entries)))
+
+        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        return self
