@@ -122,7 +122,9 @@ def run_coefficients(
         max_document_tokens: no longer ones are timed; default: the configured longest.
     """
     found = _found_or_measured(trainer, cache, threads, console, max_document_tokens)
-    if found.copies is None and trainer.live is not None:
+    if trainer.live is None or not trainer.live.shares_memory:
+        found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
+    elif found.copies is None:
         found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
     return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange)
 

@@ -30,6 +30,7 @@ from evenload.plan.reconfiguration.hbsa import MappingSearch
 from evenload.plan.reconfiguration.layout_candidates import CoefficientsOf, LayoutCandidates
 from evenload.plan.reconfiguration.layout_outcome import LayoutOutcome
 from evenload.plan.reconfiguration.layout_plans import LayoutPlans, MemoryPlans, OptionsOf
+from evenload.plan.reconfiguration.switch_memory import switch_memory
 from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
@@ -173,6 +174,8 @@ class FlexPlanner:
         others: list[LayoutOutcome] = []
         for layout in self.candidates.worth_planning(found, state.layout):
             there = outcome(layout)
+            if not self._has_room(state.layout, there.proposal.plan, memory_factor):
+                continue
             switch_s = measured.switch_factor() * self.switch_seconds(state.layout, there.proposal.plan)
             others.append(replace(there, switch_s=switch_s))
             if sum(one.is_finalist for one in others) == self.options.finalists:
@@ -229,6 +232,16 @@ class FlexPlanner:
         new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
         moving_s = switch_seconds(self._model, self.candidates.coefficients(new), old, new, hidden_s)
         return self.options.overhead_s + moving_s
+
+    def _has_room(self, old: ParallelLayout, plan: StepPlan, memory_factor: float) -> bool:
+        """For a switch to the layout of a step, and for what it leaves behind beside that step."""
+        cap_bytes, new = self.start.memory_cap_bytes, plan.layout
+        if cap_bytes is None:
+            return True
+        is_shared = self.candidates.coefficients(new).copies is not None
+        takes = switch_memory(self._model, old, new, is_shared=is_shared)
+        most_bytes = max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
+        return memory_factor * most_bytes <= cap_bytes
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""

@@ -144,10 +144,14 @@ class LiveStages:
             found.append(state)
         return found
 
-    def measured_copies(self) -> CopySpec | None:
-        """What switches cost here; None where nothing is shared. Before the first step. Collective."""
-        if self._twin_memory is None or not self._shared:
-            return None
+    @property
+    def shares_memory(self) -> bool:
+        """Some piece is read, and not sent, inside a machine."""
+        return self._twin_memory is not None and bool(self._shared)
+
+    def measured_copies(self) -> CopySpec:
+        """What switches cost here, where memory is shared. Before the first step. Collective."""
+        assert self._twin_memory is not None
         arrange = functools.partial(self._arranged, self.mesh)
         return measured_copies(self._pieces, self._twin_memory, self.mesh, arrange)
 
