@@ -56,14 +56,14 @@ def test_a_shared_piece_comes_to_a_machine_once(old, new, shared):
         assert (move.piece, move.source) in there
 
 
-COPIES = CopySpec(rank_bytes_per_s=100.0, machine_bytes_per_s=150.0, taken_bytes_per_s=50.0, fixed_s=0.5)
+COPIES = CopySpec(rank_bytes_per_s=100.0, machine_bytes_per_s=150.0, taken_bytes_per_s=50.0, fixed_s=0.1, layer_s=0.1)
 COSTS = sample_coefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=0.0), devices_per_node=4, copies=COPIES
 )
 
 
 def stall(moves: Moves, shared: set[int], *, is_taken: bool = True) -> float:
-    return stall_seconds(moves, PIECES, shared, COSTS, 4, is_taken=is_taken)
+    return stall_seconds(moves, PIECES, shared, COSTS, 4, DP4, is_taken=is_taken)
 
 
 def test_reading_is_bounded_by_a_rank_and_by_the_machine():
@@ -88,7 +88,9 @@ def test_state_is_priced_by_what_is_read_too():
     assert state_seconds(moves, PIECES, set(range(6)), COSTS, 4) == pytest.approx(total / 150)
 
 
-@pytest.mark.parametrize("field", ["rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s", "fixed_s"])
+@pytest.mark.parametrize(
+    "field", ["rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s", "fixed_s", "layer_s"]
+)
 def test_impossible_copies_are_refused(field):
     known = {"rank_bytes_per_s": 1.0, "machine_bytes_per_s": 1.0, "taken_bytes_per_s": 1.0, "fixed_s": 0.0}
     with pytest.raises(ConfigError, match=field):

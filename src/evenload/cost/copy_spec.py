@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
 
 
 class CopySpec(Frozen):
@@ -13,7 +14,8 @@ class CopySpec(Frozen):
         rank_bytes_per_s: of one rank that reads alone.
         machine_bytes_per_s: of all ranks of a machine together when all read at once; they share its cores and memory.
         taken_bytes_per_s: the same, of memory that is touched for the first time.
-        fixed_s: what a switch takes whatever moves: ranks meet, stages are arranged anew.
+        fixed_s: what a switch takes whatever moves: ranks meet, and know what moves.
+        layer_s: for each layer that a rank holds in the new layout: stages are arranged anew.
 
     Raises:
         ConfigError: a rate that is not above 0, or negative seconds.
@@ -23,18 +25,32 @@ class CopySpec(Frozen):
     machine_bytes_per_s: float
     taken_bytes_per_s: float
     fixed_s: float
+    layer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be > 0")
-        if not self.fixed_s >= 0:
-            raise ConfigError(f"copies of a cost file: fixed_s is {self.fixed_s}, must be >= 0 seconds")
+        for field in ("fixed_s", "layer_s"):
+            if not getattr(self, field) >= 0:
+                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be >= 0 seconds")
+
+    def arranging_seconds(self, layout: ParallelLayout) -> float:
+        """What a switch to a layout takes whatever moves."""
+        return self.fixed_s + self.layer_s * most_layers(layout)
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int) -> float:
-        """Until every rank has read what it lacks, by rank; without `fixed_s`."""
+        """Until every rank has read what it lacks, by rank; without `arranging_seconds`."""
         machines: dict[int, float] = {}
         for rank, count in read_bytes.items():
             machines[rank // ranks_per_machine] = machines.get(rank // ranks_per_machine, 0.0) + count
         alone_s = max(read_bytes.values(), default=0.0) / self.rank_bytes_per_s
         return max(alone_s, max(machines.values(), default=0.0) / self.machine_bytes_per_s)
+
+
+def most_layers(layout: ParallelLayout) -> int:
+    """That one pipeline rank holds."""
+    held: dict[int, int] = {}
+    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
+        held[rank] = held.get(rank, 0) + last - first
+    return max(held.values())

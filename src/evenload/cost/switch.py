@@ -57,7 +57,7 @@ def switch_seconds(
     """
     weights_s = _moving_seconds(_weights_of(model, new), model, coefficients, old, new)
     if coefficients.copies is not None and old.arrangement != new.arrangement:
-        weights_s += coefficients.copies.fixed_s
+        weights_s += coefficients.copies.arranging_seconds(new)
     state_s = _moving_seconds(_state_of(model, new), model, coefficients, old, new)
     return weights_s + max(0.0, state_s - hidden_s)
 

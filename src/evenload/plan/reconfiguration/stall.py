@@ -1,6 +1,6 @@
 """Predicted seconds of a switch from its own moves: how long training stands still, and how long state is on its way.
 
-    stall   fixed part + the longer of what is sent and what is read + what is relayed + first touches of memory
+    stall   stages are arranged + the longer of what is sent and what is read + what is relayed + first touches of memory
     state   the longer of what is sent and what is read; the step hides it, as far as that lasts
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links. Without measured copies what
@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.reconfiguration.moves import Move, Moves, Piece, moved_bytes, moving_seconds
+from evenload.types.layout import ParallelLayout
 
 
 def stall_seconds(
@@ -20,6 +21,7 @@ def stall_seconds(
     shared: Collection[int],
     coefficients: CostCoefficients,
     ranks_per_machine: int,
+    new: ParallelLayout,
     *,
     is_taken: bool,
 ) -> float:
@@ -27,6 +29,7 @@ def stall_seconds(
 
     Args:
         shared: indices of pieces that ranks of a machine read.
+        new: the layout that comes.
         is_taken: the memory was taken in the step before.
     """
     copies = coefficients.copies
@@ -38,7 +41,7 @@ def stall_seconds(
     for rank, count in _received([*moves.weights, *moves.relayed], pieces, of_state=False).items():
         machines[rank // ranks_per_machine] += count
     taking_s = 0.0 if is_taken else max(machines.values(), default=0.0) / copies.taken_bytes_per_s
-    return copies.fixed_s + both_s + relayed_s + taking_s
+    return copies.arranging_seconds(new) + both_s + relayed_s + taking_s
 
 
 def state_seconds(

@@ -6,7 +6,7 @@ Price: a second at the start of a run that may change its layout.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,24 @@ it."""
 
 
 def measured_copies(
-    pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh, arrange: Callable[[], object]
+    pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh, rehearsals: Mapping[int, Callable[[], object]]
 ) -> CopySpec:
     """Collective over all ranks; every rank returns the same. Before the first update, where some piece is shared.
 
     Args:
-        arrange: what a switch does beside moving; leaves things as they are.
+        rehearsals: what a switch does beside moving, by the layers that a rank comes to hold; it leaves things as they
+            are.
     """
     reading = _Reading(pieces, twins, mesh)
     first = mesh.rank % mesh.ranks_per_machine == 0
     machine_s = [_slowest_s(reading.run, mesh) for _ in range(_REPEATS)]
     alone_s = [_slowest_s(reading.run if first else _nothing, mesh) for _ in range(_REPEATS)]
     fresh_s = [_slowest_s(_touch_fresh, mesh) for _ in range(_REPEATS)]
-    fixed_s = [_slowest_s(arrange, mesh) for _ in range(_REPEATS)]
+    layers = min(rehearsals), max(rehearsals)
+    least_s, most_s = (
+        statistics.median([_slowest_s(rehearsals[count], mesh) for _ in range(_REPEATS)]) for count in layers
+    )
+    layer_s = max(0.0, most_s - least_s) / max(1, layers[1] - layers[0])
     read = torch.tensor([reading.num_bytes, reading.num_bytes if first else 0, _LEAST_BYTES], dtype=torch.float64)
     dist.all_reduce(read, group=mesh.control)
     machines = -(-mesh.num_ranks // mesh.ranks_per_machine)
@@ -44,7 +49,8 @@ def measured_copies(
         rank_bytes_per_s=float(read[1]) / machines / statistics.median(alone_s),
         machine_bytes_per_s=float(read[0]) / machines / statistics.median(machine_s),
         taken_bytes_per_s=float(read[2]) / machines / statistics.median(fresh_s),
-        fixed_s=statistics.median(fixed_s),
+        fixed_s=max(0.0, least_s - layer_s * layers[0]),
+        layer_s=layer_s,
     )
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
 from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks, plan_moves, state_share
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
@@ -152,8 +152,9 @@ class LiveStages:
     def measured_copies(self) -> CopySpec:
         """What switches cost here, where memory is shared. Before the first step. Collective."""
         assert self._twin_memory is not None
-        arrange = functools.partial(self._arranged, self.mesh)
-        return measured_copies(self._pieces, self._twin_memory, self.mesh, arrange)
+        meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
+        rehearsals = {layers: functools.partial(self._rehearse, mesh) for layers, mesh in meshes.items()}
+        return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], room_bytes: int) -> None:
         """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
@@ -209,7 +210,7 @@ class LiveStages:
             weight_bytes=weight_bytes,
             state_bytes=0,
             predicted_stall_s=stall_seconds(
-                moves, sizes, self._shared, links, mesh.ranks_per_machine, is_taken=ahead is not None
+                moves, sizes, self._shared, links, mesh.ranks_per_machine, mesh.layout, is_taken=ahead is not None
             ),
             predicted_state_s=state_seconds(moves, sizes, self._shared, links, mesh.ranks_per_machine),
         )
@@ -227,6 +228,13 @@ class LiveStages:
         switch = replace(self._switch, wait_s=wait_s, state_bytes=self._arrival.received_bytes)
         self._arrival = self._switch = None
         return optimizer, switch
+
+    def _rehearse(self, mesh: Mesh) -> None:
+        """What a switch to a layout does beside moving, and leaves everything as it is. Collective."""
+        self._moves_to(mesh)
+        bring_weights(self._pieces, Moves(weights=(), state=()), self.mesh, self._twin_memory, 0)
+        for model in self._modules.stage_models(mesh.layout, mesh.pp_rank).values():
+            self._stage(model)
 
     def _moves_to(self, mesh: Mesh) -> Moves:
         return plan_moves(
