@@ -208,8 +208,8 @@ def shares(layout: ParallelLayout, unit: int, tied: bool) -> dict[int, tuple[Fra
 
 
 def test_what_processes_read_of_each_other_is_priced_by_their_copies():
-    """Nobody sends, one rank reads at its rate, many share the machine's; whatever moves, there is a fixed part, and one
-    for each layer that a rank comes to hold."""
+    """Nobody sends, one rank reads at its rate, many share the machine's; whatever moves, there is a fixed part, and
+    one for each layer that a rank comes to hold."""
     model, old, new = sample_model(), layout_of([1, 1, 1], dp=1), layout_of([3], dp=3)
     copies = CopySpec(rank_bytes_per_s=10.0, machine_bytes_per_s=20.0, taken_bytes_per_s=1.0, fixed_s=4.0, layer_s=1.0)
     costs = msgspec.structs.replace(linked(3), copies=copies)

@@ -13,6 +13,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexState
+from evenload.plan.reconfiguration.switch_memory import switch_memory
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
 from evenload.report.layout_table import format_action, format_conditions
@@ -367,6 +368,28 @@ def test_where_no_layout_has_room_by_what_was_measured_the_run_goes_to_one_that_
     assert found.told.switch_s == found.proposal.switch_s > 0
 
 
+def test_a_layout_is_not_chosen_whose_switch_takes_more_memory_than_there_is(monkeypatch) -> None:
+    """Between what its plan takes and what the switch to it takes it is no choice, and where nothing else is, the
+    reason says so."""
+    differing = 0
+    for cap_bytes in range(150_000, NARROW, 10_000):
+        checked = make(4, 1, cap_bytes, **PUBLISHED).propose(0, documents(LONG)).proposal
+        with monkeypatch.context() as patched:
+            patched.setattr(FlexPlanner, "_has_room", lambda *_: True)
+            unchecked = make(4, 1, cap_bytes, **PUBLISHED).propose(0, documents(LONG)).proposal
+        for proposal, is_checked in ((checked, True), (unchecked, False)):
+            if proposal.feasible and proposal.plan.layout.pp > 1:
+                takes = switch_memory(
+                    sample_model(num_layers=4), even_layout(4, dp=4), proposal.plan.layout, is_shared=False
+                )
+                left_bytes = proposal.plan.predicted.peak_memory_bytes + takes.left_bytes
+                assert max(takes.switch_bytes, left_bytes) <= cap_bytes or not is_checked
+        if unchecked.feasible and not checked.feasible:
+            differing += 1
+            assert "would, but not what a change to it holds at once" in checked.why
+    assert differing
+
+
 def test_a_layout_without_room_does_not_hide_a_slower_one_that_has_it() -> None:
     flex = make(2, 2, ROOM, **PUBLISHED)
     flat_bytes = make(4, 1, ROOM).propose(0, documents(SHORT)).proposal.plan.predicted.peak_memory_bytes
@@ -404,7 +427,8 @@ def test_decisions_are_told_with_conditions_seconds_and_reason() -> None:
     assert told[1].why == "dp=4 does not hold the batch, not even by recomputing or offloading"
     assert (told[1].keep_s, told[1].save_s, told[1].gain_s) == (None, None, None)
     assert told[2].why == (
-        "dp=2 pp=2 layers=3+1 holds the batch by offloading documents; pp=4 with the switch takes 8.1 % more time"
+        # Stages of one layer each would hold it, but not what a switch leaves behind beside their first step.
+        "dp=2 pp=2 layers=3+1 holds the batch by offloading documents; no other layout does"
     )
     assert told[3].is_patient
     assert told[3].why.endswith("less time, for 1 of 2 steps in a row now")

@@ -88,9 +88,7 @@ def test_state_is_priced_by_what_is_read_too():
     assert state_seconds(moves, PIECES, set(range(6)), COSTS, 4) == pytest.approx(total / 150)
 
 
-@pytest.mark.parametrize(
-    "field", ["rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s", "fixed_s", "layer_s"]
-)
+@pytest.mark.parametrize("field", CopySpec.__struct_fields__)
 def test_impossible_copies_are_refused(field):
     known = {"rank_bytes_per_s": 1.0, "machine_bytes_per_s": 1.0, "taken_bytes_per_s": 1.0, "fixed_s": 0.0}
     with pytest.raises(ConfigError, match=field):

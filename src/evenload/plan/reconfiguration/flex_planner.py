@@ -172,9 +172,11 @@ class FlexPlanner:
 
         found, keep = self._searched(known, state.layout), outcome(state.layout)
         others: list[LayoutOutcome] = []
+        without_room: list[str] = []
         for layout in self.candidates.worth_planning(found, state.layout):
             there = outcome(layout)
-            if not self._has_room(state.layout, there.proposal.plan, memory_factor):
+            if there.proposal.feasible and not self._has_room(state.layout, there.proposal.plan):
+                without_room.append(layout.describe())
                 continue
             switch_s = measured.switch_factor() * self.switch_seconds(state.layout, there.proposal.plan)
             others.append(replace(there, switch_s=switch_s))
@@ -198,7 +200,7 @@ class FlexPlanner:
         if switched_to is not None:
             proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
         else:
-            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others])
+            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_room)
         told = told_decision(
             step,
             decision,
@@ -233,15 +235,14 @@ class FlexPlanner:
         moving_s = switch_seconds(self._model, self.candidates.coefficients(new), old, new, hidden_s)
         return self.options.overhead_s + moving_s
 
-    def _has_room(self, old: ParallelLayout, plan: StepPlan, memory_factor: float) -> bool:
-        """For a switch to the layout of a step, and for what it leaves behind beside that step."""
+    def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
+        """By prediction, for a switch to the layout of a step, and for what it leaves behind beside that step."""
         cap_bytes, new = self.start.memory_cap_bytes, plan.layout
         if cap_bytes is None:
             return True
         is_shared = self.candidates.coefficients(new).copies is not None
         takes = switch_memory(self._model, old, new, is_shared=is_shared)
-        most_bytes = max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
-        return memory_factor * most_bytes <= cap_bytes
+        return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes) <= cap_bytes
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""
@@ -263,15 +264,16 @@ class FlexPlanner:
         state = delay if self._delays else None
         return self._plans.coming(layout, step, documents, left_out, state, is_last=is_last)
 
-    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome]) -> Proposal:
+    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
         """The closest of plans that all exceed memory, with a reason that says so."""
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
+        room = f"; {', '.join(without_room)} would, but not what a change to it holds at once" if without_room else ""
         return replace(
             closest,
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
-            f"tried); the closest, {layout.describe()}: {closest.why}",
+            f"tried); the closest, {layout.describe()}: {closest.why}{room}",
         )
 
 

@@ -1,6 +1,6 @@
 """Predicted seconds of a switch from its own moves: how long training stands still, and how long state is on its way.
 
-    stall   stages are arranged + the longer of what is sent and what is read + what is relayed + first touches of memory
+    stall   stages are arranged + the longer of what is sent and what is read + what is relayed + fresh memory
     state   the longer of what is sent and what is read; the step hides it, as far as that lasts
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links. Without measured copies what
