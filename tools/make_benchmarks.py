@@ -118,6 +118,17 @@ FLEXPIPE = """\
 [planner.md](planner.md#flexpipe-another-layout-between-steps) says why switching gains nothing over it. "documents
 only" has no layers that recompute (the paper's O_plan).
 """
+SWITCH = """\
+## A change of the layout
+
+    python benchmarks/reconfigure.py [--quick] [--append]
+
+**Measured.** Four CPU processes train a Llama of 94 M parameters in fp32 and change between three layouts (like FlexPipe's
+Fig. 10). How long training stands still, over what two other ways take, in one run: the same moves without shared memory,
+nothing prepared and waiting for all of them (stop and transfer), and a checkpoint that new processes load; and over what was
+predicted. Medians of rounds by turns. "With waiting": and what the optimizer still waits for behind the first step.
+[Decision 31](decisions/0031-live-switching.md) says how.
+"""
 DELAY = """\
 ## Documents that wait
 
@@ -147,6 +158,7 @@ def benchmarks_page() -> str:
                 *(PLANNERS, *_peers(), PIPELINE, *_planners("planners.csv"), NO_PIPELINE),
                 *(*_planners("planners_pp1.csv"), GROWTH, *_growth(), ABLATION, *_ablation(), SLIMPACK, *_slimpack()),
                 *(WLB, *_wlb(), DELAY, *_delay(), SKRULL, *_skrull(), FLEXPIPE, *_flexpipe()),
+                *(SWITCH, *_switches()),
             ]
         ).rstrip("\n")
         + "\n"
@@ -310,6 +322,22 @@ def _flexpipe() -> Iterable[str]:
         figures = {row["metric"]: f"{float(row['value']):,.0f}" for row in mine}
         metrics = ("HBSA", "mappings priced", "splits of layers in all", "exhaustive")
         yield _line(case, *(figures.get(metric, "") for metric in metrics))
+    yield ""
+
+
+def _switches() -> Iterable[str]:
+    rows = [row for row in _latest("results.csv", ("benchmark", "case")) if row["benchmark"] == "reconfigure"]
+    yield from _provenance(rows)
+    figures = {(row["case"].split(", ")[-1], row["metric"], row["baseline"]): row["value"] for row in rows}
+    columns = {
+        "over stop and transfer": ("stall", "stop and transfer"),
+        "with waiting": ("stall and wait", "stop and transfer"),
+        "over save, restart, load": ("stall", "save, restart, load"),
+        "over predicted": ("stall, measured", "predicted"),
+    }
+    yield from _head(("change", *columns))
+    for change in dict.fromkeys(change for change, _, _ in figures):
+        yield _line(change, *(f"{float(figures[change, *column]):.2g}" for column in columns.values()))
     yield ""
 
 
