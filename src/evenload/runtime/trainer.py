@@ -302,7 +302,7 @@ class Trainer:
         mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pp_rank}"
         for buffer in self._buffers:
             buffer.grads.zero_()
-        look_ahead = self._looking_ahead(coming_layout, plan)
+        look_ahead = self._looking_ahead(coming_layout, plan.predicted.peak_memory_bytes)
         look_ahead()
         run = self._executor.idle() if prepared.step is None else self._executor.run(prepared.step, look_ahead)
         with watch.waiting("the sum of gradients", replicas):
@@ -342,11 +342,11 @@ class Trainer:
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
 
-    def _looking_ahead(self, coming: Callable[[], ParallelLayout | None], plan: StepPlan) -> Callable[[], None]:
-        """Where the step after a plan's runs in another layout, begins what can be done before it in what is left."""
+    def _looking_ahead(self, coming: Callable[[], ParallelLayout | None], peak_bytes: int) -> Callable[[], None]:
+        """Where the next step runs in another layout, begins what can be done before it beside a step of this peak."""
         if self.live is None:
             return lambda: None
-        return functools.partial(self.live.look_ahead, coming, self.memory_cap_bytes - plan.predicted.peak_memory_bytes)
+        return functools.partial(self.live.look_ahead, coming, self.memory_cap_bytes - peak_bytes)
 
     def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout, or in another generation of this one. Collective."""
