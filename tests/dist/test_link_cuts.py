@@ -71,7 +71,7 @@ CUTS = [
 @pytest.mark.parametrize("case", sweep(CUTS, 0), ids=lambda case: f"{case.seed}-{case.how}{'-returns' * case.returns}")
 def test_a_run_goes_on_after_a_cut_and_trains_every_step_once(gloo_pool, tmp_path, case) -> None:
     """Under torchrun on two hosts of two processes: the side with the rendezvous goes on, the other one ends."""
-    steps = 160 if case.returns else 40  # who comes back finds the run still there
+    steps = 90 if case.returns else 40  # who comes back finds the run still there
     file = write_small_run(
         tmp_path,
         (f"document {i} " * (1 + (i * 7) % 9) for i in range(60)),

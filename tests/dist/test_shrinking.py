@@ -77,10 +77,20 @@ def test_survivors_train_the_same_steps(gloo_pool, config_file, tmp_path, capfd,
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("layout", "meanwhile"), sweep([({"dp": 2}, "single"), ({"dp": 2, "cp": 2}, "cp=2")], 1), ids=str
+    ("layout", "named", "meanwhile"),
+    sweep(
+        [
+            ({"dp": 2}, [], "single"),
+            ({"dp": 2, "cp": 2}, [], "cp=2"),
+            # The rule would take pp=3. The planner may take pp=2 later, too.
+            ({"dp": 2, "pp": 2}, ["plan.strategy=auto", 'plan.layouts=["pp=2,dp=1"]'], "pp=2"),
+        ],
+        1,
+    ),
+    ids=str,
 )
 def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
-    gloo_pool, config_file, tmp_path, capfd, layout, meanwhile
+    gloo_pool, config_file, tmp_path, capfd, layout, named, meanwhile
 ):
     """The others go on without it first. Of `dp=2 cp=2` three are left, of which one has no place until it comes."""
     same = ["model.dtype=float64", "train.threads_per_process=1"]
@@ -88,7 +98,7 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
     expected = gloo_pool.run(1, train_steps, str(config_file), alone, STEPS)[0]
     costs, world_size = write_small_costs(tmp_path, bytes_per_element=8, **layout), math.prod(layout.values())
     sizes = (f"parallel.{n}={size}" for n, size in layout.items())
-    overrides = [*same, *COMMON, f"train.cost_file={costs}", *sizes, "train.replace_lost_ranks=1"]
+    overrides = [*same, *COMMON, f"train.cost_file={costs}", *sizes, *named, "train.replace_lost_ranks=1"]
     case = (str(config_file), overrides, {1: ("update", 1)})
     run_surviving(train_and_come_late, case, world_size, grace_s=60.0, num_replacements=1)
     told = f"rank {world_size} is started in place of rank 1 (the 1. of 1, train.replace_lost_ranks)"
@@ -100,8 +110,10 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
     assert [(start.steps_done, start.steps_repeated) for start in starts] == [(0, 0), (0, 1), (1, 0)]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     # Of a run that begins anew the rows do, too.
-    expected_rows = [(0, meanwhile), *((step, full) for step in range(1, STEPS))]
-    assert [(row["step"], row["layout"]) for row in rows] == expected_rows
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert rows[0]["layout"] == meanwhile
+    if not named:
+        assert {row["layout"] for row in rows[1:]} == {full}
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-10)
     account = json.loads((tmp_path / "run" / "run.json").read_text())["ledger"]
     assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
