@@ -84,6 +84,7 @@ def test_survivors_train_the_same_steps(gloo_pool, config_file, tmp_path, capfd,
             ({"dp": 2, "cp": 2}, [], "cp=2"),
             # The rule would take pp=3. The planner may take pp=2 later, too.
             ({"dp": 2, "pp": 2}, ["plan.strategy=auto", 'plan.layouts=["pp=2,dp=1"]'], "pp=2"),
+            ({"pp": 2}, ["train.survivor_memory=shared"], "single"),
         ],
         1,
     ),
@@ -100,20 +101,22 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
     sizes = (f"parallel.{n}={size}" for n, size in layout.items())
     overrides = [*same, *COMMON, f"train.cost_file={costs}", *sizes, *named, "train.replace_lost_ranks=1"]
     case = (str(config_file), overrides, {1: ("update", 1)})
-    run_surviving(train_and_come_late, case, world_size, grace_s=60.0, num_replacements=1)
+    is_kept = "train.survivor_memory=shared" in named
+    run_surviving(train_and_come_late, case, world_size, grace_s=60.0, num_replacements=1, keeps_state=is_kept)
     told = f"rank {world_size} is started in place of rank 1 (the 1. of 1, train.replace_lost_ranks)"
     assert told in capfd.readouterr().err
     full = even_layout(4, **layout).describe()
     starts = read_starts(tmp_path / "run")
     assert [start.layout for start in starts] == [full, meanwhile, full]
     # Step 0 was finished before the first checkpoint; nothing is repeated because others are let in.
-    assert [(start.steps_done, start.steps_repeated) for start in starts] == [(0, 0), (0, 1), (1, 0)]
+    lost, let_in = ((1, 0), (2, 0)) if is_kept else ((0, 1), (1, 0))
+    assert [(start.steps_done, start.steps_repeated) for start in starts] == [(0, 0), lost, let_in]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     # Of a run that begins anew the rows do, too.
     assert [row["step"] for row in rows] == list(range(STEPS))
-    assert rows[0]["layout"] == meanwhile
-    if not named:
-        assert {row["layout"] for row in rows[1:]} == {full}
+    assert rows[is_kept]["layout"] == meanwhile
+    if "plan.strategy=auto" not in named:
+        assert {row["layout"] for row in rows[is_kept + 1 :]} == {full}
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-10)
     account = json.loads((tmp_path / "run" / "run.json").read_text())["ledger"]
     assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
