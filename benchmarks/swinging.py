@@ -1,17 +1,17 @@
 """A run whose lengths swing: phases of short and of long documents; `flexpipe` beside every layout that it may take.
 
 Two CPU processes of one thread each, and a decoder with a large vocabulary for its depth, as small models have. Every
-step trains as many documents, so a step of short ones is a few tokens, and one of long ones ten times as many:
+step trains as many documents, so a step of short ones is few tokens, and one of long ones thirty times as many:
 
-    few tokens    two replicas sum and gather all weights after little computing; a pipeline sums nothing
-    many tokens   the sum is small beside computing; a pipeline waits at both ends, and its last stage, which has the
-                  head, is the slower one
+    few tokens    two replicas sum gradients and gather weights, all of them, after little computing; a pipeline has
+                  nothing to sum
+    many tokens   the sum is small beside computing; a pipeline waits while it fills and drains, and for its last stage,
+                  which has the head
 
-So neither layout suits both phases (decision 14 has why this is so on GPUs, too, where links are slow beside compute).
-The same data, documents by turns of phases, written with a seed; runs of the variants take turns, `--append` wants a
-quiet machine. A time is the wall clock of all steps but the first, whatever they waited for: computing, planning in
-the background, switches and their memory. Static runs pack as `flexpipe` does inside a layout (`balanced`), and every
-run plans by costs that were measured in the layout in which it starts.
+So neither layout suits both phases. The same data for all, documents by turns of phases, written with a seed; runs of
+the variants take turns, and `--append` wants a quiet machine. A time is the wall clock of all steps but the first,
+whatever they waited for: computing, planning in the background, switches. Static runs pack as `flexpipe` does inside a
+layout (`balanced`), and every run plans by costs that were measured in the layout in which it starts.
 
     python benchmarks/swinging.py [--quick] [--append]
 """
@@ -42,23 +42,27 @@ from evenload.types.base import Frozen
 from results import Row, median_ratio, run_benchmark
 
 WORLD = 2
-BATCH = 8
-SHORT, LONG = 16, 192
+BATCH = 4
+SHORT, LONG = 12, 384
 """Tokens of a document, drawn evenly from 3/4 to 5/4 of these."""
-PHASES = (("short", 20), ("long", 6), ("short", 20), ("long", 6))
+PHASES = (("short", 30), ("long", 5), ("short", 30), ("long", 5))
 """Of how many steps."""
 QUICK_PHASES = (("short", 3), ("long", 3))
-VOCABULARY, HIDDEN, LAYERS = 16_384, 256, 4
-ROUNDS, QUICK_ROUNDS = 3, 1
+VOCABULARY, HIDDEN, LAYERS = 16_384, 256, 2
+ROUNDS, QUICK_ROUNDS = 4, 1
 MEMORY_BYTES = 2**33
 STATIC = {
     "dp=2": ("parallel.dp=2",),
     "pp=2": ("parallel.pp=2",),
-    "pp=2 layers=3+1": ("parallel.pp=2", "parallel.stage_layers=[3, 1]"),
 }
 FLEXIBLE = "flexpipe"
 VARIANTS = {name: (*settings, "plan.strategy=balanced") for name, settings in STATIC.items()} | {
-    FLEXIBLE: ("parallel.dp=2", 'plan.layouts=["pp=2", "pp=2,layers=3+1"]', "plan.strategy=flexpipe")
+    FLEXIBLE: (
+        "parallel.dp=2",
+        'plan.layouts=["pp=2"]',
+        "plan.strategy=flexpipe",
+        "plan.options.flexpipe={known_steps=16}",
+    )
 }
 
 
