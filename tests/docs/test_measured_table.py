@@ -16,3 +16,9 @@ def test_planning_times_are_the_newest_rows():
     """The planner's page; run tools/make_planning_times.py."""
     script = runpy.run_path(str(ROOT / "tools" / "make_planning_times.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_times"]()
+
+
+def test_what_changing_the_layout_gains_is_of_the_newest_rows():
+    """The planner's page; run tools/make_flexpipe_gains.py."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_flexpipe_gains.py"))
+    assert (ROOT / "docs" / "planner.md").read_text(encoding="utf-8") == script["page_with_gains"]()
