@@ -8,6 +8,8 @@ to what it says of FLANv2 (means of 52 and 978 tokens for two of its tasks, 95 %
     static     the least depth that holds a document of the longest length in every replica without a memory plan, all
                other devices data parallel: what FlexPipe calls static partitioning. Packed as `padded` (its
                Zero-Bubble baseline pads), as `best_fit` (its FlashAttention baseline packs), and as `flexpipe` packs
+               `flexpipe` starts there, or where that leaves devices idle, in the next depth that does not: a run
+               starts with all its devices
     published  flexpipe as published: least depth, no margin, no patience
     flexpipe   as `evenload plan` runs it: a switch must pay within the eight coming steps, whose lengths are known
     known 1    the same with the coming step alone known (`--known-steps 1`)
@@ -115,6 +117,12 @@ def static_layout(model: ModelSpec, cluster: ClusterSpec, longest: int, batch: i
     raise EvenloadError(f"{model.name}: no depth holds a document of {longest} tokens on {cluster.name}")
 
 
+def with_all_devices(layout: ParallelLayout, devices: int) -> ParallelLayout:
+    """The layout, or the next deeper one that leaves no device idle."""
+    depth = next(depth for depth in range(layout.pp, devices + 1) if devices % depth == 0)
+    return layout if depth == layout.pp else even_layout(layout.num_layers, dp=devices // depth, pp=depth)
+
+
 def fixed_seconds(planner: StepPlanner, steps: Sequence[tuple[Document, ...]], strategy: str) -> float:
     """Of all steps; infinite where one exceeds memory."""
     proposals = [planner.propose(step, batch, strategy) for step, batch in enumerate(steps)]
@@ -197,7 +205,8 @@ def main() -> None:
         steps = [documents(one) for one in lengths]
         try:
             layout = static_layout(model, cluster, longest, batch)
-            start = planner_of(model, cluster, layout, longest)
+            static = planner_of(model, cluster, layout, longest)
+            start = planner_of(model, cluster, with_all_devices(layout, cluster.num_devices), longest)
             took_s, switches, saving = flexible_seconds(start, cluster, steps, FlexOptions())
             published_s, _, _ = flexible_seconds(start, cluster, steps, PUBLISHED)
             one_step_s, one_step_switches, _ = flexible_seconds(start, cluster, steps, ONE_STEP)
@@ -205,7 +214,7 @@ def main() -> None:
         except EvenloadError as error:
             table.add_row(name, f"{longest:,}", str(batch), str(error)[:80])
             continue
-        others = {f"static {one}": fixed_seconds(start, steps, one) for one in ("padded", "best_fit", "flexpipe")}
+        others = {f"static {one}": fixed_seconds(static, steps, one) for one in ("padded", "best_fit", "flexpipe")}
         devices = cluster.num_devices
         depths = [depth for depth in range(1, min(model.num_layers, devices) + 1) if devices % depth == 0]
         fixed = {
