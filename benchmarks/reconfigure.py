@@ -48,7 +48,7 @@ from token_runs import save_tokens
 
 WORLD = 4
 HIDDEN, QUICK_HIDDEN = 1024, 64
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 4, 1
 LAYOUTS = {
     "pp=4": ("parallel.pp=4", "parallel.dp=1"),
     "dp=2 pp=2": ("parallel.pp=2", "parallel.dp=2"),

@@ -37,13 +37,30 @@ def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> P
     return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsLeft:
+    """How many steps come; None = until the data ends.
+
+    Args:
+        to_make: at most.
+        of_run: of the whole run, also those that are not made because it will be stopped: decisions look at their
+            lengths, so that a stopped and resumed run takes those of one that was not.
+    """
+
+    to_make: int | None
+    of_run: int | None
+
+    @classmethod
+    def after(cls, steps_done: int, last_step: int | None, run_steps: int | None) -> "StepsLeft":
+        """Of a run of `run_steps` in all, of which those up to `last_step` are made."""
+        to_make, of_run = (None if end is None else max(0, end - steps_done) for end in (last_step, run_steps))
+        return cls(to_make=to_make, of_run=of_run)
+
+
 class StepSource:
     """The steps of a run, in order.
 
     Args:
-        num_steps: most steps to make; None = until the data ends.
-        run_steps: steps left of the whole run, also those that are not made because it will be stopped: decisions look
-            at their lengths, so that a stopped and resumed run takes those of one that was not; None = all.
         planner_state: after the step before the first.
         track: what rank 0 knows of the speed of ranks; None = plans do not follow it.
         layouts: what rank 0 knows of layouts that ran; None = decisions do not follow it.
@@ -60,8 +77,7 @@ class StepSource:
         meshes: Meshes,
         exchange: Exchange,
         *,
-        num_steps: int | None,
-        run_steps: int | None,
+        left: StepsLeft,
         planner_state: PlannerState,
         track: SpeedTrack | None = None,
         layouts: LayoutTrack | None = None,
@@ -87,8 +103,8 @@ class StepSource:
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
             nonlocal made
-            is_asked_for = num_steps is None or made < num_steps
-            planned = maker.next(None if run_steps is None else run_steps - made) if is_asked_for else None
+            is_asked_for = left.to_make is None or made < left.to_make
+            planned = maker.next(None if left.of_run is None else left.of_run - made) if is_asked_for else None
             if planned is None:
                 loader.close()
                 return None

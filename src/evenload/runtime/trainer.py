@@ -47,7 +47,7 @@ from evenload.runtime.stages.monitor import Monitor
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_metrics import StepMemory, StepReport, gather_timeline, no_label_warning, step_row
-from evenload.runtime.step_source import PreparedStep, StepSource
+from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
 from evenload.types.timeline import Timeline
 
@@ -180,8 +180,7 @@ class Trainer:
             self.config.plan.strategy,
             self.meshes,
             self.config.parallel.cp_exchange,
-            num_steps=None if last_step is None else max(0, last_step - self.steps_done),
-            run_steps=None if run_steps is None else max(0, run_steps - self.steps_done),
+            left=StepsLeft.after(self.steps_done, last_step, run_steps),
             planner_state=self._planner_state,
             track=track,
             layouts=None if monitor is None else monitor.track,
