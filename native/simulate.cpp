@@ -14,8 +14,8 @@ public:
     Simulator(const Tasks& tasks, const ActionsView& actions)
         : tasks_(tasks),
           actions_(actions),
-          next_forward_(tasks.num_stages, 0),
-          next_backward_(tasks.num_stages, 0),
+          next_forward_(tasks.num_ranks + tasks.num_stages, 0),
+          next_backward_(tasks.num_ranks + tasks.num_stages, 0),
           forward_end_s_(tasks.num_forward * tasks.num_stages),
           backward_end_s_(tasks.num_backward * tasks.num_stages),
           weight_due_(tasks.input_s ? tasks.num_backward * tasks.num_stages : 0, 0),
@@ -25,6 +25,7 @@ public:
         out_.end_s.resize(actions.kind.size());
         out_.peak_bytes = live_;
         out_.done.assign(tasks.num_ranks, 0);
+        set_widths();
     }
 
     Simulation run() {
@@ -43,7 +44,7 @@ public:
                 if (weight) continue;  // nobody waits for it
                 const int64_t receiver_stage = actions_.stage[i] + (forward ? 1 : -1);
                 if (receiver_stage < 0 || receiver_stage >= tasks_.num_stages) continue;
-                const int32_t receiver = tasks_.stage_to_rank[receiver_stage];
+                const int32_t receiver = rank_of(receiver_stage, actions_.pack[i]);
                 if (receiver != r && waits_for(receiver, forward, receiver_stage, actions_.pack[i])) {
                     runnable.push_back(receiver);
                 }
@@ -53,6 +54,31 @@ public:
     }
 
 private:
+    // Where there are more ranks than stages, a stage has all ranks up to the next one's first, and its packs go round.
+    void set_widths() {
+        width_.assign(tasks_.num_stages, 1);
+        const bool wide = tasks_.num_ranks > tasks_.num_stages;
+        for (int64_t s = 0; wide && s < tasks_.num_stages; ++s) {
+            const int64_t last = s + 1 < tasks_.num_stages ? tasks_.stage_to_rank[s + 1] : tasks_.num_ranks;
+            width_[s] = static_cast<int32_t>(last - tasks_.stage_to_rank[s]);
+            if (width_[s] < 1) throw std::invalid_argument("stages do not begin at ascending ranks");
+        }
+        first_lane_.assign(tasks_.num_stages, 0);
+        for (int64_t s = 0, lane = 0; s < tasks_.num_stages; lane += width_[s++]) {
+            first_lane_[s] = lane;
+            for (int32_t at = 0; at < width_[s]; ++at) next_forward_[lane + at] = next_backward_[lane + at] = at;
+        }
+    }
+
+    // Which of a stage's ranks runs a pack; pack >= 0 where there are several.
+    int32_t turn_of(int64_t stage, int64_t pack) const {
+        return width_[stage] == 1 ? 0 : static_cast<int32_t>(pack % width_[stage]);
+    }
+
+    int32_t rank_of(int64_t stage, int64_t pack) const { return tasks_.stage_to_rank[stage] + turn_of(stage, pack); }
+
+    int64_t lane_of(int64_t stage, int64_t pack) const { return first_lane_[stage] + turn_of(stage, pack); }
+
     void check(int64_t i, int32_t r) const {
         const auto fail = [&](const std::string& why) {
             throw std::invalid_argument("rank " + std::to_string(r) + " action " +
@@ -61,8 +87,12 @@ private:
         const int64_t stage = actions_.stage[i], pack = actions_.pack[i];
         if (actions_.kind[i] > kWeight) fail("kind " + std::to_string(actions_.kind[i]) + " is none of F B I W (0..3)");
         if (actions_.kind[i] > kBackward && !tasks_.input_s) fail("I or W, but these tasks have no split backward");
-        if (stage < 0 || stage >= tasks_.num_stages || tasks_.stage_to_rank[stage] != r) {
+        const bool exists = stage >= 0 && stage < tasks_.num_stages;
+        if (!exists || (width_[stage] == 1 && tasks_.stage_to_rank[stage] != r)) {
             fail("stage " + std::to_string(stage) + " is not on this rank");
+        }
+        if (width_[stage] > 1 && (pack < 0 || rank_of(stage, pack) != r)) {
+            fail("pack " + std::to_string(pack) + " of stage " + std::to_string(stage) + " is not on this rank");
         }
         if (actions_.kind[i] == kWeight) {
             if (pack < 0 || pack >= tasks_.num_backward) fail("W of pack " + std::to_string(pack) + " does not exist");
@@ -72,7 +102,7 @@ private:
             return;
         }
         const bool forward = actions_.kind[i] == kForward;
-        const int64_t expected = forward ? next_forward_[stage] : next_backward_[stage];
+        const int64_t expected = (forward ? next_forward_ : next_backward_)[lane_of(stage, pack)];
         if (pack != expected || pack >= (forward ? tasks_.num_forward : tasks_.num_backward)) {
             fail("pack " + std::to_string(pack) + " of stage " + std::to_string(stage) + " where " +
                  std::to_string(expected) + " is next (channels are first in, first out)");
@@ -89,10 +119,10 @@ private:
         const int64_t s = actions_.stage[i], k = actions_.pack[i], cell = k * tasks_.num_stages + s;
         double start_s = free_s_[r];
         if (s > 0) {
-            if (next_forward_[s - 1] <= k) return false;
+            if (next_forward_[lane_of(s - 1, k)] <= k) return false;
             start_s = std::max(start_s, forward_end_s_[cell - 1] + tasks_.p2p_forward_s[k]);
         }
-        ++next_forward_[s];
+        next_forward_[lane_of(s, k)] += width_[s];
         forward_end_s_[cell] = finish(i, r, start_s, tasks_.forward_s[cell]);
         live_[r] += tasks_.forward_kept_bytes[cell];
         out_.peak_bytes[r] = std::max(out_.peak_bytes[r], live_[r] + tasks_.forward_temp_bytes[cell]);
@@ -101,13 +131,13 @@ private:
 
     bool run_backward(int64_t i, int32_t r) {
         const int64_t s = actions_.stage[i], j = actions_.pack[i], cell = j * tasks_.num_stages + s;
-        if (next_forward_[s] < tasks_.forwards_needed[j]) return false;
+        if (next_forward_[lane_of(s, j)] < tasks_.forwards_needed[j]) return false;
         double start_s = free_s_[r];
         if (s + 1 < tasks_.num_stages) {
-            if (next_backward_[s + 1] <= j) return false;
+            if (next_backward_[lane_of(s + 1, j)] <= j) return false;
             start_s = std::max(start_s, backward_end_s_[cell + 1] + tasks_.p2p_backward_s[j]);
         }
-        ++next_backward_[s];
+        next_backward_[lane_of(s, j)] += width_[s];
         const bool split = actions_.kind[i] == kInput;
         if (!weight_due_.empty()) weight_due_[cell] = split ? kWeightDue : kWeightDone;
         backward_end_s_[cell] = finish(i, r, start_s, (split ? tasks_.input_s : tasks_.backward_s)[cell]);
@@ -136,7 +166,9 @@ private:
 
     const Tasks& tasks_;
     const ActionsView& actions_;
-    std::vector<int64_t> next_forward_, next_backward_;  // per stage: packs done
+    std::vector<int64_t> next_forward_, next_backward_;  // per rank of every stage: its next pack
+    std::vector<int32_t> width_;                         // per stage: its ranks
+    std::vector<int64_t> first_lane_;                    // per stage: where its ranks begin in the two above
     std::vector<double> forward_end_s_, backward_end_s_;
     std::vector<uint8_t> weight_due_;  // per (pack, stage): 0 = I has not run, then due, then done
     std::vector<double> free_s_;

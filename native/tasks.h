@@ -15,6 +15,7 @@ struct Tasks {
     const double* p2p_forward_s = nullptr;
     const double* p2p_backward_s = nullptr;
     const int32_t* forwards_needed = nullptr;
+    // Of every stage its rank; where there are more ranks than stages the first of several, up to the next stage's.
     const int32_t* stage_to_rank = nullptr;
     const int64_t* static_bytes = nullptr;
     const int64_t* forward_kept_bytes = nullptr;

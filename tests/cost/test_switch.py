@@ -12,7 +12,7 @@ from evenload.cost.memory import embedding_parameters, layer_parameters, optimiz
 from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 
 FAST, SLOW = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=0.0), LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
@@ -133,7 +133,11 @@ def layout_pairs(draw):
     def one() -> ParallelLayout:
         cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=3)) if num_layers > 1 else set()
         edges = [0, *sorted(cuts), num_layers]
-        return layout_of([b - a for a, b in itertools.pairwise(edges)], draw(st.integers(1, 4)), cp, tp)
+        counts = [b - a for a, b in itertools.pairwise(edges)]
+        devices = draw(st.lists(st.integers(1, 3), min_size=len(counts), max_size=len(counts)))
+        if cp * tp == 1 and len(set(devices)) > 1 and draw(st.booleans()):
+            return split_layout(counts, pp=len(counts), devices=devices)
+        return layout_of(counts, draw(st.integers(1, 4)), cp, tp)
 
     return num_layers, one(), one(), draw(st.sampled_from([2, 4, 8])), draw(st.booleans())
 
@@ -194,13 +198,15 @@ def shares(layout: ParallelLayout, unit: int, tied: bool) -> dict[int, tuple[Fra
     layer = min(max(unit - 1, 0), layout.num_layers - 1)
     ranks = [next(r for r, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)]
     ranks += [layout.pp - 1] if tied and unit == 0 else []
-    count = layout.dp * layout.cp
+    # Of a layout with stages of several devices dp = cp = 1.
+    counts = [layout.dp * layout.cp * devices for devices in layout.devices]
     return {
-        layout.global_rank(pp_rank=rank, dp_rank=dp, cp_rank=cp, tp_rank=tp): (
-            Fraction(dp * layout.cp + cp, count),
-            Fraction(dp * layout.cp + cp + 1, count),
+        layout.global_rank(pp_rank=layout.stage_to_rank[rank] + turn, dp_rank=dp, cp_rank=cp, tp_rank=tp): (
+            Fraction((dp + turn) * layout.cp + cp, counts[rank]),
+            Fraction((dp + turn) * layout.cp + cp + 1, counts[rank]),
         )
         for rank in ranks
+        for turn in range(layout.devices[rank])
         for dp in range(layout.dp)
         for cp in range(layout.cp)
         for tp in range(layout.tp)

@@ -10,10 +10,10 @@ from small_run import write_small_run
 from switch_cases import Outcome, changed_by_moving, refused_layouts, scripted_run
 from training_cases import write_training_config
 
-LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1"]
+LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1", "pp=3,devices=1+2+1"]
 STEPS = 40
-# Every change of shape there is among the four, and back; layouts by index, of which 0 is that of [parallel].
-SWITCHES = [1, 0, 2, 0, 3, 0, 1, 2, 1, 3, 1, 2, 3, 2, 0, 3, 1, 0, 2, 0]
+# Every change that there is among the five, once; layouts by index, of which 0 is that of [parallel].
+SWITCHES = [4, 3, 4, 2, 4, 1, 4, 0, 3, 2, 3, 1, 3, 0, 2, 1, 2, 0, 1, 0]
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_twenty_switches_train_what_one_layout_and_one_process_train(gloo_pool, 
     alone = gloo_pool.run(1, scripted_run, config_file, settings(tmp_path, "alone", layouts=None), [0], STEPS)[0]
 
     assert len(moved.switches) == 20
-    assert set(moved.layouts) == {"pp=4", "dp=2 pp=2", "dp=4", "pp=3 layers=1+2+1"}
+    assert set(moved.layouts) == {"pp=4", "dp=2 pp=2", "dp=4", "pp=3 layers=1+2+1", "pp=3 devices=1+2+1"}
+    assert len({(switch.before, switch.after) for switch in moved.switches}) == 20
     assert moved.losses[-1] < moved.losses[0]
     assert_same_training(moved, still, 1e-10)
     assert_same_training(moved, alone, 1e-10)
@@ -60,6 +61,18 @@ def test_twenty_switches_train_what_one_layout_and_one_process_train(gloo_pool, 
     shrunk = [switch for switch in moved.switches if switch.before == "dp=4"]
     assert shrunk
     assert all(switch.weight_bytes == 0 and switch.state_bytes > 0 for switch in shrunk)
+
+
+@pytest.mark.parametrize("devices", [[1, 2, 1], [2, 1, 1]], ids=["wide in the middle", "wide at one of two tied ends"])
+def test_stages_of_unequal_numbers_of_devices_train_what_one_process_trains(gloo_pool, config_file, tmp_path, devices):
+    """Losses, norms, weights and optimizer state of a run that starts in such a layout; two share its packs."""
+    wide = ["parallel.pp=3", f"parallel.stage_devices={devices}", "plan.options.micro_batches=4"]
+    chosen = settings(tmp_path, "wide", *wide, "data.batch_documents=6", layouts=None)
+    found = gloo_pool.run(4, scripted_run, config_file, chosen, [0], 4)[0]
+    fixed = settings(tmp_path, "alone", "data.batch_documents=6", layouts=None)
+    alone = gloo_pool.run(1, scripted_run, config_file, fixed, [0], 4)[0]
+    assert found.layouts == [f"pp=3 devices={'+'.join(map(str, devices))}"] * 4
+    assert_same_training(found, alone, 1e-10)
 
 
 def run_file(tmp_path: Path, kind: str = "llama", **model: object) -> str:
@@ -149,14 +162,14 @@ def test_a_checkpoint_between_switches_goes_on_there_and_elsewhere(gloo_pool, tm
     file = run_file(tmp_path, tied=True)
     base = ["model.dtype=float64", "plan.strategy=balanced"]
     live = [*base, "parallel.pp=4", f"plan.layouts={LAYOUTS}"]
-    script = [0, 1, 2, 2, 3]
+    script = [0, 1, 2, 2, 4]
     whole = gloo_pool.run(4, scripted_run, file, [*live, f"train.output_dir={tmp_path}/whole"], script, 5)[0]
     here = f"train.output_dir={tmp_path}/parts"
     first = gloo_pool.run(4, scripted_run, file, [*live, here], script, 3)[0]
     shutil.copytree(tmp_path / "parts", tmp_path / "elsewhere")
     rest = gloo_pool.run(4, scripted_run, file, [*live, here], script, 5)[0]
     assert rest.layouts == whole.layouts[3:]
-    assert [switch.after for switch in rest.switches] == ["dp=4", "pp=3 layers=1+2+1"]
+    assert [switch.after for switch in rest.switches] == ["dp=4", "pp=3 devices=1+2+1"]
     assert first.losses + rest.losses == whole.losses
     assert all(np.array_equal(rest.state[name], tensor) for name, tensor in whole.state.items())
     there = [*base, "parallel.dp=2", f"train.output_dir={tmp_path}/elsewhere"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
-from evenload.cost.switch import _holds, _missing_bytes
+from evenload.cost.switch import _holds, _missing_bytes, _state_of, _weights_of
 from evenload.errors import ConfigError
 from evenload.plan.reconfiguration.moves import Move, Piece, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
 from evenload.types.cluster import LinkSpec
@@ -22,11 +22,17 @@ def held(layout: ParallelLayout, pieces: list[Piece], tp_rank: int = 0) -> dict[
     for rank in range(layout.world_size):
         if rank % layout.tp != tp_rank:
             continue
-        place, owner = rank // layout.tp % (layout.dp * layout.cp), rank // (layout.tp * layout.dp * layout.cp)
+        owner = rank // (layout.tp * layout.dp * layout.cp)
+        first, count = next(
+            (low, width)
+            for low, width in zip(layout.stage_to_rank, layout.devices, strict=True)
+            if low <= owner < low + width
+        )
+        place = rank // layout.tp - first * layout.dp * layout.cp
         mine = found[rank] = {}
         for index, piece in enumerate(pieces):
             if owner in pipeline_ranks(layout, piece):
-                size = -(-piece.num_elements // (layout.dp * layout.cp))
+                size = -(-piece.num_elements // (count * layout.dp * layout.cp))
                 own = range(place * size, min((place + 1) * size, piece.num_elements))
                 mine[index] = set(own) if piece.state_bytes else set()
     return found
@@ -57,6 +63,9 @@ def switches(draw):
             if sum(counts) < num_layers:
                 counts[cut % len(counts)] += 1
         counts[-1] += num_layers - sum(counts)
+        devices = draw(st.lists(st.integers(1, 3), min_size=pp, max_size=pp))
+        if cp * tp * virtual == 1 and len(set(devices)) > 1 and draw(st.booleans()):
+            return split_layout(counts, pp=pp, devices=devices)
         return split_layout(counts, dp=draw(st.integers(1, 4)), cp=cp, pp=pp, tp=tp)
 
     sizes = draw(st.lists(st.integers(1, 13), min_size=4, max_size=4))
@@ -164,7 +173,11 @@ def test_predicted_bytes_are_those_that_move(case, tied) -> None:
         moves = plan_moves(old, new, pieces, ranks_per_node=ranks_per_node, tp_rank=tp_rank)
         moved += moved_bytes(moves.weights, pieces, of_state=False) + moved_bytes(moves.state, pieces, of_state=True)
     needed = _holds(new, model)
-    predicted = sum(float((part * needed).sum()) for part in _missing_bytes(model, ranks_per_node, old, new))
+    predicted = sum(
+        float((part * needed).sum())
+        for units in (_weights_of(model, new), _state_of(model, new))
+        for part in _missing_bytes(units, model, ranks_per_node, old, new)
+    )
     assert moved == pytest.approx(predicted, rel=0.05, abs=200)
 
 
@@ -190,6 +203,23 @@ def test_four_stages_become_two_by_hand() -> None:
     assert moving_seconds(moves.weights, pieces, costs, of_state=False) == 20 / 10 + 1
     assert moving_seconds(moves.state, pieces, costs, of_state=True) == 60 / 10 + 1
     assert moving_seconds((), pieces, costs, of_state=True) == 0.0
+
+
+def test_a_stage_gets_a_second_device_by_hand() -> None:
+    """pp 3 of a layer each, 12 elements; rank 2 comes to the middle stage, whose last layer moves to rank 3."""
+    pieces = [Piece(unit=1 + layer, num_elements=12, weight_bytes=2, state_bytes=12) for layer in range(3)]
+    moves = plan_moves(even_layout(3, pp=3), even_layout(3, pp=3, devices=[1, 2, 1]), pieces, ranks_per_node=4)
+    assert [(move.piece, move.source, move.target) for move in moves.weights] == [(1, 1, 2), (2, 2, 3)]
+    # The second device of the middle stage owns the second half of its state.
+    assert [(move.piece, move.source, move.target, move.start, move.stop) for move in moves.state] == [
+        (1, 1, 2, 6, 12), (2, 2, 3, 0, 12)
+    ]  # fmt: skip
+    # And back, from whoever has it.
+    moves = plan_moves(even_layout(3, pp=3, devices=[1, 2, 1]), even_layout(3, pp=3), pieces, ranks_per_node=4)
+    assert [(move.piece, move.source, move.target) for move in moves.weights] == [(2, 3, 2)]
+    assert [(move.piece, move.source, move.target, move.start, move.stop) for move in moves.state] == [
+        (1, 2, 1, 6, 12), (2, 3, 2, 0, 12)
+    ]  # fmt: skip
 
 
 def test_a_tied_embedding_stays_with_a_rank_that_becomes_the_last() -> None:

@@ -28,15 +28,16 @@ from evenload.types.timeline import KINDS
 ChannelSharing = Literal["directed", "single"]
 _INPUT, _WEIGHT = KINDS.index("I"), KINDS.index("W")
 _Message = tuple[int, int, int]  # (kind, receiving stage, pack)
+_Channel = tuple[int, int, int]  # (kind, receiving stage, the other end's rank)
 _Post = tuple[bool, _Message]  # (is a send, message)
 
 
 @dataclass
 class _Rank:
     actions: list[_Message]  # (kind, stage, pack); as a message: what the action receives
-    incoming: dict[tuple[int, int], deque[_Message]]  # per (kind, stage): receives not yet posted, in order
+    incoming: dict[_Channel, deque[_Message]]  # receives not yet posted, in order
     done: int = 0
-    open_receives: dict[tuple[int, int], int] = field(default_factory=dict)  # posted, not consumed
+    open_receives: dict[_Channel, int] = field(default_factory=dict)  # posted, not consumed
     posted: set[_Message] = field(default_factory=set)
 
 
@@ -44,13 +45,15 @@ class _Replay:
     def __init__(
         self, actions: ActionColumns, needed: list[int], ranks: list[int], prefetch: int, channels: ChannelSharing
     ):
-        self.needed, self.rank_of, self.prefetch, self.channels = needed, ranks, prefetch, channels
+        self.needed, self.first, self.prefetch, self.channels = needed, ranks, prefetch, channels
         self.num_stages = len(ranks)
-        self.forwards_done = [0] * self.num_stages
+        wide = actions.num_ranks > self.num_stages
+        ends = [*ranks[1:], actions.num_ranks] if wide else [rank + 1 for rank in ranks]
+        self.widths = [end - rank for rank, end in zip(ranks, ends, strict=True)]
         self.ran: set[_Message] = set()
         self.arrived: set[_Message] = set()
-        self.queues: dict[tuple[int, int, tuple[int, int]], deque[_Post]] = {}  # [rank, peer, channel]
-        self.ends: dict[tuple[int, tuple[int, int]], tuple[deque[_Post], deque[_Post]]] = {}
+        self.queues: dict[tuple[int, int, tuple[int, int]], deque[_Post]] = {}  # [rank, peer, (kind, stage)]
+        self.ends: dict[tuple[int, _Channel], tuple[deque[_Post], deque[_Post]]] = {}
         self.ranks = [self._rank(actions, rank) for rank in range(actions.num_ranks)]
         self.runnable = deque(range(actions.num_ranks))
 
@@ -58,18 +61,21 @@ class _Replay:
         lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
         columns = (actions.kind[lo:hi].tolist(), actions.stage[lo:hi].tolist(), actions.pack[lo:hi].tolist())
         own = list(zip(*columns, strict=True))
-        incoming: dict[tuple[int, int], deque[_Message]] = {}
+        incoming: dict[_Channel, deque[_Message]] = {}
         # On channels I is B: both bring the same gradient on.
         own = [(1 if kind == _INPUT else kind, stage, pack) for kind, stage, pack in own]
         for kind, stage, pack in own:
-            if kind != _WEIGHT and self._peer(kind, stage) not in (None, rank):
-                incoming.setdefault((kind, stage), deque()).append((kind, stage, pack))
+            if kind != _WEIGHT and (peer := self._peer(kind, stage, pack)) not in (None, rank):
+                incoming.setdefault((kind, stage, peer), deque()).append((kind, stage, pack))
         return _Rank(actions=own, incoming=incoming, open_receives=dict.fromkeys(incoming, 0))
 
-    def _peer(self, kind: int, stage: int) -> int | None:
+    def _rank_of(self, stage: int, pack: int) -> int:
+        return self.first[stage] + pack % self.widths[stage]
+
+    def _peer(self, kind: int, stage: int, pack: int) -> int | None:
         """The rank that sends this stage's input; None at the pipeline's ends."""
         source = stage - 1 if kind == 0 else stage + 1
-        return self.rank_of[source] if 0 <= source < self.num_stages else None
+        return self._rank_of(source, pack) if 0 <= source < self.num_stages else None
 
     def run(self) -> bool:
         while self.runnable:
@@ -87,41 +93,40 @@ class _Replay:
         for channel in state.incoming:
             while state.incoming[channel] and state.open_receives[channel] < self.prefetch:
                 self._post_receive(rank, channel)
-        peer = self._peer(kind, stage)
+        peer = self._peer(kind, stage, pack)
         if peer is not None and peer != rank:
             while message not in state.posted:  # terminates: the channel holds every message of this rank
-                self._post_receive(rank, (kind, stage))
+                self._post_receive(rank, (kind, stage, peer))
             if message not in self.arrived:
                 return False
         elif peer == rank and (kind, stage - 1 if kind == 0 else stage + 1, pack) not in self.ran:
             return False
-        if kind == 1 and self.forwards_done[stage] < self.needed[pack]:
+        width = self.widths[stage]
+        own = range(pack % width, self.needed[pack], width) if kind == 1 else ()  # forwards it needs of its own rank
+        if any((0, stage, forward) not in self.ran for forward in own):
             return False
-        if (kind, stage) in state.open_receives:
-            state.open_receives[kind, stage] -= 1
+        if peer is not None and (kind, stage, peer) in state.open_receives:
+            state.open_receives[kind, stage, peer] -= 1
         self.ran.add(message)
-        self.forwards_done[stage] += kind == 0
         target = stage + 1 if kind == 0 else stage - 1
-        if 0 <= target < self.num_stages and self.rank_of[target] != rank:
-            self._post(rank, self.rank_of[target], (True, (kind, target, pack)))
+        if 0 <= target < self.num_stages and (receiver := self._rank_of(target, pack)) != rank:
+            self._post(rank, receiver, (True, (kind, target, pack)))
         return True
 
-    def _post_receive(self, rank: int, channel: tuple[int, int]) -> None:
+    def _post_receive(self, rank: int, channel: _Channel) -> None:
         state = self.ranks[rank]
         message = state.incoming[channel].popleft()
         state.posted.add(message)
         state.open_receives[channel] += 1
-        peer = self._peer(*channel)
-        assert peer is not None  # a channel exists only where another rank sends
-        self._post(rank, peer, (False, message))
+        self._post(rank, channel[2], (False, message))
 
     def _ends(self, rank: int, peer: int, channel: tuple[int, int]) -> tuple[deque[_Post], deque[_Post]]:
         """What the rank and its peer have posted on a channel, oldest first; `single` shares one per pair."""
-        ends = self.ends.get((rank, channel))
+        ends = self.ends.get((rank, (*channel, peer)))
         if ends is None:
             name = (0, 0) if self.channels == "single" else channel
             mine, theirs = (self.queues.setdefault((*pair, name), deque()) for pair in ((rank, peer), (peer, rank)))
-            ends = self.ends[rank, channel] = (mine, theirs)
+            ends = self.ends[rank, (*channel, peer)] = (mine, theirs)
         return ends
 
     def _post(self, rank: int, peer: int, post: _Post) -> None:
@@ -132,7 +137,7 @@ class _Replay:
             message = mine.popleft()[1]
             theirs.popleft()
             self.arrived.add(message)
-            self.runnable.append(self.rank_of[message[1]])
+            self.runnable.append(self._rank_of(*message[1:]))
 
 
 def reaches_the_end(
@@ -148,7 +153,7 @@ def reaches_the_end(
     Args:
         actions: of a schedule whose counts are right.
         forwards_needed: D, one entry per backward pack.
-        stage_to_rank: pipeline rank of every virtual stage.
+        stage_to_rank: pipeline rank of every virtual stage, the first of several where ranks are more than stages.
         prefetch: receives of a channel posted ahead; 0 posts each just before its action.
         channels: see the module docstring.
     """

@@ -9,7 +9,9 @@ What `native/simulate.cpp` and `simulate.critical_path` must equal to the last b
     weight     I(j, s) -> W(j, s)                                          delay 0
 
 Where a backward is split, I stands for B in all edges but the last.
-One forward edge stands for all D[j]: forwards of a stage run in index order. O(V + E), about 3 us a node.
+One forward edge stands for all D[j]: forwards of a stage run in index order. Where a stage has several ranks, pack k
+runs on rank number k % width, in index order there, and the edge is from the last of those forwards that rank runs.
+O(V + E), about 3 us a node.
 """
 
 import itertools
@@ -93,7 +95,8 @@ def reference_simulation(tasks: PipelineTasks, actions: ActionColumns) -> Refere
 def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tuple[int, float]]]:
     """Per node its incoming edges as (source node or -1 if it does not exist, delay in seconds)."""
     node_of: dict[tuple[int, int, int], int] = {}
-    seen = np.zeros((2, tasks.num_stages), dtype=np.int64)
+    widths = tasks.widths.tolist()
+    seen = {(way, stage, turn): turn for way in (0, 1) for stage, width in enumerate(widths) for turn in range(width)}
     totals = (tasks.num_forward, tasks.num_backward)
     rows = list(zip(actions.kind.tolist(), actions.stage.tolist(), actions.pack.tolist(), strict=True))
     offsets = actions.rank_offset.tolist()
@@ -104,8 +107,12 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
             raise ConfigError(f"{where}: kind {kind} is none of F B I W (0..3)")
         if kind > 1 and tasks.split is None:
             raise ConfigError(f"{where}: I or W, but these tasks have no split backward")
-        if not 0 <= stage < tasks.num_stages or tasks.stage_to_rank[stage] != rank_of_node[node]:
+        if not 0 <= stage < tasks.num_stages:
             raise ConfigError(f"{where}: stage {stage} is not on this rank")
+        width = widths[stage]
+        if tasks.stage_to_rank[stage] + pack % width != rank_of_node[node] or (pack < 0 and width > 1):
+            named = f"pack {pack} of stage {stage}" if width > 1 else f"stage {stage}"
+            raise ConfigError(f"{where}: {named} is not on this rank")
         if kind == _WEIGHT:
             if not 0 <= pack < tasks.num_backward:
                 raise ConfigError(f"{where}: W of pack {pack} does not exist")
@@ -114,9 +121,10 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
             node_of[_WEIGHT, stage, pack] = node
             continue
         direction = min(kind, 1)
-        if pack != seen[direction, stage] or pack >= totals[direction]:
-            raise ConfigError(f"{where}: pack {pack} of stage {stage} where {seen[direction, stage]} is next")
-        seen[direction, stage] += 1
+        expected = seen[direction, stage, pack % width]
+        if pack != expected or pack >= totals[direction]:
+            raise ConfigError(f"{where}: pack {pack} of stage {stage} where {expected} is next")
+        seen[direction, stage, pack % width] += width
         node_of[kind, stage, pack] = node
     hops = (tasks.p2p_forward_s.tolist(), tasks.p2p_backward_s.tolist())
     needed = tasks.forwards_needed.tolist()
@@ -136,7 +144,9 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
                 source = node_of.get((_INPUT, source_stage, pack), -1)
             edges.append((source, hops[direction][pack]))
         if direction == 1 and needed[pack] > 0:
-            edges.append((node_of.get((0, stage, needed[pack] - 1), -1), 0.0))
+            last = needed[pack] - 1 - (needed[pack] - 1 - pack) % widths[stage]
+            if last >= 0:
+                edges.append((node_of.get((0, stage, last), -1), 0.0))
         result.append(edges)
     return result
 

@@ -54,7 +54,8 @@ def test_groups_of_context_and_tensor_ranks_stay(tmp_path) -> None:
         ("pp=3,layers=3+3+3", "gives 9 layers to 3 stages"),
         ("pp=3,layers=3+3+", "'layers=3[+]3[+]' is not one of dp cp pp tp virtual"),
         ("pp=9", "8 layers cannot fill 9 stages"),
-        ("pp=3,devices=1+1+2", "stages with different numbers of devices are planned"),
+        ("pp=3,devices=1+1+3", r"needs 5 processes, \[parallel\] \(pp=4\) starts 4"),
+        ("pp=2,dp=2,devices=1+2", "stages with different numbers of devices are of one pipeline"),
         ("stages=3", "'stages=3' is not one of"),
         ("pp=2,pp=4", "pp is given twice"),
         ("", "'' is not one of"),
@@ -115,3 +116,32 @@ def test_a_switch_to_fewer_processes_crosses_links_that_the_smaller_layout_does_
         for new in layouts:
             moved_s = switch_seconds(model, flex.candidates.coefficients(new), old, new)
             assert (moved_s > 0) == (old != new)
+
+
+def test_stages_with_different_numbers_of_devices_may_be_declared_and_started_in(tmp_path) -> None:
+    wide = even_layout(NUM_LAYERS, pp=3, devices=[1, 2, 1])
+    config = config_of(tmp_path, "parallel.pp=4", 'plan.layouts=["pp=3,devices=1+2+1", "pp=2,devices=1+2"]')
+    assert layouts_of(config, NUM_LAYERS)[1:] == (wide, even_layout(NUM_LAYERS, pp=2, devices=[1, 2]))
+    config = config_of(tmp_path / "start", "parallel.pp=3", "parallel.stage_devices=[1,2,1]", 'plan.layouts=["pp=4"]')
+    assert layouts_of(config, NUM_LAYERS) == (wide, even_layout(NUM_LAYERS, pp=4))
+    config = config_of(
+        tmp_path / "layers", "parallel.pp=3", "parallel.stage_devices=[1,2,1]", "parallel.stage_layers=[3,4,1]"
+    )
+    assert layouts_of(config, NUM_LAYERS) == (split_layout([3, 4, 1], pp=3, devices=[1, 2, 1]),)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('parallel.channels="fifo"', "fifo.* gives every pair of ranks one queue; that is not tested"),
+        ('train.on_lost_rank="shrink"', "shrink.* chooses layouts of equal stages"),
+        ("plan.feedback=true", r"plan\.feedback divides work"),
+        ("parallel.tp=2", "different numbers of devices are of one pipeline, without context and tensor"),
+        ("parallel.dp=2", "dp=2 .* are of one pipeline"),
+        ("parallel.virtual=2", "must be 3 numbers|of one pipeline"),
+    ],
+)
+def test_what_no_test_runs_with_them_is_refused(tmp_path, setting, message) -> None:
+    config = config_of(tmp_path, "parallel.pp=3", "parallel.stage_devices=[1,2,1]", setting)
+    with pytest.raises(ConfigError, match=message):
+        layouts_of(config, NUM_LAYERS)

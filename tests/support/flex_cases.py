@@ -40,4 +40,6 @@ def make(dp: int, pp: int, cap: int | None, bytes_per_s: float = 1e6, *, num_lay
         cap,
         PlanOptions(max_pack_tokens=1000, policy="choose", candidates=3),
     )
-    return FlexPlanner(planner, lambda _: coefficients, FlexOptions(**{"known_steps": 1} | options))
+    return FlexPlanner(
+        planner, lambda _: coefficients, FlexOptions(**{"known_steps": 1, "part_pipelines": False} | options)
+    )

@@ -81,7 +81,12 @@ def coefficients_of(
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         measured_on=MeasuredOn(
-            model=model, dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp, packs=tuple(_yardstick_packs(ranks))
+            model=model,
+            dp=layout.dp,
+            cp=layout.cp,
+            pp=layout.pipeline_ranks,
+            tp=layout.tp,
+            packs=tuple(_yardstick_packs(ranks)),
         ),
     )
 

@@ -29,6 +29,10 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
     if "dp" in written.sizes:
         return written.layout(num_layers)
     rest = written.ranks_per_replica
+    if written.devices is not None:
+        if rest != num_devices:
+            raise ConfigError(f"layout '{text}' takes {rest} devices, there are {num_devices}; it has no replicas")
+        return written.layout(num_layers)
     if num_devices % rest:
         raise ConfigError(f"layout '{text}' takes {rest} devices a replica, which does not divide {num_devices}")
     return written.layout(num_layers, dp=num_devices // rest)

@@ -79,7 +79,7 @@ def analytic_coefficients(
     # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some transfer leaves the node as soon as the
     # whole pipeline does; data-parallel ranks are neighbours.
     p2p = cluster.device_link(layout.world_size)
-    reduce = cluster.group_link(layout.dp * layout.cp, layout.tp)
+    reduce = cluster.group_link(max(layout.data_sizes), layout.tp)
     return CostCoefficients(
         source="analytic",
         device=device.name,

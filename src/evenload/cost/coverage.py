@@ -139,7 +139,7 @@ def completed_from_cluster(
             of_cluster = (
                 cluster.device_link(span)
                 if lack == "pipeline link"
-                else cluster.group_link(layout.dp * layout.cp, layout.tp)
+                else cluster.group_link(max(layout.data_sizes), layout.tp)
             )
             link = take(lack, span, of_cluster)
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
@@ -214,8 +214,8 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Lack, str, int]]:
     """Between stages and between replicas, where the layout has several: with the devices that the link spans."""
     if layout.num_stages > 1:
         yield "pipeline link", "p2p", layout.world_size
-    if layout.dp * layout.cp > 1:
-        yield "reduction link", "reduce", layout.dp * layout.cp * layout.tp
+    if (copies := max(layout.data_sizes)) > 1:
+        yield "reduction link", "reduce", copies * layout.tp
 
 
 def _sizes(measured: MeasuredOn) -> str:

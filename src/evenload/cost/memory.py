@@ -67,7 +67,7 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
 
     A tied head on another rank than the embedding is a second copy, as in the runtime.
     """
-    parameters = np.zeros(layout.pp, np.int64)
+    parameters = np.zeros(layout.pipeline_ranks, np.int64)
     layer, embedding = layer_parameters(model, layout.tp), embedding_parameters(model, layout.tp)
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         parameters[rank] += (last - first) * layer
@@ -76,17 +76,17 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
     parameters[last_rank] += model.norm_parameters
     if not (model.tied_embeddings and first_rank == last_rank):
         parameters[last_rank] += embedding
-    return parameters
+    return parameters[list(layout.leading_ranks)]
 
 
 def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Of those the ones that have gradients and optimizer state; int64[R]."""
     if not model.adapter_parameters_per_layer:
         return parameters_per_rank(model, layout)
-    trained = np.zeros(layout.pp, np.int64)
+    trained = np.zeros(layout.pipeline_ranks, np.int64)
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         trained[rank] += (last - first) * model.adapter_parameters_per_layer
-    return trained
+    return trained[list(layout.leading_ranks)]
 
 
 def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
@@ -119,7 +119,7 @@ def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
 def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """These three apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
-    state = optimizer_bytes_per_parameter(model) * -(-trained // (layout.dp * layout.cp))
+    state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
     return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
 
 

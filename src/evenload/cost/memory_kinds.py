@@ -70,7 +70,7 @@ def bytes_by_kind(
             held = bytes_at_rates(of_kind, counts)
             for field, column in columns.items():
                 column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
-    static = np.zeros((layout.pp, len(MEMORY_KINDS)), np.int64)
+    static = np.zeros((layout.pipeline_ranks, len(MEMORY_KINDS)), np.int64)
     at = [MEMORY_KINDS.index(kind) for kind in ("weights", "gradients", "optimizer_state")]
     static[:, at] = static_kinds(model, layout)
     held = {name: _fullest(rows) for name, rows in columns.items()}

@@ -38,7 +38,7 @@ def native_table(
         slowness: factor on the seconds of weight gradients; the stages' seconds have theirs already.
     """
     table = _native.CostTable()
-    table.num_stages, table.num_ranks = layout.num_stages, layout.pp
+    table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
     table.layout_cp, table.layout_tp = layout.cp, layout.tp
     table.tile, table.causal = coefficients.attention_tile, model.causal
     table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0

@@ -233,15 +233,27 @@ class PackCosts:
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank; in full,
         because the runtime starts it after the last backward."""
-        parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
-        element, copies = self.model.bytes_per_element, self.layout.dp * self.layout.cp
-        moved_bytes = (max(element, 4) * parameters, element * parameters)
-        return sum(self.coefficients.ring_seconds(num_bytes, copies) for num_bytes in moved_bytes)
+        element = self.model.bytes_per_element
+        return max(
+            sum(
+                self.coefficients.ring_seconds(num_bytes, copies)
+                for num_bytes in (max(element, 4) * parameters, element * parameters)
+            )
+            for copies, parameters in self._fullest_by_copies().items()
+        )
 
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""
-        parameters = float(trained_parameters_per_rank(self.model, self.layout).max())
-        return self.coefficients.optimizer_s_per_parameter * parameters / (self.layout.dp * self.layout.cp)
+        seconds = self.coefficients.optimizer_s_per_parameter
+        return max(seconds * parameters / copies for copies, parameters in self._fullest_by_copies().items())
+
+    def _fullest_by_copies(self) -> dict[int, float]:
+        """Trained parameters of the fullest rank among those whose weights so many ranks hold."""
+        found: dict[int, float] = {}
+        trained = trained_parameters_per_rank(self.model, self.layout).tolist()
+        for copies, parameters in zip(self.layout.data_sizes, trained, strict=True):
+            found[copies] = max(found.get(copies, 0.0), float(parameters))
+        return found
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no

@@ -39,10 +39,11 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
-    copies, element = layout.dp * layout.cp, max(model.bytes_per_element, 4)
+    # The fewest have the largest shards; only ranks that share weights reduce anything.
+    copies, element = min(layout.data_sizes), max(model.bytes_per_element, 4)
     unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
     after = [8 * -(-unit // copies)]
-    if copies > 1:
+    if max(layout.data_sizes) > 1:
         after += [element * (int(trained_parameters_per_rank(model, layout).max()) // copies), element * unit]
     mapped = sum(one for one in after if one > MAPPED_BYTES)
     kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)

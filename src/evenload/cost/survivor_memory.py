@@ -12,12 +12,12 @@ _STEPS = 2
 
 
 def survivor_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Of one rank by pipeline rank, int64[pp]: two copies of its shard of optimizer state and of the weights, which
+    """Of one rank by pipeline rank, int64[R]: two copies of its shard of optimizer state and of the weights, which
     are the masters where there are some."""
     per_parameter = optimizer_bytes_per_parameter(model)
     if model.bytes_per_element >= 4:
         per_parameter += model.bytes_per_element
-    shard = -(-trained_parameters_per_rank(model, layout) // (layout.dp * layout.cp))
+    shard = -(-trained_parameters_per_rank(model, layout) // np.array(layout.data_sizes))
     return _STEPS * per_parameter * shard
 
 

@@ -1,8 +1,8 @@
 """Bytes and seconds of changing the layout between two steps (FlexPipe §4; its T(S'Pi_G' -> S Pi_G) of §5).
 
 Between steps a device holds the weights of its stage and its shard of the optimizer state: of every unit (embedding,
-one layer, head) an equal share over dp·cp ranks. Devices keep their numbers, so what a device must receive follows
-from both layouts:
+one layer, head) an equal share over the ranks that hold it. Devices keep their numbers, so what a device must receive
+follows from both layouts:
 
     weights     units of its new stage that were not of its old one, from any device that holds them, one of its own
                 node if there is one
@@ -114,20 +114,21 @@ class ReceiveSeconds:
     ) -> None:
         parts = _missing_bytes(_weights_of(model, new), model, coefficients.devices_per_node, old, new)
         seconds = [links.seconds(part) for links, part in zip(_links(coefficients), parts, strict=True)]
-        # Up to every unit; by link, stage, device of the stage, unit.
-        sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
-        self._sums = sums.reshape(2, new.pp, -1, sums.shape[2])
+        # Up to every unit; by link, device, unit.
+        self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
+        self._devices = [_devices_of(new, stage) for stage in range(new.num_stages)]
         self._num_layers = model.num_layers
         self._is_tied = model.tied_embeddings
         self._known: dict[tuple[int, int, int], float] = {}
 
     def of_stage(self, rank: int, first: int, last: int) -> float:
-        """Seconds until pipeline rank `rank` holds the layers `[first, last)` on all its devices."""
+        """Seconds until stage `rank`, of a layout with one stage a rank, holds the layers `[first, last)` on all its
+        devices."""
         key = rank, first, last
         if key not in self._known:
             low = 0 if first == 0 else first + 1
             high = self._num_layers + 2 if last == self._num_layers else last + 1
-            stage = self._sums[:, rank]
+            stage = self._sums[:, self._devices[rank]]
             received = stage[:, :, high] - stage[:, :, low]
             if self._is_tied and low > 0 and last == self._num_layers:
                 received = received + stage[:, :, 1]
@@ -188,11 +189,29 @@ def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
     return rank
 
 
-def _places(layout: ParallelLayout, devices: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pipeline rank (-1: no rank runs there) and place among the dp·cp ranks of every device; int64[D] each."""
-    device = np.arange(devices)
-    rank = np.where(device < layout.world_size, device // (layout.dp * layout.cp * layout.tp), -1)
-    return rank, device // layout.tp % (layout.dp * layout.cp)
+def _devices_of(layout: ParallelLayout, stage: int) -> slice:
+    """Neighbours in the order of ranks."""
+    span, ranks = layout.dp * layout.cp * layout.tp, layout.ranks_of_stage(stage)
+    return slice(ranks.start * span, ranks.stop * span)
+
+
+class _Places(NamedTuple):
+    """Where every device stands: the first pipeline rank with its layers (-1: no rank runs there), its place among the
+    devices that hold the same, and how many these are; int64[D] each."""
+
+    rank: NDArray[np.int64]
+    place: NDArray[np.int64]
+    copies: NDArray[np.int64]
+
+
+def _places(layout: ParallelLayout, devices: int) -> _Places:
+    device, span = np.arange(devices), layout.dp * layout.cp * layout.tp
+    is_used = device < layout.world_size
+    own = np.where(is_used, device // span, 0)
+    first = np.array(layout.leading_ranks)[own]
+    place = (device // layout.tp) - first * (span // layout.tp)
+    copies = np.array(layout.data_sizes)[own]
+    return _Places(np.where(is_used, first, -1), place, copies)
 
 
 def _homes(layout: ParallelLayout, model: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -206,7 +225,7 @@ def _homes(layout: ParallelLayout, model: ModelSpec) -> tuple[NDArray[np.int64],
 
 def _holds(layout: ParallelLayout, model: ModelSpec, devices: int | None = None) -> NDArray[np.bool_]:
     """Units of every device's stage; bool[D, U]."""
-    rank, _ = _places(layout, layout.world_size if devices is None else devices)
+    rank = _places(layout, layout.world_size if devices is None else devices).rank
     first, other = _homes(layout, model)
     return (rank[:, None] == first[None, :]) | (rank[:, None] == other[None, :])
 
@@ -258,13 +277,14 @@ def _shares_elsewhere(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of the share of a unit's optimizer state that a device has in `mine`, were the unit on its stage: what other
     devices of its node have in `theirs`, and what devices of other nodes have; float64[D, U] each."""
-    devices, span = mine.world_size, theirs.dp * theirs.cp * theirs.tp
-    _, place = _places(mine, devices)
-    low = (place / (mine.dp * mine.cp))[:, None]
-    high = ((place + 1) / (mine.dp * mine.cp))[:, None]
+    devices, of_rank = mine.world_size, theirs.dp * theirs.cp * theirs.tp
+    places = _places(mine, devices)
+    low, high = (places.place / places.copies)[:, None], ((places.place + 1) / places.copies)[:, None]
+    # Devices that hold a unit which is on a pipeline rank; int64[ranks].
+    spans = np.array(theirs.data_sizes) * theirs.tp
 
-    def shares(first: NDArray, last: NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """From where to where the owners' devices `[first, last)` have, counted from the first of their stage."""
+    def shares(first: NDArray, last: NDArray, span: NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """From where to where the owners' devices `[first, last)` of `span` have, counted from the first of them."""
         begin = np.clip(first // theirs.tp, 0, span // theirs.tp) * theirs.tp / span
         end = np.clip(-(-last // theirs.tp), 0, span // theirs.tp) * theirs.tp / span
         return begin, end
@@ -276,12 +296,12 @@ def _shares_elsewhere(
     node = device // devices_per_node * devices_per_node
     near, own, of_node = 0.0, 0.0, []
     for home in _homes(theirs, model):
-        start = (home * span)[None, :]
-        of_node.append(shares(node - start, node + devices_per_node - start))
+        start, span = (home * of_rank)[None, :], spans[home][None, :]
+        of_node.append(shares(node - start, node + devices_per_node - start, span))
         near = near + overlap(*of_node[-1])
         # A device's tensor-parallel neighbours hold other columns; the clip leaves out devices of other stages.
         is_there = (device >= start) & (device < start + span)
-        own = np.maximum(own, np.where(is_there, overlap(*shares(device - start, device - start + 1)), 0.0))
+        own = np.maximum(own, np.where(is_there, overlap(*shares(device - start, device - start + 1, span)), 0.0))
     # What both homes have in the node counts once; of all units but a tied embedding both are the same.
     (begin, end), (other_begin, other_end) = of_node
     near = near - overlap(np.maximum(begin, other_begin), np.minimum(end, other_end))

@@ -61,7 +61,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     reduced_from_s = max(float(part.end_s.max(initial=0.0)) for part in parts)
     updated_from_s = reduced_from_s + costs.reduction_seconds()
     end_s = updated_from_s + costs.optimizer_seconds()
-    ranks = np.arange(costs.layout.pp)
+    ranks = np.arange(costs.layout.pipeline_ranks)
     for dp_rank in range(len(parts)):
         if updated_from_s > reduced_from_s:
             sides.append(_side_tasks("reduction", dp_rank, ranks, -1, -1, reduced_from_s, updated_from_s))

@@ -73,7 +73,7 @@ class LayoutResult(Frozen):
 
     def parallel_layout(self) -> ParallelLayout:
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
-        return split_layout(self.stage_layers, **sizes)
+        return split_layout(self.stage_layers, devices=None, **sizes)
 
 
 def search_layouts(
@@ -161,7 +161,7 @@ def _with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> ParallelLa
     """The same sizes with `VIRTUAL_STAGES` a rank; None where there is no pipeline or too few layers."""
     if layout.pp == 1 or layout.pp * VIRTUAL_STAGES > model.num_layers:
         return None
-    return even_layout(model.num_layers, **(layout_sizes(layout) | {"virtual": VIRTUAL_STAGES}))
+    return even_layout(model.num_layers, devices=None, **(layout_sizes(layout) | {"virtual": VIRTUAL_STAGES}))
 
 
 def planned_layout(

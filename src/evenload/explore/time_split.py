@@ -44,7 +44,7 @@ def split_proposal(proposal: Proposal) -> TimeSplit:
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
     """Seconds of a step by cause."""
     found = [choice.candidate for choice in choices]
-    groups = len(found) * costs.layout.pp
+    groups = len(found) * costs.layout.pipeline_ranks
     parts = _split_packs(costs, found, [len(choice.documents) for choice in choices])
     work_s = {
         name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__

@@ -252,7 +252,7 @@ class StepPlanner:
             )
         cap = None
         if self.memory_cap_bytes is not None:
-            cap = np.full(self.layout.pp, self.memory_cap_bytes, dtype=np.int64)
+            cap = np.full(self.layout.pipeline_ranks, self.memory_cap_bytes, dtype=np.int64)
         speed_costs = None if speeds is None else SpeedCosts(self.costs, speeds)
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, speeds=speed_costs)
 
@@ -331,7 +331,7 @@ class StepPlanner:
             plan=plan,
             choices=choices,
             why=self._memory_reason(plan, choices, beyond_host),
-            bubble_fraction=1.0 - busy_s / (self.layout.dp * self.layout.pp * plan.predicted.step_time_s),
+            bubble_fraction=1.0 - busy_s / (self.layout.dp * self.layout.pipeline_ranks * plan.predicted.step_time_s),
             imbalance_forward=max((_uneven(one.forward, one.tasks.forward_s) for one in used), default=1.0),
             imbalance_backward=max((_uneven(one.backward, one.tasks.backward_s) for one in used), default=1.0),
             imbalance_dp=float(makespan_s.max() / makespan_s.mean()) if makespan_s.any() else 1.0,

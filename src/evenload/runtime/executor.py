@@ -197,12 +197,14 @@ class Executor:
 
     def _open_channels(self, step: RankStep, actions: Sequence[Action]) -> Channels:
         packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
-        rows: dict[Channel, dict[int, int]] = {(kind, stage): {} for stage in self._stages for kind in "FB"}
+        rows: dict[Channel, dict[int, int]] = {channel: {} for channel in self._mesh.lines}
         for action in actions:
-            if action.kind != "W":
-                kind, of_kind = ("F", packs.forward) if action.kind == "F" else ("B", packs.backward)
-                ranges = mine.ranges(of_kind[action.pack])
-                rows[kind, action.stage][action.pack] = self._stages[action.stage].num_rows(ranges)
+            if action.kind == "W":
+                continue
+            kind, of_kind = ("F", packs.forward) if action.kind == "F" else ("B", packs.backward)
+            channel = self._mesh.channel(kind, action.stage, action.pack)
+            if channel in rows:
+                rows[channel][action.pack] = self._stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
         like = next(iter(self._stages.values()))
         carried = Carried(
             hidden_size=like.hidden_size,

@@ -25,5 +25,8 @@ def prepare_step(
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
         )
-    packs = RankPacks(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens)
+    own = None
+    if plan.layout.has_wide_stages:
+        own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
+    packs = RankPacks(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
     return RankStep(plan, packs, transfer_order(plan, mesh.dp_rank, mesh.pp_rank, mesh.channels))

@@ -6,7 +6,7 @@ Price: about 10 ns a token and direction for ids, targets and positions, which m
 step (`collate`); one pass over the replica's slices a step where some pack is shared.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,12 +94,13 @@ class RankPacks:
                     stored[doc_id] = rows.num_tokens if holds_all else rows.rows_before(rank, rows.num_tokens)
         return stored
 
-    def collate(self, tokens: Mapping[int, NDArray[np.int32]]) -> "RankPacks":
-        """Make all packs ready from the tokens of every document of the replica: ids, targets and positions, and where
-        the rows of shared ones travel. Returns itself."""
+    def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPacks":
+        """Make all packs, or those of some indices, ready from the tokens of every document of the replica: ids,
+        targets and positions, and where the rows of shared ones travel. Returns itself."""
         documents = table_of(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
-            self._ready[pack.direction, pack.index] = self._collated(pack, documents)
+            if only is None or pack.index in only:
+                self._ready[pack.direction, pack.index] = self._collated(pack, documents)
         return self
 
     def load(self, pack: MicroPack) -> PackTokens:

@@ -298,7 +298,7 @@ class Trainer:
         self._process.begin_step(self._static_bytes())
         if plan.layout != self.layout:
             self._change_layout(plan.layout, coefficients)
-        mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pp_rank}"
+        mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pipeline_stage}"
         for buffer in self._buffers:
             buffer.grads.zero_()
         look_ahead = self._looking_ahead(coming_layout, plan.predicted.peak_memory_bytes)

@@ -13,12 +13,15 @@ On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds a
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.schedule.dealt import dealt_one_f_one_b
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_order import static_order
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    if tasks.num_ranks > tasks.num_stages:
+        return dealt_one_f_one_b(tasks)
     least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
     return static_order(tasks, least_counts, one_a_stage(tasks))
 
@@ -32,4 +35,5 @@ ONE_F_ONE_B = ScheduleRule(
     name="1f1b",
     description="one forward, one backward, after as many forwards as there are later stages",
     order=lambda tasks, cap_bytes: one_f_one_b(tasks),
+    deals_packs=True,
 )

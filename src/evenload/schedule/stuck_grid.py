@@ -17,16 +17,16 @@ _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6
 def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
     """One line for the whole and one a rank; `done` is how many of its actions each rank ran, int64[R]."""
     next_actions = actions.rank_offset[:-1] + done
-    forwards_done = np.zeros(tasks.num_stages, np.int64)
-    for lo, hi in zip(actions.rank_offset[:-1], next_actions, strict=True):
-        np.add.at(forwards_done, actions.stage[lo:hi][actions.kind[lo:hi] == 0], 1)
+    forwards_done = np.zeros((tasks.num_ranks, tasks.num_stages), np.int64)
+    for rank, (lo, hi) in enumerate(zip(actions.rank_offset[:-1], next_actions, strict=True)):
+        np.add.at(forwards_done[rank], actions.stage[lo:hi][actions.kind[lo:hi] == 0], 1)
     lines = [f"deadlock: {int(done.sum())} of {len(actions.kind)} actions ran"]
     for rank, at in enumerate(next_actions.tolist()):
         lo, hi = int(actions.rank_offset[rank]), int(actions.rank_offset[rank + 1])
         first, last = max(lo, at - _SHOWN_BEFORE), min(hi, at + 1 + _SHOWN_AFTER)
         names = [f"{actions.stage[i]}{KINDS[actions.kind[i]]}{actions.pack[i]}" for i in range(first, last)]
         if at < hi:
-            names[at - first] += f" <-- waits for {_awaited(tasks, actions, at, forwards_done)} "
+            names[at - first] += f" <-- waits for {_awaited(tasks, actions, at, forwards_done[rank])} "
         head = f"({first - lo} before) " if first > lo else ""
         tail = f" ({hi - last} more)" if last < hi else ""
         lines.append(f"rank {rank}: {head}{' '.join(names)}{tail}" + ("" if at < hi else " done"))
@@ -34,12 +34,18 @@ def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.in
 
 
 def _awaited(tasks: PipelineTasks, actions: ActionColumns, at: int, forwards_done: NDArray[np.int64]) -> str:
-    """What the action at this place waits for, as an action name; I stands for B of the stage after."""
+    """What the action at this place waits for, as an action name; I stands for B of the stage after.
+
+    Args:
+        forwards_done: int64[P], on the action's rank.
+    """
     kind, stage, pack = KINDS[actions.kind[at]], int(actions.stage[at]), int(actions.pack[at])
     if kind == "F":
         return f"{stage - 1}F{pack}"
     if kind == "W":
         return f"{stage}I{pack}"
-    if forwards_done[stage] < tasks.forwards_needed[pack]:
-        return f"{stage}F{tasks.forwards_needed[pack] - 1}"
+    width, needed = int(tasks.widths[stage]), int(tasks.forwards_needed[pack])
+    own = range(pack % width, needed, width)  # of the forwards it needs those that its rank runs
+    if forwards_done[stage] < len(own):
+        return f"{stage}F{own[-1]}"
     return f"{min(stage + 1, tasks.num_stages - 1)}B{pack}"

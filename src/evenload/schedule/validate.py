@@ -11,7 +11,6 @@ O(actions), some 20 ns each; only a schedule that is refused is gone through in 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
@@ -30,6 +29,7 @@ def check_schedule(
     num_forward: int,
     forwards_needed: Sequence[int],
     stage_to_rank: Sequence[int],
+    num_ranks: int | None = None,
 ) -> None:
     """Every F once and every B, or I and later W, once on every stage, on its own rank, in pack order, executable.
 
@@ -39,7 +39,9 @@ def check_schedule(
         num_forward: forward packs, m_f.
         forwards_needed: D, one entry per backward pack (`PackPlan.forwards_needed()` or
             `PipelineTasks.forwards_needed`).
-        stage_to_rank: pipeline rank of every virtual stage.
+        stage_to_rank: pipeline rank of every virtual stage, the first of several.
+        num_ranks: pipeline ranks; more than stages where these have several; None = one for every number in
+            `stage_to_rank`.
 
     Raises:
         InvalidPlanError: an action missing, twice, out of order or on another rank; W without I before it.
@@ -48,26 +50,26 @@ def check_schedule(
     actions = action_columns(schedule) if isinstance(schedule, Schedule) else schedule
     needed = [int(count) for count in forwards_needed]
     ranks = [int(rank) for rank in stage_to_rank]
-    num_ranks = max(ranks, default=-1) + 1
+    num_ranks = max(ranks, default=-1) + 1 if num_ranks is None else num_ranks
     if actions.num_ranks != num_ranks:
         raise InvalidPlanError(f"the schedule has {actions.num_ranks} ranks, stages are on {num_ranks}")
     if any(not 0 <= count <= num_forward for count in needed):
         raise InvalidPlanError(f"forwards_needed {needed} must lie in 0..{num_forward}, the number of forward packs")
-    tasks = _instant_tasks(num_forward, needed, ranks)
+    tasks = _instant_tasks(num_forward, needed, ranks, num_ranks)
     columns = (actions.kind, actions.stage, actions.pack, actions.rank_offset)
     try:
         *_, done = _native.simulate(task_arrays(tasks), *columns, split_arrays(tasks))
     except ValueError as refusal:
-        raise InvalidPlanError(_first_fault(actions, num_forward, needed, ranks) or str(refusal)) from None
+        raise InvalidPlanError(_first_fault(actions, tasks) or str(refusal)) from None
     if int(done.sum()) == len(actions.kind) and _has_all(actions, num_forward, len(needed), len(ranks)):
         return
-    fault = _first_fault(actions, num_forward, needed, ranks)
+    fault = _first_fault(actions, tasks)
     if fault is not None:
         raise InvalidPlanError(fault)
     raise ScheduleDeadlockError(stuck_grid(tasks, actions, done))
 
 
-def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int]) -> PipelineTasks:
+def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int], num_ranks: int) -> PipelineTasks:
     """Packs that take no time and hold nothing."""
     num_backward, num_stages = len(needed), len(ranks)
     seconds = np.zeros((num_backward, num_stages))
@@ -79,6 +81,7 @@ def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int]) -> Pip
         forwards_needed=needed,
         stage_to_rank=ranks,
         parts_s=(seconds, seconds),
+        num_ranks=num_ranks,
     )
 
 
@@ -90,19 +93,29 @@ def _has_all(actions: ActionColumns, num_forward: int, num_backward: int, num_st
     )
 
 
-def _first_fault(actions: ActionColumns, num_forward: int, needed: list[int], ranks: list[int]) -> str | None:
+def _first_fault(actions: ActionColumns, tasks: PipelineTasks) -> str | None:
     """The first action that is missing, twice, out of order or on another rank; None where only waiting is wrong."""
-    done: NDArray[np.int64] = np.zeros((2, len(ranks)), np.int64)  # [F or B][stage]: packs seen
-    totals = (num_forward, len(needed))
+    widths, first_ranks = tasks.widths.tolist(), tasks.stage_to_rank.tolist()
+    # By F or B, stage and turn of its rank: that rank's next pack.
+    following = {
+        (way, stage, turn): turn for way in (0, 1) for stage, width in enumerate(widths) for turn in range(width)
+    }
+    totals = (tasks.num_forward, tasks.num_backward)
     weights_due: set[tuple[int, int]] = set()
     for rank in range(actions.num_ranks):
         own = actions.of_rank(rank)
         columns = (actions.kind[own].tolist(), actions.stage[own].tolist(), actions.pack[own].tolist())
         for at, (kind, stage, pack) in enumerate(zip(*columns, strict=True)):
             where = f"rank {rank} action {at} is {stage}{KINDS[kind]}{pack}"
-            if not 0 <= stage < len(ranks) or ranks[stage] != rank:
-                own = [stage for stage, owner in enumerate(ranks) if owner == rank]
-                return f"{where}, but this rank runs stages {own}"
+            if not 0 <= stage < len(widths) or not 0 <= rank - first_ranks[stage] < widths[stage]:
+                spans = enumerate(zip(first_ranks, widths, strict=True))
+                here = [stage for stage, (first, width) in spans if first <= rank < first + width]
+                return f"{where}, but this rank runs stages {here}"
+            width = widths[stage]
+            turn = rank - first_ranks[stage]
+            if pack % width != turn:
+                rank_of_pack = f"{first_ranks[stage]} + k % {width}"
+                return f"{where}, but packs go round: pack k of stage {stage} runs on rank {rank_of_pack}"
             if kind == _WEIGHT:
                 if (stage, pack) not in weights_due:
                     return f"{where}, but {stage}I{pack} does not stand before it or has had its W"
@@ -111,21 +124,34 @@ def _first_fault(actions: ActionColumns, num_forward: int, needed: list[int], ra
             if kind == _INPUT:
                 weights_due.add((stage, pack))
             direction = min(kind, 1)
-            expected = int(done[direction, stage])
+            expected = following[direction, stage, turn]
             if pack != expected or pack >= totals[direction]:
-                following = f"{stage}{KINDS[kind]}{expected}" if expected < totals[direction] else "no further one"
-                return f"{where} where {following} is next; packs run once each, in index order"
-            if direction == 1 and done[0, stage] < needed[pack]:
+                named = f"{stage}{KINDS[kind]}{expected}" if expected < totals[direction] else "no further one"
+                return f"{where} where {named} is next; packs run once each, in index order"
+            if direction == 1 and following[0, stage, turn] < tasks.forwards_needed[pack]:
                 return (
-                    f"{where}, but its documents need forwards 0..{needed[pack] - 1} and only {done[0, stage]} "
-                    f"ran before it on stage {stage}"
+                    f"{where}, but its documents need forwards 0..{tasks.forwards_needed[pack] - 1} and only "
+                    f"{following[0, stage, turn]} ran before it on stage {stage}"
                 )
-            done[direction, stage] += 1
-    for direction, stage in np.argwhere(done < np.array(totals)[:, None]).tolist():
-        return (
-            f"stage {stage} runs {done[direction, stage]} of {totals[direction]} {('forward', 'backward')[direction]} "
-            f"packs; {stage}{KINDS[direction]}{done[direction, stage]} is missing on rank {ranks[stage]}"
-        )
+            following[direction, stage, turn] += width
+    return _missing(following, totals, tasks) or _missing_weight(weights_due, tasks)
+
+
+def _missing(following: dict[tuple[int, int, int], int], totals: tuple[int, int], tasks: PipelineTasks) -> str | None:
+    """Which stage lacks packs at its end."""
+    for (direction, stage, turn), pack in following.items():
+        if pack < totals[direction]:
+            width = int(tasks.widths[stage])
+            ran, wanted = (len(range(turn, stop, width)) for stop in (pack, totals[direction]))
+            return (
+                f"stage {stage} runs {ran} of {wanted} {('forward', 'backward')[direction]} packs; "
+                f"{stage}{KINDS[direction]}{pack} is missing on rank {tasks.stage_to_rank[stage] + turn}"
+            )
+    return None
+
+
+def _missing_weight(weights_due: set[tuple[int, int]], tasks: PipelineTasks) -> str | None:
     for stage, pack in sorted(weights_due):
-        return f"stage {stage}: {stage}W{pack} is missing after {stage}I{pack} on rank {ranks[stage]}"
+        rank = int(tasks.stage_to_rank[stage]) + pack % int(tasks.widths[stage])
+        return f"stage {stage}: {stage}W{pack} is missing after {stage}I{pack} on rank {rank}"
     return None

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.stepplan.validate_groups import block_of
+from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
@@ -47,7 +48,8 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
         return ((),) * (own.stop - own.start)
     start_s = simulate(timed_tasks(plan, dp_rank), actions).start_s
     # Packs of a stage run in index order, so their starts do not fall.
-    return freed_before({channel: start_s[runs_of(actions, *channel)] for channel in channels}, start_s[own])
+    over = {channel: start_s[received_runs(plan.layout, actions, channel, pp_rank)] for channel in channels}
+    return freed_before(over, start_s[own])
 
 
 def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
@@ -65,6 +67,17 @@ def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.num
                 waits[at].append((channel, count))
                 before = count
     return tuple(map(tuple, waits))
+
+
+def received_runs(layout: ParallelLayout, actions: ActionColumns, channel: Channel, pp_rank: int) -> NDArray[np.bool_]:
+    """Which actions are those that a pipeline rank sends to on a channel; bool[n]."""
+    kind, stage = channel[:2]
+    found = runs_of(actions, kind, stage)
+    if layout.has_wide_stages:
+        (sending,) = layout.stages_of_rank(pp_rank)
+        width, first = layout.devices[sending], layout.stage_to_rank[sending]
+        found = found & (actions.rank == channel[-1]) & (actions.pack % width == pp_rank - first)
+    return found
 
 
 def runs_of(actions: ActionColumns, kind: str, stage: int) -> NDArray[np.bool_]:

@@ -84,6 +84,7 @@ def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
         forwards_needed=packs.forwards_needed(),
         stage_to_rank=plan.layout.stage_to_rank,
         parts_s=(grid(times.input_s), grid(times.weight_s)) if times.input_s else None,
+        num_ranks=plan.layout.pipeline_ranks,
     )
 
 

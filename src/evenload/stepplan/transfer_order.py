@@ -55,13 +55,15 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
-    """The same where all transfers of a rank share a queue."""
+    """The same where all transfers of a rank share a queue; of layouts without stages of several ranks."""
+    assert not plan.layout.has_wide_stages, "refused at the start of a run (`runtime.config.run_layouts`)"
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
     own = places[actions.of_rank(pp_rank)]
     over: dict[Channel, NDArray[np.int64]] = {}
-    for kind, stage in sending_channels(plan.layout, pp_rank):
-        over[kind, stage] = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]
+    for channel in sending_channels(plan.layout, pp_rank):
+        kind, stage = channel[:2]
+        over[channel] = places[runs_of(actions, kind, stage - 1 if kind == "F" else stage + 1)]
     due: list[tuple[int, Receive]] = []
     for stage in (stage for stage, rank in enumerate(ranks) if rank == pp_rank):
         for kind, source in (("F", stage - 1), ("B", stage + 1)):

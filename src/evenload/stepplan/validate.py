@@ -9,6 +9,7 @@
     order       documents start their backward in the order in which they started their forward (FIFO)
     padding     a padded pack holds whole documents not longer than its padding
     cap         no pack above the token limit, padding included
+    dealt       where stages have several ranks, which packs go round, a document lies in one pack, the same both ways
     schedule    every pack once per stage, on the stage's rank, in order, after the forwards it needs; executable
                 without deadlock (`schedule.validate`)
 
@@ -48,6 +49,7 @@ def validate_plan(plan: StepPlan, *, max_pack_tokens: int | None = None) -> None
                 num_forward=len(packs.forward),
                 forwards_needed=packs.forwards_needed(),
                 stage_to_rank=plan.layout.stage_to_rank,
+                num_ranks=plan.layout.pipeline_ranks,
             )
         except InvalidPlanError as error:
             raise type(error)(
@@ -72,6 +74,8 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
     yield from slice_offences(plan, max_pack_tokens)
     for dp_rank in range(dp):
         yield from _times_offences(plan, dp_rank)
+    if plan.layout.has_wide_stages:
+        yield from _dealt_offences(plan)
 
 
 def _document_offences(plan: StepPlan) -> Iterator[str]:
@@ -85,6 +89,24 @@ def _document_offences(plan: StepPlan) -> Iterator[str]:
     both = set(ids) & {document.doc_id for document in plan.left_out}
     if both:
         yield f"document {min(both)} is both trained and left out"
+
+
+def _dealt_offences(plan: StepPlan) -> Iterator[str]:
+    """What a forward leaves on its rank, its backward needs there."""
+    for packs in plan.pack_plans:
+        if [pack.slices for pack in packs.forward] != [pack.slices for pack in packs.backward]:
+            yield (
+                f"replica {packs.dp_rank}: backward packs are not the forward packs, in their order, which layout "
+                f"{plan.layout.describe()} needs"
+            )
+        home: dict[int, int] = {}
+        for pack in packs.forward:
+            for piece in pack.slices:
+                if home.setdefault(piece.doc_id, pack.index) != pack.index:
+                    yield (
+                        f"replica {packs.dp_rank}: document {piece.doc_id} lies in packs {home[piece.doc_id]} and "
+                        f"{pack.index}, which different ranks of a stage of {plan.layout.describe()} would run"
+                    )
 
 
 def _times_offences(plan: StepPlan, dp_rank: int) -> Iterator[str]:

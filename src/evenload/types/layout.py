@@ -3,9 +3,18 @@
 Global rank order, slowest to fastest: pipeline rank, data rank, context rank, tensor rank. So
 tensor and context groups are neighbours on a node, and a pipeline's stages lie far apart, where
 the traffic is smallest.
+
+Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism). Each of them
+is a pipeline rank of its own; all devices of a stage hold its layers and are dealt its packs in turn. With 1 + 2 + 1
+devices, stage 1 lies on the pipeline ranks 1 and 2, which run the even and the odd packs:
+
+    stage      0    1     2
+    rank       0   1 2    3
+    pack k     0   1+k%2  3
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -20,11 +29,13 @@ class ParallelLayout(Frozen):
     Args:
         dp, cp, pp, tp: sizes of the data, context, pipeline and tensor dimensions.
         stage_layers: per virtual stage its layers as a half-open range; consecutive, covering all.
-        stage_to_rank: per virtual stage the pipeline rank that runs it.
+        stage_to_rank: per virtual stage the pipeline rank that runs it, the first of several.
         generation: rises by one at every live reconfiguration.
         stage_recomputed: of every virtual stage how many of its layers, its first ones, make the products of their
             linear layers again in backward instead of keeping them, for all documents (FlexPipe's O_plan); left out of
             JSON where none does.
+        stage_devices: of every stage its number of pipeline ranks, where they differ; left out of JSON where they do
+            not.
     """
 
     dp: int = 1
@@ -35,6 +46,7 @@ class ParallelLayout(Frozen):
     stage_to_rank: tuple[int, ...]
     generation: int = 0
     stage_recomputed: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    stage_devices: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for field in ("dp", "cp", "pp", "tp"):
@@ -50,7 +62,9 @@ class ParallelLayout(Frozen):
             if start != edge or stop <= start:
                 raise ConfigError(f"layout: stage layers {self.stage_layers} are not consecutive non-empty ranges")
             edge = stop
-        if sorted(set(self.stage_to_rank)) != list(range(self.pp)):
+        if self.has_wide_stages:
+            self._check_devices()
+        elif sorted(set(self.stage_to_rank)) != list(range(self.pp)):
             raise ConfigError(f"layout: stages go to ranks {self.stage_to_rank}, expected each of 0..{self.pp - 1}")
         again = self.recomputed_counts
         if len(again) != self.num_stages or not all(
@@ -75,6 +89,81 @@ class ParallelLayout(Frozen):
         """The same places with so many layers of every virtual stage recomputed."""
         return msgspec.structs.replace(self, stage_recomputed=tuple(counts) if any(counts) else msgspec.UNSET)
 
+    def _check_devices(self) -> None:
+        devices = self.devices
+        written = "+".join(map(str, devices))
+        if len(devices) != self.pp or min(devices) < 1:
+            raise ConfigError(
+                f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each of the pp={self.pp} "
+                "stages"
+            )
+        if len(set(devices)) == 1:
+            raise ConfigError(f"layout: devices={written} are as many for every stage; write dp={devices[0]} instead")
+        if self.num_stages != self.pp or max(self.dp, self.cp, self.tp) > 1:
+            raise ConfigError(
+                f"layout: devices={written} with dp={self.dp} cp={self.cp} tp={self.tp} virtual="
+                f"{self.num_stages // self.pp}: stages with different numbers of devices are of one pipeline, without "
+                "context and tensor parallelism and virtual stages; nothing else is tested with them"
+            )
+        if self.stage_to_rank != first_ranks(devices):
+            raise ConfigError(
+                f"layout: stages begin at ranks {self.stage_to_rank}, with devices={written} at {first_ranks(devices)}"
+            )
+
+    @property
+    def has_wide_stages(self) -> bool:
+        """Stages have different numbers of devices."""
+        return self.stage_devices is not msgspec.UNSET
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Pipeline ranks of every virtual stage."""
+        return (1,) * self.num_stages if isinstance(self.stage_devices, msgspec.UnsetType) else self.stage_devices
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks of one pipeline, a row of a schedule each: `pp`, or more where stages have several devices."""
+        return self.pp if isinstance(self.stage_devices, msgspec.UnsetType) else sum(self.stage_devices)
+
+    def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
+        """Virtual stages whose layers a pipeline rank holds, ascending; none of an idle rank (-1)."""
+        pairs = enumerate(zip(self.stage_to_rank, self.devices, strict=True))
+        return tuple(stage for stage, (first, count) in pairs if first <= pp_rank < first + count)
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """Pipeline ranks that hold the layers of a virtual stage."""
+        return range(self.stage_to_rank[stage], self.stage_to_rank[stage] + self.devices[stage])
+
+    def rank_of_pack(self, stage: int, pack: int) -> int:
+        """The pipeline rank that runs a pack on a virtual stage, forward and backward."""
+        return self.stage_to_rank[stage] + pack % self.devices[stage]
+
+    def linked_ranks(self, stage: int) -> list[tuple[int, int]]:
+        """Pairs of pipeline ranks of a stage and of the next one that some pack passes."""
+        from_, to = self.ranks_of_stage(stage), self.ranks_of_stage(stage + 1)
+        common = math.gcd(len(from_), len(to))
+        pairs = itertools.product(enumerate(from_), enumerate(to))
+        return [(sender, receiver) for (i, sender), (j, receiver) in pairs if (i - j) % common == 0]
+
+    @property
+    def leading_ranks(self) -> tuple[int, ...]:
+        """Of every pipeline rank the first that holds the same layers: itself, but in a stage of several devices."""
+        if not self.has_wide_stages:
+            return tuple(range(self.pp))
+        return tuple(first for first, count in zip(self.stage_to_rank, self.devices, strict=True) for _ in range(count))
+
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """Of every pipeline rank how many ranks hold the same weights: each owns a shard of the optimizer's state."""
+        if not self.has_wide_stages:
+            return (self.dp * self.cp,) * self.pp
+        return tuple(count * self.dp * self.cp for count in self.devices for _ in range(count))
+
+    def data_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0) -> int:
+        """A rank's place among those that hold the same weights."""
+        twin = pp_rank - self.leading_ranks[pp_rank] if self.has_wide_stages and pp_rank >= 0 else 0
+        return (twin * self.dp + dp_rank) * self.cp + cp_rank
+
     @property
     def num_stages(self) -> int:
         """Virtual stages in the pipeline (`pp` unless interleaved)."""
@@ -88,7 +177,7 @@ class ParallelLayout(Frozen):
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.dp * self.cp * self.pp * self.tp
+        return self.dp * self.cp * self.pipeline_ranks * self.tp
 
     def global_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0, tp_rank: int = 0) -> int:
         """The rank in `torch.distributed` order."""
@@ -117,14 +206,17 @@ class ParallelLayout(Frozen):
     @property
     def is_even(self) -> bool:
         """Whether stages hold as many layers as `even_layout` gives them."""
-        return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages).stage_counts
+        devices = self.devices if self.has_wide_stages else None
+        return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages, devices=devices).stage_counts
 
     def describe(self) -> str:
-        """Short form for tables and logs, for example `dp=2 pp=4`, with layers of stages that are not even."""
+        """Short form for tables and logs, for example `dp=2 pp=4`, with devices and layers of stages where uneven."""
         parts = [f"{k}={getattr(self, k)}" for k in ("dp", "cp", "pp", "tp") if getattr(self, k) > 1]
         virtual = self.num_stages // self.pp
         if virtual > 1:
             parts.append(f"virtual={virtual}")
+        if self.has_wide_stages:
+            parts.append(f"devices={'+'.join(map(str, self.devices))}")
         if not self.is_even:
             parts.append(f"layers={'+'.join(map(str, self.stage_counts))}")
         if any(self.recomputed_counts):
@@ -132,10 +224,24 @@ class ParallelLayout(Frozen):
         return " ".join(parts) or "single"
 
 
+def first_ranks(devices: Sequence[int]) -> tuple[int, ...]:
+    """Where stages begin that have so many pipeline ranks each."""
+    return tuple(itertools.accumulate(devices[:-1], initial=0))
+
+
 def even_layout(
-    num_layers: int, *, dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, virtual: int = 1, generation: int = 0
+    num_layers: int,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    virtual: int = 1,
+    generation: int = 0,
+    devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
-    """Split layers as evenly as possible; earlier stages take the remainder (the last carries the head).
+    """Split layers as evenly as possible; earlier stages take the remainder (the last carries the head). Where stages
+    have different numbers of `devices`, layers are as even a device as whole layers can be.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -147,16 +253,34 @@ def even_layout(
         )
     base, extra = divmod(num_layers, stages)
     counts = [base + (stage < extra) for stage in range(stages)]
-    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, generation=generation)
+    if devices is not None and len(devices) == stages and min(devices) > 0:
+        counts = _even_by_device(num_layers, devices)
+    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, generation=generation, devices=devices)
+
+
+def _even_by_device(num_layers: int, devices: Sequence[int]) -> list[int]:
+    """Layer after layer goes to the stage that has the fewest a device with it; the first of equals."""
+    counts = [1] * len(devices)
+    for _ in range(num_layers - len(devices)):
+        counts[min(range(len(devices)), key=lambda stage: (counts[stage] + 1) / devices[stage])] += 1
+    return counts
 
 
 def split_layout(
-    stage_counts: Sequence[int], *, dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, generation: int = 0
+    stage_counts: Sequence[int],
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    generation: int = 0,
+    devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
-    """Give every virtual stage so many layers; stages go round the pipeline's ranks.
+    """Give every virtual stage so many layers; stages go round the pipeline's ranks, or have `devices` each.
 
     Raises:
-        ConfigError: a stage without layers, or a number of stages that pp does not divide.
+        ConfigError: a stage without layers, a number of stages that pp does not divide, or `devices` that are not of
+            these stages.
     """
     return ParallelLayout(
         dp=dp,
@@ -164,6 +288,9 @@ def split_layout(
         pp=pp,
         tp=tp,
         stage_layers=tuple(itertools.pairwise(itertools.accumulate(stage_counts, initial=0))),
-        stage_to_rank=tuple(stage % pp for stage in range(len(stage_counts))),
+        stage_to_rank=tuple(stage % pp for stage in range(len(stage_counts)))
+        if devices is None or len(devices) != len(stage_counts)
+        else first_ranks(devices),
         generation=generation,
+        stage_devices=msgspec.UNSET if devices is None else tuple(devices),
     )

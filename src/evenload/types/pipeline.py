@@ -88,13 +88,15 @@ class PipelineTasks:
     """One replica's packs as durations, dependencies and bytes. P = virtual stages, R = pipeline ranks.
 
     Data dependencies: F(k, s) needs F(k, s-1) plus one transfer; B(j, s) needs B(j, s+1) plus one transfer;
-    B(j, s) needs the forwards `0 .. forwards_needed[j]-1` on its own stage.
+    B(j, s) needs the forwards `0 .. forwards_needed[j]-1` on its own stage, of them those that its rank runs where the
+    stage has several.
 
     Args:
         forward_s: float64[m_f, P] seconds; backward_s: float64[m_b, P].
         p2p_forward_s: float64[m_f] seconds of one transfer to the next stage; p2p_backward_s: float64[m_b].
         forwards_needed: int32[m_b], non-negative, `D[j]` of `docs/architecture.md`; not necessarily sorted.
-        stage_to_rank: int32[P], the pipeline rank of every virtual stage.
+        stage_to_rank: int32[P], the pipeline rank of every virtual stage. Where R > P a stage has several: this is the
+            first, the next stage's is the end, and pack k runs on the rank number k % width of its stage.
         held: what the packs hold.
         split: how backwards divide into I and W; None = they run whole.
     """
@@ -128,6 +130,13 @@ class PipelineTasks:
         """Pipeline ranks, R."""
         return len(self.held.static_bytes)
 
+    @property
+    def widths(self) -> NDArray[np.int64]:
+        """How many ranks every stage has; int64[P]."""
+        if self.num_ranks <= self.num_stages:
+            return np.ones(self.num_stages, np.int64)
+        return np.diff(self.stage_to_rank.astype(np.int64), append=self.num_ranks)
+
     @classmethod
     def without_bytes(
         cls,
@@ -139,14 +148,17 @@ class PipelineTasks:
         forwards_needed: Sequence[int],
         stage_to_rank: Sequence[int],
         parts_s: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None,
+        num_ranks: int | None = None,
     ) -> "PipelineTasks":
         """Packs that hold nothing, where only times matter.
 
         Args:
             parts_s: seconds of I and W; None = backwards run whole.
+            num_ranks: pipeline ranks; None = one for every number in `stage_to_rank`.
         """
         num_forward, num_stages = forward_s.shape
-        num_backward, num_ranks = len(backward_s), max(stage_to_rank, default=-1) + 1
+        num_backward = len(backward_s)
+        num_ranks = max(stage_to_rank, default=-1) + 1 if num_ranks is None else num_ranks
         held = PackBytes.nothing(num_forward, num_backward, num_stages, num_ranks)
         split = None
         if parts_s is not None:

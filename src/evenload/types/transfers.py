@@ -10,8 +10,9 @@ from evenload.types.layout import ParallelLayout
 
 ChannelMode = Literal["directed", "fifo"]
 """Whether every channel has a process group of its own, or all channels between two ranks share one and its queue."""
-Channel = tuple[str, int]
-"""("F", stage that receives hidden states) or ("B", stage that receives gradients)."""
+Channel = tuple[str, int] | tuple[str, int, int]
+"""("F", stage that receives hidden states) or ("B", stage that receives gradients). Where stages have several ranks, a
+rank has a channel for each rank at the other end: then that pipeline rank is the third."""
 Receive = tuple[Channel, int]
 """(channel, pack)."""
 FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
@@ -34,10 +35,29 @@ class TransferOrder:
 
 def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
     """Channels on which a pipeline rank sends to another."""
-    ranks = layout.stage_to_rank
     found: list[Channel] = []
-    for stage, rank in enumerate(ranks):
+    for stage in layout.stages_of_rank(pp_rank):
         for kind, to in (("F", stage + 1), ("B", stage - 1)):
-            if rank == pp_rank and 0 <= to < len(ranks) and ranks[to] != pp_rank:
+            if not 0 <= to < layout.num_stages or pp_rank in layout.ranks_of_stage(to):
+                continue
+            if not layout.has_wide_stages:
                 found.append((kind, to))
+                continue
+            pairs = layout.linked_ranks(min(stage, to))
+            ends = pairs if kind == "F" else [(sender, receiver) for receiver, sender in pairs]
+            found += [(kind, to, receiver) for sender, receiver in ends if sender == pp_rank]
     return found
+
+
+def channel_of(layout: ParallelLayout, pp_rank: int, kind: str, stage: int, pack: int) -> Channel:
+    """The channel on which a pipeline rank sends or receives a pack's tensor for a stage.
+
+    Args:
+        kind: "F" or "B"; stage: that receives.
+    """
+    if not layout.has_wide_stages:
+        return kind, stage
+    other = stage
+    if pp_rank in layout.ranks_of_stage(stage):
+        other = min(max(stage - 1 if kind == "F" else stage + 1, 0), layout.num_stages - 1)
+    return kind, stage, layout.rank_of_pack(other, pack)

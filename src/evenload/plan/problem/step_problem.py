@@ -68,7 +68,7 @@ class StepProblem:
             return None
         everything = whole_document_columns([range(len(self.num_tokens))], self.num_tokens, self.layout.cp)
         stage_s = sum(self.costs.pack_seconds(everything, direction)[0] for direction in ("forward", "backward"))
-        rank_s = np.bincount(self.layout.stage_to_rank, weights=stage_s, minlength=self.layout.pp)
+        rank_s = np.bincount(self.layout.stage_to_rank, weights=stage_s, minlength=self.layout.pipeline_ranks)
         factors = [self.speeds.speeds.factors(dp_rank) for dp_rank in range(self.layout.dp)]
         return (np.array(factors) * rank_s).max(axis=1) / rank_s.max()
 

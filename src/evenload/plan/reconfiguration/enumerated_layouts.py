@@ -29,7 +29,7 @@ def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: in
         most_layouts: with that one.
         most_groups: process groups that the others need on top of those of `start`.
     """
-    devices = start.dp * start.pp
+    devices = start.dp * start.pipeline_ranks
     depths = range(1, min(devices, start.num_layers) + 1)
     order = sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp))
     found = [start.arrangement]
@@ -56,20 +56,24 @@ def num_groups(layouts: Iterable[ParallelLayout]) -> int:
 
 def _groups_of(layout: ParallelLayout, processes: int) -> list[Ranks]:
     """The ranks of every group of one layout, as `runtime.comm.mesh` makes them."""
-    grid = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    grid = np.arange(layout.world_size).reshape(layout.pipeline_ranks, layout.dp, layout.cp, layout.tp)
     groups: list[list[int]] = [[idle] for idle in range(layout.world_size, processes)]
-    for p, t in np.ndindex(layout.pp, layout.tp):
-        groups.append(grid[p, :, :, t].ravel().tolist())
+    for first, t in itertools.product(dict.fromkeys(layout.leading_ranks), range(layout.tp)):
+        same = [rank for rank, leading in enumerate(layout.leading_ranks) if leading == first]
+        groups.append(grid[same, :, :, t].ravel().tolist())
+    for p, t in np.ndindex(layout.pipeline_ranks, layout.tp):
         for size in (2**k for k in range(layout.dp.bit_length())):
             if layout.dp % size == 0 and size * layout.cp > 1:
                 blocks = range(0, layout.dp, size)
                 groups += [grid[p, first : first + size, :, t].ravel().tolist() for first in blocks]
     for d, c in np.ndindex(layout.dp, layout.cp):
         if layout.tp > 1:
-            groups += [grid[p, d, c].tolist() for p in range(layout.pp)]
+            groups += [grid[p, d, c].tolist() for p in range(layout.pipeline_ranks)]
         for t in range(layout.tp):
-            holders = grid[list(layout.stage_to_rank), d, c, t].tolist()
-            pairs = [sorted(pair) for pair in itertools.pairwise(holders) if pair[0] != pair[1]]
-            groups += [pair for pair in pairs for _ in ("forward", "backward")]
-            groups += [sorted((holders[0], holders[-1]))] if holders[0] != holders[-1] else []
+            holders = grid[:, d, c, t].tolist()
+            for stage in range(layout.num_stages - 1):
+                pairs = [sorted((holders[a], holders[b])) for a, b in layout.linked_ranks(stage) if a != b]
+                groups += [pair for pair in pairs for _ in ("forward", "backward")]
+            ends = layout.ranks_of_stage(0), layout.ranks_of_stage(layout.num_stages - 1)
+            groups += [sorted({holders[rank] for rank in itertools.chain(*ends)})] if ends[0] != ends[1] else []
     return [tuple(ranks) for ranks in groups]

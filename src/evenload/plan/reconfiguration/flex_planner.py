@@ -83,7 +83,9 @@ class FlexPlanner:
     ) -> None:
         self.options = options or planner.options.own(FlexOptions)
         self.start, self.strategy = planner, strategy
-        self.candidates = LayoutCandidates(planner, coefficients_of, self.options, layouts)
+        self.candidates = LayoutCandidates(
+            planner, coefficients_of, self.options, layouts, deals_packs=strategy_named(strategy).deals_packs
+        )
         for layout in layouts or ():
             strategy_named(strategy).require_layout(layout)
         self._model = planner.costs.model

@@ -14,7 +14,7 @@ stage after stage and cuts a branch when
 The last two lose nothing, so the search finds the best mapping within the bounds. A step's estimate depends on a
 mapping only through three maxima over stages (work, parameters, bytes received), so few branches are left: polynomial
 where the paper's recursion is not. Devices of a stage: replicas of a `ParallelLayout` have one depth, so a stage has
-dp = floor(devices / P) groups of cp·tp devices, and unequal g_i (Table 2's (3, 3, 3, 4, 3)) are not expressed.
+dp = floor(devices / P) groups of cp·tp devices; unequal g_i (Table 2's (3, 3, 3, 4, 3)) are searched in `dealt_search`.
 
 Beyond the paper: it takes the least depth that fits (`least_depth_only`); we search every deeper one too, because
 gradient reduction across nodes can cost more than a deeper pipeline. And a depth that does not fit as it is may
@@ -106,7 +106,7 @@ def search_mappings(
             is_last = not policy and (not hopeful or not prices[0].can_fit())
             # A hopeless depth is priced all the same: it may be the only one that fits.
             tried = [(priced_mapping(one, one.even_edges, policy, receive), one) for one in hopeful or prices[:1]]
-            tried.sort(key=lambda pair: _order(pair[0], switch_weight))
+            tried.sort(key=lambda pair: mapping_order(pair[0], switch_weight))
             num_priced += len(tried)
             start = tried[0][0]
             for even, price in tried:
@@ -123,7 +123,7 @@ def search_mappings(
                         break
                 if not start.excess_bytes:
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory
-            if closest is None or _order(start, switch_weight) < _order(closest, switch_weight):
+            if closest is None or mapping_order(start, switch_weight) < mapping_order(closest, switch_weight):
                 closest = start
             if is_last or (not policy and not start.excess_bytes):
                 break  # the other policies pay time for memory that is not needed
@@ -133,14 +133,14 @@ def search_mappings(
             best_s = min(best_s, _cost(closest, switch_weight))
             if least_depth_only:
                 break
-    return MappingSearch(tuple(sorted(mappings, key=lambda one: _order(one, switch_weight))), num_priced)
+    return MappingSearch(tuple(sorted(mappings, key=lambda one: mapping_order(one, switch_weight))), num_priced)
 
 
 def _cost(mapping: Mapping, switch_weight: float) -> float:
     return mapping.step_s + switch_weight * mapping.switch_s
 
 
-def _order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
+def mapping_order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
     """Memory first, then time; the shallower of equals."""
     return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
 

@@ -34,7 +34,7 @@ def plan_recomputing_layers(
     """The fastest plan that fits among those with few recomputed layers.
 
     Args:
-        layout: with one stage a rank; others have no plan of this kind.
+        layout: with one stage a rank and one rank a stage and replica; others have no plan of this kind.
         cap_bytes: of a device.
 
     Returns:

@@ -1,10 +1,11 @@
 """`LayoutCandidates`: which layouts are worth planning for the coming batches, the most promising first.
 
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
-all devices. Either way the estimate only orders them: complete plans are what a decision is taken on.
+all devices, also with different numbers of devices a stage where the strategy deals packs to them. Either way the
+estimate only orders them: complete plans are what a decision is taken on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
@@ -17,7 +18,8 @@ from evenload.cost.switch import ReceiveSeconds
 from evenload.errors import ConfigError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.hbsa import MappingSearch, priced_mapping, search_mappings
+from evenload.plan.reconfiguration.dealt_search import DealtCosts, best_dealt_mapping
+from evenload.plan.reconfiguration.hbsa import HOPELESS, MappingSearch, mapping_order, priced_mapping, search_mappings
 from evenload.plan.reconfiguration.mapping_cost import (
     ESTIMATE_TOLERANCE,
     BatchCosts,
@@ -27,7 +29,7 @@ from evenload.plan.reconfiguration.mapping_cost import (
 )
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
 CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 
@@ -39,6 +41,7 @@ class LayoutCandidates:
         start: planner of the layout in which the run starts; its devices, cp and tp stay.
         coefficients_of: costs of a layout.
         given: the layouts that the run may take, generation 0; None = any.
+        deals_packs: also search layouts whose stages have different numbers of devices.
 
     Raises:
         ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
@@ -50,10 +53,13 @@ class LayoutCandidates:
         coefficients_of: CoefficientsOf,
         options: FlexOptions,
         given: Sequence[ParallelLayout] | None = None,
+        *,
+        deals_packs: bool = False,
     ) -> None:
+        self._deals_packs = deals_packs and options.part_pipelines
         self._start, self._options = start, options
         self._model, self._layout = start.costs.model, start.layout
-        self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, int], CostCoefficients]()
+        self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, ...], CostCoefficients]()
         self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
         self._even_layouts: dict[tuple[int, int], ParallelLayout] = {}
         self._receive_from: ParallelLayout | None = None
@@ -64,9 +70,10 @@ class LayoutCandidates:
 
     def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
         """Costs of a layout, by its sizes."""
-        if (layout.dp, layout.pp) not in self._coefficients:
-            self._coefficients[layout.dp, layout.pp] = self.coefficients_of(layout)
-        return self._coefficients[layout.dp, layout.pp]
+        key = layout.dp, layout.pp, *(layout.devices if layout.has_wide_stages else ())
+        if key not in self._coefficients:
+            self._coefficients[key] = self.coefficients_of(layout)
+        return self._coefficients[key]
 
     def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """Layouts other than the current one in the order in which they promise most: the best of every known batch,
@@ -97,15 +104,18 @@ class LayoutCandidates:
         weight = 1.0 / self._options.known_steps
         if self.given is not None:
             return self._estimated(batches, current, weight)
-        return search_mappings(
+        found = search_mappings(
             self._model.num_layers,
-            self._layout.dp * self._layout.pp,
+            self._layout.dp * self._layout.pipeline_ranks,
             len(policies),
             lambda depth, policy: self.prices(batches[policy](), depth),
             lambda depth: self.receive_seconds(depth, current),
             switch_weight=weight,
             least_depth_only=self._options.least_depth_only,
         )
+        if not self._deals_packs or self._options.least_depth_only or self._layout.cp * self._layout.tp > 1:
+            return found
+        return self._with_dealt(found, batches, current, weight)
 
     def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
         """A batch under one policy, as it is priced for any mapping."""
@@ -119,7 +129,7 @@ class LayoutCandidates:
             dp: replicas; None = as many as the devices make.
         """
         start, options = self._layout, self._start.options
-        dp = start.dp * start.pp // depth if dp is None else dp
+        dp = start.dp * start.pipeline_ranks // depth if dp is None else dp
         counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
         most = -(-batch.num_documents // dp)
         return [
@@ -139,12 +149,86 @@ class LayoutCandidates:
 
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
         """What devices receive in a switch to mappings of one depth."""
-        even = self._even(depth, self._layout.dp * self._layout.pp // depth if dp is None else dp)
+        even = self._even(depth, self._layout.dp * self._layout.pipeline_ranks // depth if dp is None else dp)
         if current != self._receive_from:
             self._receive_from, self._receive = current, {}
         if even not in self._receive:
             self._receive[even] = ReceiveSeconds(self._model, self.coefficients(even), current, even)
         return self._receive[even]
+
+    def _with_dealt(
+        self,
+        found: MappingSearch,
+        batches: Sequence[Callable[[], BatchCosts]],
+        current: ParallelLayout,
+        weight: float,
+    ) -> MappingSearch:
+        """With the mappings of depths that leave devices idle, were all stages to have as many of them."""
+        devices = self._layout.dp * self._layout.pipeline_ranks
+        fitting = [one.step_s + weight * one.switch_s for one in found.mappings if not one.excess_bytes]
+        best_s, more = min(fitting, default=float("inf")), []
+        for depth in range(2, min(self._model.num_layers, devices - 1) + 1):
+            if devices % depth == 0:
+                continue
+            for policy, batch in enumerate(batches):
+                prices = self._dealt_prices(batch(), depth, devices, best_s)
+                hopeful = [price for bound_s, price in prices if bound_s < best_s]
+                searched = ((price, best_dealt_mapping(price, devices)) for price in hopeful)
+                fits = next(((price, one) for price, one in searched if one is not None), None)
+                if fits is not None:
+                    mapping = self._dealt_mapping(fits[0], fits[1].edges, fits[1].devices, policy, current)
+                    best_s = min(best_s, mapping.step_s + weight * mapping.switch_s)
+                    more.append(mapping)
+                if fits is not None or not hopeful:
+                    break  # the other policies pay time for memory that is not needed, or cannot win either
+        order = sorted((*found.mappings, *more), key=lambda one: mapping_order(one, weight))
+        return MappingSearch(tuple(order), found.num_priced + len(more))
+
+    def _dealt_prices(
+        self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
+    ) -> list[tuple[float, DealtCosts]]:
+        """Of mappings of one depth over so many devices, one for every number of micro-batches that is tried, each with
+        the seconds that none of them beats; the most promising first. None where these are hopeless beside a limit."""
+        options, (least, wide) = self._start.options, divmod(devices, depth)
+        of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
+        layout = even_layout(self._model.num_layers, pp=depth, devices=of_stages)
+        counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
+        found: list[tuple[float, DealtCosts]] = []
+        for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
+            price = DealtCosts(
+                self._model,
+                self.coefficients(layout),
+                batch,
+                depth=depth,
+                micro_batches=count,
+                cap_bytes=self._start.memory_cap_bytes,
+            )
+            found.append((price.least_dealt_seconds(of_stages), price))
+            if found[0][0] >= HOPELESS * limit_s:
+                return []  # with the most micro-batches devices have the evenest shares
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _dealt_mapping(
+        self,
+        price: DealtCosts,
+        edges: tuple[int, ...],
+        devices: tuple[int, ...],
+        policy: int,
+        current: ParallelLayout,
+    ) -> Mapping:
+        """With its estimates."""
+        layout = split_layout([b - a for a, b in pairwise(edges)], pp=price.depth, devices=devices)
+        receive = ReceiveSeconds(self._model, self.coefficients(layout), current, layout)
+        return Mapping(
+            edges,
+            1,
+            price.micro_batches,
+            policy,
+            price.dealt_seconds(edges, devices),
+            price.dealt_excess_bytes(edges, devices),
+            max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges))),
+            devices,
+        )
 
     def _estimated(
         self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
@@ -155,21 +239,34 @@ class LayoutCandidates:
             if layout.num_stages > layout.pp:
                 continue
             edges = (0, *(last for _, last in layout.stage_layers))
-            receive = self.receive_seconds(layout.pp, current, layout.dp)
             best: Mapping | None = None
             for policy, batch in enumerate(batches):
-                for price in self.prices(batch(), layout.pp, layout.dp):
-                    one = priced_mapping(price, edges, policy, receive)
+                for one in self._priced(layout, edges, batch(), policy, current):
                     if best is None or (one.excess_bytes, one.step_s) < (best.excess_bytes, best.step_s):
                         best = one
                 if best is not None and not best.excess_bytes:
                     break  # the other policies pay time for memory that is not needed
             assert best is not None, "there is at least one policy"
             found.append(best)
-        found.sort(key=lambda one: (one.excess_bytes, one.step_s + weight * one.switch_s, one.depth))
+        found.sort(key=lambda one: mapping_order(one, weight))
         return MappingSearch(tuple(found), len(found))
 
+    def _priced(
+        self, layout: ParallelLayout, edges: tuple[int, ...], batch: BatchCosts, policy: int, current: ParallelLayout
+    ) -> Iterator[Mapping]:
+        """A given layout, with every number of micro-batches that is tried."""
+        if layout.has_wide_stages:
+            for _, price in self._dealt_prices(batch, layout.pp, layout.pipeline_ranks):
+                yield self._dealt_mapping(price, edges, layout.devices, policy, current)
+            return
+        receive = self.receive_seconds(layout.pp, current, layout.dp)
+        for price in self.prices(batch, layout.pp, layout.dp):
+            yield priced_mapping(price, edges, policy, receive)
+
     def _layout_of(self, mapping: Mapping) -> ParallelLayout:
+        if mapping.devices:
+            counts = [last - first for first, last in pairwise(mapping.edges)]
+            return split_layout(counts, pp=mapping.depth, devices=mapping.devices)
         even = self._even(mapping.depth, mapping.dp)
         return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)))
 

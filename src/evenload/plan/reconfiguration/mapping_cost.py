@@ -59,6 +59,7 @@ class Mapping:
         policy: number in the order in which policies are tried.
         step_s, excess_bytes: estimated; excess above the memory of the fullest device.
         switch_s: seconds for which devices receive what the mapping needs, from the current layout.
+        devices: of every stage, where they differ in number (`dealt_search`); () = `dp` times cp·tp each.
     """
 
     edges: tuple[int, ...]
@@ -68,6 +69,7 @@ class Mapping:
     step_s: float
     excess_bytes: float
     switch_s: float = 0.0
+    devices: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:

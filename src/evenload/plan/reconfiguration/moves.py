@@ -1,9 +1,10 @@
 """`plan_moves`: what travels between ranks when the layout changes between two steps, and from whom to whom.
 
 The model is a list of *pieces*: of every unit (embedding, a layer, head) what one rank keeps in one flat buffer, or
-keeps frozen. A rank holds the weights of all pieces of its stages, and of each trained piece one share of the optimizer
-state: its `1 / (dp·cp)` of the elements, in rank order (ZeRO-1, cut by unit). A tied embedding is one piece that both
-the first and the last stage hold, each with a whole optimizer state.
+keeps frozen. A rank holds the weights of all pieces of its stages, and of each trained piece one share of the
+optimizer state: what falls to it among the ranks that hold the same elements (`ParallelLayout.data_sizes`: dp·cp, more
+in a stage of several devices), in rank order (ZeRO-1, cut by unit). A tied embedding is one piece that both the first
+and the last stage hold, each with a whole optimizer state.
 
 Weights travel as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
 nothing travels to where it is, so bytes are the fewest that there can be. Where several ranks have what is wanted, one
@@ -114,8 +115,8 @@ def plan_moves(
                     if index in shared and node not in nodes:
                         fetched[node] = target
             if piece.state_bytes:
-                has = {rank: state_share(old, piece, held) for rank, held in before.items()}
-                wanted = state_share(new, piece, place)
+                has = {rank: state_share(old, piece, *held) for rank, held in before.items()}
+                wanted = state_share(new, piece, *place)
                 for start, stop, sources in _lacking(wanted, has, target):
                     source = state.choose(sources, target, (stop - start) * piece.state_bytes)
                     state_moves.append(Move(piece=index, source=source, target=target, start=start, stop=stop))
@@ -123,18 +124,22 @@ def plan_moves(
 
 
 def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
-    """That hold a piece: one, or the first and the last of a tied embedding where these differ."""
+    """That hold a piece: those of one stage, or of the first and the last of a tied embedding where these differ."""
     if piece.at_both_ends:
-        return tuple(dict.fromkeys((layout.stage_to_rank[0], layout.stage_to_rank[-1])))
+        return tuple(dict.fromkeys((*layout.ranks_of_stage(0), *layout.ranks_of_stage(layout.num_stages - 1))))
     layer = min(max(piece.unit - 1, 0), layout.num_layers - 1)
     stage = next(s for s, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)
-    return (layout.stage_to_rank[stage],)
+    return tuple(layout.ranks_of_stage(stage))
 
 
-def state_share(layout: ParallelLayout, piece: Piece, place: int) -> tuple[int, int]:
-    """Elements whose optimizer state the holder at a place among the dp·cp ranks of its stage has; padding, of which
-    the last ones have some, is not counted. May be empty, `start == stop`."""
-    size = -(-piece.num_elements // (layout.dp * layout.cp))
+def state_share(layout: ParallelLayout, piece: Piece, pp_rank: int, place: int) -> tuple[int, int]:
+    """Elements whose optimizer state a holder has; padding, of which the last ones have some, is not counted. May be
+    empty, `start == stop`.
+
+    Args:
+        pp_rank: of the holder; place: among the ranks that hold what it holds.
+    """
+    size = -(-piece.num_elements // layout.data_sizes[pp_rank])
     return min(place * size, piece.num_elements), min((place + 1) * size, piece.num_elements)
 
 
@@ -176,7 +181,7 @@ class _Senders:
         self._ranks_per_node = ranks_per_node
         self._bytes: dict[int, int] = defaultdict(int)
 
-    def choose(self, holders: Sequence[int] | dict[int, int], target: int, num_bytes: int) -> int:
+    def choose(self, holders: Collection[int], target: int, num_bytes: int) -> int:
         """One of the holders for the target."""
         node = target // self._ranks_per_node
         source = min(holders, key=lambda rank: (rank // self._ranks_per_node != node, self._bytes[rank], rank))
@@ -184,11 +189,13 @@ class _Senders:
         return source
 
 
-def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, int]:
-    """Ranks that hold a piece, and their places among the dp·cp ranks of their stage."""
+def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, tuple[int, int]]:
+    """Ranks that hold a piece, each with its pipeline rank and its place among those that hold the same."""
     return {
-        layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank): dp_rank * layout.cp
-        + cp_rank
+        layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank): (
+            pp_rank,
+            layout.data_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank),
+        )
         for pp_rank in pipeline_ranks(layout, piece)
         for dp_rank in range(layout.dp)
         for cp_rank in range(layout.cp)

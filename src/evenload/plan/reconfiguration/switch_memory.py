@@ -49,8 +49,8 @@ def switch_memory(
         before, after = holders(old, piece), holders(new, piece)
         for rank in before.keys() | after.keys():
             both[rank] += piece.num_elements * (piece.weight_bytes + gradient_bytes)
-            had = state_share(old, piece, before[rank]) if rank in before else (0, 0)
-            wanted = state_share(new, piece, after[rank]) if rank in after else (0, 0)
+            had = state_share(old, piece, *before[rank]) if rank in before else (0, 0)
+            wanted = state_share(new, piece, *after[rank]) if rank in after else (0, 0)
             kept = max(0, min(had[1], wanted[1]) - max(had[0], wanted[0]))
             lies_twice = 0 if is_shared or had == wanted else kept
             both[rank] += piece.state_bytes * (had[1] - had[0] + wanted[1] - wanted[0] - kept + lies_twice)

@@ -42,7 +42,7 @@ def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node
     for layout in layouts:
         by_node: dict[int, int] = {}
         for rank, place in holders(layout, piece).items():
-            start, stop = state_share(layout, piece, place)
+            start, stop = state_share(layout, piece, *place)
             held = piece.num_elements * piece.weight_bytes + (stop - start) * piece.state_bytes
             by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + held
         most = max(most, *by_node.values())

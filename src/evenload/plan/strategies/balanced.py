@@ -69,7 +69,7 @@ def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
 
 
 def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
-    options, pp = problem.options, problem.layout.pp
+    options, pp = problem.options, problem.layout.pipeline_ranks
     policy, rule = problem.policy_of(documents), options.rule(ONE_F_ONE_B)
     num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
     found: list[Candidate] = []
@@ -116,5 +116,6 @@ BALANCED = Strategy(
     description="whole documents, packs of equal predicted seconds",
     plan=plan_balanced,
     ignores_memory=True,
+    deals_packs=True,
     balances_speeds=True,
 )

@@ -30,6 +30,8 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
             recompute or offload in all stages, "layers" that recompute for all documents (FlexPipe's O_plan; under
             `flexpipe`, not under `auto`). For `plan.options.policy` "choose" alone.
         least_depth_only: search only the least depth that fits, as published. No matter where layouts are given.
+        part_pipelines: also search stages with different numbers of devices, where a depth does not divide them. No
+            matter where layouts are given, or under a strategy that does not deal packs to them.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
         most_layouts: that a run under `flexpipe` may take where it declares none, the one in which it starts included.
         most_groups: process groups that such layouts may need on top of those of the first.
@@ -45,6 +47,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     finalists: int = 3
     memory_plans: tuple[Literal["documents", "layers", "optimizer"], ...] = ("documents", "layers")
     least_depth_only: bool = False
+    part_pipelines: bool = True
     follow_measured: bool = True
     most_layouts: int = 6
     most_groups: int = 256
@@ -72,4 +75,5 @@ FLEXPIPE = Strategy(
     options=FlexOptions,
     changes_layout=True,
     ignores_memory=True,
+    deals_packs=True,
 )

@@ -59,6 +59,7 @@ class Strategy:
         tries_others: plans with the other strategies, too, and is as fast as the fastest.
         balances_speeds: gives replicas work by the speed of their ranks (`StepProblem.speeds`). Never one that moves
             documents between steps: which ones would then depend on how fast ranks ran.
+        deals_packs: plans layouts whose stages have different numbers of devices, round which the packs go.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Strategy:
     ignores_memory: bool = False
     tries_others: bool = False
     balances_speeds: bool = False
+    deals_packs: bool = False
 
     def __post_init__(self) -> None:
         if self.balances_speeds and self.delay is not None:
@@ -139,11 +141,17 @@ class Strategy:
         return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none."""
+        """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none, and stages
+        with different numbers of devices where packs are not dealt."""
         if self.needs_one_stage and layout.num_stages > 1:
             raise ConfigError(
                 f"strategy {self.name}: layout {layout.describe()} has a pipeline and {self.name} has none; "
                 "use pp=1 (with cp for long documents), or slimpack"
+            )
+        if layout.has_wide_stages and not self.deals_packs:
+            raise ConfigError(
+                f"strategy {self.name}: the stages of layout {layout.describe()} have different numbers of devices, to "
+                f"which only balanced and flexpipe deal packs; use one of these, or as many devices for every stage"
             )
 
     def require_balances_speeds(self) -> None:
@@ -169,6 +177,8 @@ class Strategy:
                 f"strategy {self.name} cuts documents, so its backward packs are not its forward packs, which this "
                 "schedule needs; use list, or a strategy of whole documents"
             )
+        elif layout.has_wide_stages and not rule.deals_packs:
+            why = f"it is of one rank a stage, layout {layout.describe()} has several; use 1f1b"
         elif rule.one_stage_per_rank and layout.num_stages > layout.pp:
             why = f"it is of one stage a rank, layout {layout.describe()} has several; use list_split, or virtual=1"
         else:

@@ -120,7 +120,7 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
     """All tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
     tensors: dict[str, TensorPieces] = {}
     for buffer in buffers:
-        elsewhere = mesh.tp_rank > 0 and not buffer.is_part
+        elsewhere = _is_written_elsewhere(buffer, mesh)
         for name, whole in whole_pieces(buffer):
             tensors[f"model.{name}"] = replace(whole, is_replicated=True, is_written_elsewhere=elsewhere)
     for kind, buffer, shard in optimizer.state_tensors():
@@ -130,7 +130,7 @@ def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) 
 
 def shard_pieces(buffer: FlatBuffer, shard: Tensor, mesh: Mesh) -> Iterator[tuple[str, TensorPieces]]:
     """By parameter's name the elements that this replica owns, views of a shard of the buffer or of what is as long."""
-    elsewhere, first = mesh.tp_rank > 0 and not buffer.is_part, mesh.data_rank * shard.numel()
+    elsewhere, first = _is_written_elsewhere(buffer, mesh), mesh.data_rank * shard.numel()
     for name, parameter, start in _placed(buffer):
         low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
         values = shard[max(start - first, 0) :][: high - low]
@@ -143,6 +143,12 @@ def whole_pieces(buffer: FlatBuffer) -> Iterator[tuple[str, TensorPieces]]:
     for name, parameter, _ in _placed(buffer):
         local = parameter.detach()
         yield name, TensorPieces(*pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter)))
+
+
+def _is_written_elsewhere(buffer: FlatBuffer, mesh: Mesh) -> bool:
+    """By the first rank of the tensor-parallel group, which holds the same, or the first stage, which has the embedding
+    that a tied head is: both ends need not cut it alike."""
+    return (mesh.tp_rank > 0 and not buffer.is_part) or (buffer.tied and mesh.is_last_stage)
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:

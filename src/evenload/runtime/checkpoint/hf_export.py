@@ -30,7 +30,7 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
     files = mesh.layout.pp
-    name = f"model-{mesh.pp_rank + 1:05d}-of-{files:05d}.safetensors"
+    name = f"model-{mesh.pipeline_stage + 1:05d}-of-{files:05d}.safetensors"
     experts = check_supported(config).experts
     tensors = {
         stored: view.clone().contiguous()

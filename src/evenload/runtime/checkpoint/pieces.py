@@ -54,7 +54,8 @@ class TensorPieces:
     Args:
         shape: of the whole tensor.
         is_replicated: every replica of this rank holds the same pieces, so that one of them writes.
-        is_written_elsewhere: another rank of the tensor-parallel group holds the same and writes it.
+        is_written_elsewhere: another rank (of the tensor-parallel group, of the first stage) holds the same and writes
+            it.
     """
 
     shape: tuple[int, ...]

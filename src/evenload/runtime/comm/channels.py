@@ -1,8 +1,9 @@
 """`Channels`: one step's traffic of one rank between neighbouring virtual stages.
 
 Shapes come from the plan; nothing is negotiated. Every pair of neighbouring stages has two channels, hidden states
-forward and gradients backward, each with its packs in index order on both sides. Stages on the same rank hand tensors
-over without a transfer. Sends are asynchronous; a sent tensor is kept until it is safe to wait for its receipt.
+forward and gradients backward, each with its packs in index order on both sides; where stages have several ranks, so
+has every pair of them that some pack passes. Stages on the same rank hand tensors over without a transfer. Sends are
+asynchronous; a sent tensor is kept until it is safe to wait for its receipt.
 
 How channels share the way between two ranks is `mesh.channels`, and what to free comes with the prepared step
 (`types.transfers.TransferOrder`).
@@ -37,14 +38,13 @@ class Channels:
         self._num_stages = mesh.layout.num_stages
         incoming: dict[Channel, Line] = {}
         self._senders: dict[Channel, Sender] = {}
-        for kind, groups in (("F", mesh.forward), ("B", mesh.backward)):
-            for stage, group in sorted(groups.items()):
-                channel, receiver = (kind, stage), mesh.rank_of_stage(stage)
-                if receiver == mesh.rank:
-                    sender = mesh.rank_of_stage(stage - 1 if kind == "F" else stage + 1)
-                    incoming[channel] = Line(channel, group, sender, carried)
-                else:
-                    self._senders[channel] = Sender(Line(channel, group, receiver, carried))
+        self._channel = mesh.channel
+        for channel, group in mesh.lines.items():
+            line = Line(channel, group, mesh.other_end(channel), carried)
+            if mesh.receives_on(channel):
+                incoming[channel] = line
+            else:
+                self._senders[channel] = Sender(line)
         self._receives, self._frees = _Receives(incoming, rows, order.receives), order.frees
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
 
@@ -56,22 +56,22 @@ class Channels:
 
     def receive_hidden(self, stage: int, pack: int) -> Tensor | None:
         """Hidden states of a forward pack for a stage; None on the first stage."""
-        return self._receive(("F", stage), pack) if stage > 0 else None
+        return self._receive(self._channel("F", stage, pack), pack) if stage > 0 else None
 
     def receive_grad(self, stage: int, pack: int) -> Tensor | None:
         """Gradient of a backward pack for a stage; None on the last stage."""
-        return self._receive(("B", stage), pack) if stage < self._num_stages - 1 else None
+        return self._receive(self._channel("B", stage, pack), pack) if stage < self._num_stages - 1 else None
 
     def send_hidden(self, stage: int, pack: int, hidden: Tensor) -> None:
         """From a stage to the next one, if there is one."""
         if stage < self._num_stages - 1:
-            self._send(("F", stage + 1), pack, hidden)
+            self._send(self._channel("F", stage + 1, pack), pack, hidden)
 
     def send_grad(self, stage: int, pack: int, grad: Tensor | None) -> None:
         """From a stage to the one before, if there is one."""
         if stage > 0:
             assert grad is not None
-            self._send(("B", stage - 1), pack, grad)
+            self._send(self._channel("B", stage - 1, pack), pack, grad)
 
     @property
     def most_kept(self) -> int:

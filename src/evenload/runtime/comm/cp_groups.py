@@ -92,8 +92,8 @@ class ContextGroup:
 
 
 def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:
-    """Global ranks by place: [pp, dp, cp, tp], in the order of `ParallelLayout.global_rank`."""
-    return np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    """Global ranks by place: [pipeline rank, dp, cp, tp], in the order of `ParallelLayout.global_rank`."""
+    return np.arange(layout.world_size).reshape(layout.pipeline_ranks, layout.dp, layout.cp, layout.tp)
 
 
 def create_context_groups(
@@ -104,7 +104,7 @@ def create_context_groups(
     for size in (2**k for k in range(layout.dp.bit_length())):
         if layout.dp % size or size * layout.cp == 1:
             continue
-        for p, t, first in itertools.product(range(layout.pp), range(layout.tp), range(0, layout.dp, size)):
+        for p, t, first in itertools.product(range(layout.pipeline_ranks), range(layout.tp), range(0, layout.dp, size)):
             members: list[int] = grid[p, first : first + size, :, t].ravel().tolist()
             made = new_group(members)
             if rank in members:

@@ -24,7 +24,7 @@ from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock
-from evenload.types.transfers import ChannelMode
+from evenload.types.transfers import Channel, ChannelMode, channel_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,13 +39,14 @@ class Mesh:
         moving: all ranks, on their devices, used by what moves between two layouts; None = the layout never changes.
         data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here. Of an
             idle rank itself alone.
-        forward, backward: by virtual stage, the channel on which it receives hidden states or gradients: a group of
-            the sending and the receiving rank. Only channels of this rank; none where one rank holds both stages.
+        lines: by channel of this rank, hidden states first: a group of the sending and the receiving rank. None where
+            one rank holds both stages.
         channels: whether every channel has a group of its own ("directed") or all channels of two ranks share one
             ("fifo").
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
-        tie: the ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
+        tie: the ranks of the first and the last stage (tied embeddings), all of both where stages have several; None
+            elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
         ranks_per_machine: neighbours in rank order that share a machine.
     """
@@ -62,8 +63,7 @@ class Mesh:
     saving: dist.ProcessGroup
     moving: dist.ProcessGroup | None
     data: dist.ProcessGroup
-    forward: Mapping[int, dist.ProcessGroup]
-    backward: Mapping[int, dist.ProcessGroup]
+    lines: Mapping[Channel, dist.ProcessGroup]
     channels: ChannelMode
     context: Mapping[ReplicaBlock, ContextGroup]
     tensor: TensorGroup | None
@@ -88,26 +88,50 @@ class Mesh:
             return f"rank {self.rank} (idle)"
         sizes = (("dp", self.dp_rank, 0), ("cp", self.cp_rank, self.layout.cp), ("tp", self.tp_rank, self.layout.tp))
         named = [f"{axis} {place}" for axis, place, size in sizes if axis == "dp" or size > 1]
-        return f"rank {self.rank} ({', '.join(named)}, stage {self.pp_rank})"
+        return f"rank {self.rank} ({', '.join(named)}, stage {self.pipeline_stage})"
+
+    @property
+    def pipeline_stage(self) -> int:
+        """Its place in the pipeline, which several ranks may share; -1 where it is idle."""
+        return self.layout.stages_of_rank(self.pp_rank)[0] if not self.is_idle else -1
 
     @property
     def is_last_stage(self) -> bool:
         """This rank holds the head."""
-        return self.pp_rank == self.layout.stage_to_rank[-1]
+        return self.pp_rank in self.layout.ranks_of_stage(self.layout.num_stages - 1)
 
     @property
     def data_size(self) -> int:
         """Ranks of `data`: each owns a shard of gradients and optimizer state."""
-        return self.layout.dp * self.layout.cp
+        return 1 if self.is_idle else self.layout.data_sizes[self.pp_rank]
 
     @property
     def data_rank(self) -> int:
         """This rank's place in `data`."""
-        return self.dp_rank * self.layout.cp + self.cp_rank
+        return self.layout.data_rank(pp_rank=self.pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank)
 
-    def rank_of_stage(self, stage: int) -> int:
-        """Global rank of a virtual stage of this rank's pipeline."""
-        pp_rank = self.layout.stage_to_rank[stage]
+    def rank_of_stage(self, stage: int, pack: int = 0) -> int:
+        """Global rank of a virtual stage of this rank's pipeline; that which runs a pack, where it has several."""
+        return self._global_rank(self.layout.rank_of_pack(stage, pack))
+
+    def channel(self, kind: str, stage: int, pack: int) -> Channel:
+        """On which this rank sends or receives a pack's tensor for a stage."""
+        return channel_of(self.layout, self.pp_rank, kind, stage, pack)
+
+    def receives_on(self, channel: Channel) -> bool:
+        """Whether this rank is the receiving end of one of its channels."""
+        return channel[1] in self.layout.stages_of_rank(self.pp_rank)
+
+    def other_end(self, channel: Channel) -> int:
+        """The global rank that this rank meets on one of its channels."""
+        if len(channel) == 3:
+            return self._global_rank(channel[2])
+        kind, stage = channel
+        if self.receives_on(channel):
+            stage += -1 if kind == "F" else 1
+        return self.rank_of_stage(stage)
+
+    def _global_rank(self, pp_rank: int) -> int:
         return self.layout.global_rank(
             pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank, tp_rank=self.tp_rank
         )
@@ -231,13 +255,20 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     pp_rank, dp_rank, cp_rank, tp_rank = (
         (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
     )
-    data = {(p, t): pool.take(grid[p, :, :, t].ravel().tolist()) for p, t in np.ndindex(layout.pp, layout.tp)}
+    # By the first of the pipeline ranks with the same layers, which are neighbours.
+    twins = {
+        first: list(ranks) for first, ranks in itertools.groupby(range(grid.shape[0]), layout.leading_ranks.__getitem__)
+    }
+    data = {
+        (p, t): pool.take(grid[ranks, :, :, t].ravel().tolist())
+        for (p, ranks), t in itertools.product(twins.items(), range(layout.tp))
+    }
     alone = {idle: pool.take([idle]) for idle in range(layout.world_size, dist.get_world_size())}
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
         tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    forward, backward, tie = _stage_groups(layout, rank, pool.take, shared.channels)
+    lines, tie = _stage_groups(layout, rank, pool.take, shared.channels)
     return Mesh(
         layout=layout,
         rank=rank,
@@ -250,9 +281,8 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
         planning=shared.planning,
         saving=shared.saving,
         moving=shared.moving,
-        data=alone[rank] if is_idle else data[pp_rank, tp_rank],
-        forward=forward,
-        backward=backward,
+        data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
+        lines=lines,
         channels=shared.channels,
         context=create_context_groups(layout, rank, pool.take, shared.watch),
         tensor=tensor,
@@ -264,27 +294,37 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
 
 def _stage_groups(
     layout: ParallelLayout, rank: int, group: Callable[[list[int]], dist.ProcessGroup], channels: ChannelMode
-) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup], dist.ProcessGroup | None]:
-    """Groups of neighbouring stages: forward by the stage that receives, backward likewise, and of both ends."""
-    forward: dict[int, dist.ProcessGroup] = {}
-    backward: dict[int, dist.ProcessGroup] = {}
+) -> tuple[dict[Channel, dist.ProcessGroup], dist.ProcessGroup | None]:
+    """Groups of a rank's channels, and of both ends of its pipeline."""
+    forward: dict[Channel, dist.ProcessGroup] = {}
+    backward: dict[Channel, dist.ProcessGroup] = {}
     tie = None
     grid = rank_grid(layout)
     for d, c, t in np.ndindex(*grid.shape[1:]):
-        holders: list[int] = grid[layout.stage_to_rank, d, c, t].tolist()
+        holders: list[int] = grid[:, d, c, t].tolist()
         shared: dict[frozenset[int], dist.ProcessGroup] = {}
-        for stage, pair in enumerate(itertools.pairwise(holders)):
-            if pair[0] == pair[1]:
-                continue
-            if channels == "directed":
-                groups = group(sorted(pair)), group(sorted(pair))
-            else:
-                if frozenset(pair) not in shared:
-                    shared[frozenset(pair)] = group(sorted(pair))
-                groups = (shared[frozenset(pair)],) * 2
-            if rank in pair:
-                forward[stage + 1], backward[stage] = groups
-        if holders[0] != holders[-1]:
-            ends = group(sorted((holders[0], holders[-1])))
-            tie = ends if rank in (holders[0], holders[-1]) else tie
-    return forward, backward, tie
+        for stage in range(layout.num_stages - 1):
+            for ends in layout.linked_ranks(stage):
+                pair = holders[ends[0]], holders[ends[1]]
+                if pair[0] == pair[1]:
+                    continue
+                if channels == "directed":
+                    groups = group(sorted(pair)), group(sorted(pair))
+                else:
+                    if frozenset(pair) not in shared:
+                        shared[frozenset(pair)] = group(sorted(pair))
+                    groups = (shared[frozenset(pair)],) * 2
+                if rank not in pair:
+                    continue
+                to: Channel = ("F", stage + 1)
+                back: Channel = ("B", stage)
+                if layout.has_wide_stages:
+                    other = ends[pair.index(rank) - 1]
+                    to, back = ("F", stage + 1, other), ("B", stage, other)
+                forward[to], backward[back] = groups
+        edges = (layout.ranks_of_stage(0), layout.ranks_of_stage(layout.num_stages - 1))
+        members = sorted({holders[pp_rank] for pp_rank in itertools.chain(*edges)})
+        if edges[0] != edges[1]:
+            both = group(members)
+            tie = both if rank in members else tie
+    return forward | backward, tie

@@ -40,14 +40,13 @@ def warm_up(meshes: Mesh | Meshes) -> int:
 def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) -> None:
     """Those that earlier layouts have not `used`, which grows."""
     for stage in range(mesh.layout.num_stages - 1):
-        # (receiving stage, its channel, sending stage) of both directions between `stage` and the next.
-        ends = ((stage + 1, mesh.forward.get(stage + 1), stage), (stage, mesh.backward.get(stage), stage + 1))
-        for receiver, group, sender in ends:
-            if group is None or group in used:
-                continue
-            to, source = mesh.rank_of_stage(receiver), mesh.rank_of_stage(sender)
-            if mesh.rank == source:
-                dist.send(one, to, group=group)
-            else:
-                dist.recv(one.clone(), source, group=group)
-            used.add(group)
+        # Of both directions between `stage` and the next; to several ranks in their order.
+        for wanted in (("F", stage + 1), ("B", stage)):
+            for channel, group in mesh.lines.items():
+                if channel[:2] != wanted or group in used:
+                    continue
+                if mesh.receives_on(channel):
+                    dist.recv(one.clone(), mesh.other_end(channel), group=group)
+                else:
+                    dist.send(one, mesh.other_end(channel), group=group)
+                used.add(group)

@@ -15,7 +15,8 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
 
     Raises:
         ConfigError: as `layout_of`; or an entry of `plan.layouts` that cannot be read, needs more processes than
-            `[parallel]` starts, changes cp or tp, or does not hold the model's layers.
+            `[parallel]` starts, changes cp or tp, or does not hold the model's layers; or settings that are not tested
+            with stages of different numbers of devices.
     """
     start = layout_of(config, num_layers)
     found = [start]
@@ -33,6 +34,9 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
     if not config.plan.layouts and strategy_named(config.plan.strategy).changes_layout:
         options = config.plan.options.own(FlexOptions)
         found += enumerated_layouts(start, options.most_layouts, options.most_groups)
+    for layout in found:
+        if layout.has_wide_stages:
+            _require_tested_with_devices(config, layout)
     return tuple(found)
 
 
@@ -55,5 +59,19 @@ def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks
             )
     per_replica = written.size("pp") * start.cp * start.tp
     # As many replicas as there are processes for; those that are left over are idle.
-    sizes = {"cp": start.cp, "tp": start.tp, "dp": max(1, num_ranks // per_replica)}
-    return written.layout(num_layers, **sizes)
+    replicas = max(1, num_ranks // per_replica) if written.devices is None else 1
+    return written.layout(num_layers, **{"cp": start.cp, "tp": start.tp, "dp": replicas})
+
+
+def _require_tested_with_devices(config: TrainConfig, layout: ParallelLayout) -> None:
+    """Refuse what no test runs together with stages that have different numbers of devices."""
+    for setting, why in (
+        (config.parallel.channels == "fifo", 'parallel.channels = "fifo" gives every pair of ranks one queue'),
+        (config.train.on_lost_rank == "shrink", 'train.on_lost_rank = "shrink" chooses layouts of equal stages'),
+        (config.plan.feedback, "plan.feedback divides work by the speed of replicas"),
+    ):
+        if setting:
+            raise ConfigError(
+                f"layout {layout.describe()} has stages with different numbers of devices, and {why}; that is not "
+                "tested with them: leave one of both out"
+            )

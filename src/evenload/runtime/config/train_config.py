@@ -66,6 +66,9 @@ class ParallelConfig(Frozen):
             of different groups block each other.
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
+        stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
+            stage hold the same layers and take its packs in turn. With dp = cp = tp = virtual = 1, directed channels
+            and the strategies `balanced` and `flexpipe`; default: one process a stage and replica.
     """
 
     dp: int = 1
@@ -76,6 +79,7 @@ class ParallelConfig(Frozen):
     virtual: int = 1
     channels: ChannelMode = "directed"
     stage_layers: tuple[int, ...] | None = None
+    stage_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.virtual < 1:
@@ -307,14 +311,15 @@ def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
     """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
 
     Raises:
-        ConfigError: more stages than layers, or stages that do not hold all layers.
+        ConfigError: more stages than layers, stages that do not hold all layers, or devices of stages that are not
+            tested with the other sizes.
     """
     p = config.parallel
     if p.stage_layers is None:
-        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual)
+        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
     if sum(p.stage_layers) != num_layers:
         raise ConfigError(
             f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
             f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
         )
-    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp)
+    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)

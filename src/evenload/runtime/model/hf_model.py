@@ -263,8 +263,8 @@ def build_rank_models(
     """
     models = {
         stage: build(config, layers=layers, tp=layout.tp)
-        for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True))
-        if rank == pp_rank
+        for stage, layers in enumerate(layout.stage_layers)
+        if pp_rank in layout.ranks_of_stage(stage)
     }
     if config.tie_word_embeddings and len(models) > 1 and {0, layout.num_stages - 1} <= models.keys():
         first, last = models[0], models[layout.num_stages - 1]

@@ -23,14 +23,16 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
         This rank's shard of every buffer's gradient, [padded / (dp·cp)] each.
     """
     shards = []
+    if mesh.layout.has_wide_stages and mesh.tie is not None:
+        _sum_tied_ends(buffers, mesh)
     for buffer in buffers:
         shard = buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size)
-        if mesh.data_size > 1:
+        if mesh.data_size > 1 and not (buffer.tied and mesh.layout.has_wide_stages):
             shard = torch.empty_like(shard)
             reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
         shards.append(shard)
     for buffer, shard in zip(buffers, shards, strict=True):
-        if buffer.tied:
+        if buffer.tied and not mesh.layout.has_wide_stages:
             assert mesh.tie is not None
             dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
     whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
@@ -40,6 +42,14 @@ def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
         for shard, part in zip(whole, summed.split([shard.numel() for shard in whole]), strict=True):
             shard.copy_(part)
     return shards
+
+
+def _sum_tied_ends(buffers: list[FlatBuffer], mesh: Mesh) -> None:
+    """Over all ranks of both ends at once, in place: where these are not as many at either end, their shards are not
+    the same elements. Price: an all-reduce of the whole weight in place of a reduce-scatter and one of shards."""
+    for buffer in buffers:
+        if buffer.tied:
+            dist.all_reduce(buffer.grads[: buffer.num_elements], op=dist.ReduceOp.SUM, group=mesh.tie)
 
 
 def global_norm_and_loss(

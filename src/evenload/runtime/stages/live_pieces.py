@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
-from evenload.plan.reconfiguration.moves import Piece
+from evenload.plan.reconfiguration.moves import Piece, state_share
+from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import (
     BufferGroup,
     FlatBuffer,
@@ -204,6 +205,11 @@ class LivePiece:
         if self.shared is not None:
             return (self.shared.tensor(WEIGHTS),)
         return tuple(parameter.detach() for parameter in self.parameters)
+
+
+def share_of_rank(mesh: Mesh, piece: Piece) -> tuple[int, int]:
+    """The elements of a piece whose optimizer state this rank owns in a layout in which it holds it."""
+    return state_share(mesh.layout, piece, mesh.pp_rank, mesh.data_rank)
 
 
 def live_pieces(

@@ -28,7 +28,7 @@ from torch import Tensor
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
-from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks, plan_moves, state_share
+from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks, plan_moves
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.optimizer_config import OptimizerConfig
@@ -40,7 +40,7 @@ from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buff
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.copy_timings import measured_copies
-from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces
+from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces, share_of_rank
 from evenload.runtime.stages.opened_twins import opened_twins
 from evenload.runtime.stages.rank_stages import RankStages, build_models
 from evenload.runtime.stages.state_arrival import Leaving, Shards, StateArrival, without
@@ -104,7 +104,8 @@ class LiveStages:
             tp_rank=mesh.tp_rank,
             tp=mesh.layout.tp,
         )
-        data_sizes = [meshes.of(layout).data_size for layout in meshes.layouts]
+        # Of all stages, so that a piece takes as much room on every rank.
+        data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
@@ -132,7 +133,7 @@ class LiveStages:
         found = []
         for buffer in self.held.buffers:
             live, shard = self._live_of(buffer), buffer.shard(buffer.values, self.mesh.data_rank, self.mesh.data_size)
-            start = state_share(self.mesh.layout, live.piece, self.mesh.data_rank)[0]
+            start = share_of_rank(self.mesh, live.piece)[0]
             state = {}
             for name in live.state_names:
                 if live.shared is None:
@@ -251,8 +252,8 @@ class LiveStages:
         live = self._pieces[index]
         if live.shared is None or not live.state_names or mesh.pp_rank not in pipeline_ranks(mesh.layout, live.piece):
             return []
-        had = state_share(self.mesh.layout, live.piece, self.mesh.data_rank) if live.is_held else (0, 0)
-        return without(state_share(mesh.layout, live.piece, mesh.data_rank), had)
+        had = share_of_rank(self.mesh, live.piece) if live.is_held else (0, 0)
+        return without(share_of_rank(mesh, live.piece), had)
 
     def _taken_bytes(self, gained: Sequence[int], state: Mapping[int, Sequence[tuple[int, int]]]) -> int:
         """Of weights with their gradients, and of optimizer state."""

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.plan.reconfiguration.moves import Move, state_share
+from evenload.plan.reconfiguration.moves import Move
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import padded_size
-from evenload.runtime.stages.live_pieces import LivePiece
+from evenload.runtime.stages.live_pieces import LivePiece, share_of_rank
 from evenload.runtime.stages.twin_memory import WEIGHTS, TwinMemory
 
 Shards = Mapping[str, Tensor]
@@ -120,7 +120,7 @@ class StateArrival:
             elif move.source == self._new.rank:
                 if self._twins is not None and self._twins.reaches(move.piece, move.target):
                     continue
-                share = state_share(self._old.layout, self._pieces[move.piece].piece, self._old.data_rank)
+                share = self._share(self._old, move.piece)
                 parts = _parts(self._before[move.piece], share, move)
                 ops += [dist.P2POp(dist.isend, part, move.target, self._new.moving) for part in parts.values()]
         with self._new.watch.waiting(_WAIT):
@@ -160,13 +160,16 @@ class StateArrival:
             live = self._pieces[index]
             if live.shared is None:
                 continue
-            had = state_share(self._old.layout, live.piece, self._old.data_rank)
+            had = self._share(self._old, index)
             wanted = had[0], had[0]
             if self._owns(live):
-                wanted = state_share(self._new.layout, live.piece, self._new.data_rank)
+                wanted = self._share(self._new, index)
             for start, stop in without(had, wanted):
                 for name in live.state_names:
                     live.shared.release(name, start, stop)
+
+    def _share(self, mesh: Mesh, index: int) -> tuple[int, int]:
+        return share_of_rank(mesh, self._pieces[index].piece)
 
     def _owns(self, live: LivePiece) -> bool:
         return live.is_held and bool(live.state_names)
@@ -175,11 +178,11 @@ class StateArrival:
         """The elements that this rank is to own, and where their state goes: where it has its place, or the old memory
         where it is the same."""
         live = self._pieces[index]
-        wanted = state_share(self._new.layout, live.piece, self._new.data_rank)
+        wanted = self._share(self._new, index)
         size = padded_size(live.piece.num_elements, self._new.data_size) // self._new.data_size
         kept = self._before.get(index)
         if kept is not None and live.shared is None:
-            had = state_share(self._old.layout, live.piece, self._old.data_rank)
+            had = self._share(self._old, index)
             if had == wanted and kept[live.state_names[0]].numel() == size:
                 return wanted, kept
         assert live.buffer is not None
@@ -197,7 +200,7 @@ class StateArrival:
         before = self._before[index]
         if shards is before or self._pieces[index].shared is not None:
             return
-        had = state_share(self._old.layout, self._pieces[index].piece, self._old.data_rank)
+        had = self._share(self._old, index)
         start, stop = max(had[0], wanted[0]), min(had[1], wanted[1])
         for name, shard in shards.items():
             if start < stop:

@@ -63,9 +63,8 @@ class UnitModules:
         """The virtual stages of a pipeline rank in a layout, ascending; none of an idle rank. As `build_rank_models`
         makes them."""
         models: dict[int, StageModel] = {}
-        for stage, (layers, rank) in enumerate(zip(layout.stage_layers, layout.stage_to_rank, strict=True)):
-            if rank != pp_rank:
-                continue
+        for stage in layout.stages_of_rank(pp_rank):
+            layers = layout.stage_layers[stage]
             is_first, is_last = stage == 0, stage == layout.num_stages - 1
             has_tied_copy = is_last and self.config.tie_word_embeddings and 0 not in models
             models[stage] = StageModel(
