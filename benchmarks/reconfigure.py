@@ -29,7 +29,6 @@ import torch.multiprocessing
 from transformers import LlamaConfig
 
 from context_parallel import COSTS
-from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.runtime.comm.mesh import create_meshes
@@ -48,7 +47,7 @@ from token_runs import save_tokens
 
 WORLD = 4
 HIDDEN, QUICK_HIDDEN = 1024, 64
-ROUNDS, QUICK_ROUNDS = 4, 1
+ROUNDS, QUICK_ROUNDS = 3, 1
 LAYOUTS = {
     "pp=4": ("parallel.pp=4", "parallel.dp=1"),
     "dp=2 pp=2": ("parallel.pp=2", "parallel.dp=2"),
@@ -109,7 +108,7 @@ def write_run(directory: Path, hidden: int) -> None:
 class Rank:
     """One process of the run, which goes from layout to layout, with a second copy of the model that shares nothing."""
 
-    def __init__(self, directory: str, *, quick: bool) -> None:
+    def __init__(self, directory: str) -> None:
         config = load_train_config(Path(f"{directory}/config.toml"), [])
         meshes = create_meshes(layouts_of(config, 8), torch.device("cpu"), timeout_s=300)
         warm_up(meshes)
@@ -117,14 +116,11 @@ class Rank:
         self.trainer.memory_cap_bytes = MEMORY_BYTES
         alone = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, twin_bytes=0))
         self.without_twins = Trainer(alone, meshes.start, meshes)
-        measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
-        if not quick:
-            measured = calibrate(self.trainer.stages, self.trainer.model, meshes.start, 32, "cpu").coefficients
         assert self.trainer.live is not None
         copies = self.trainer.live.measured_copies()
-        measured = msgspec.structs.replace(measured, copies=copies)
         if meshes.start.rank == 0:
-            print(copies)
+            print(copies, flush=True)
+        measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD, copies=copies)
         self.costs = completed_between_layouts(measured, meshes.layouts[1])[0]
         self._planned = [self._step(index) for index in range(len(meshes.layouts))]
 
@@ -177,7 +173,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One process; rank 0 leaves what was measured in the directory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
-    here = Rank(directory, quick=rounds == QUICK_ROUNDS)
+    here = Rank(directory)
     names = ("live_s", "waited_s", "predicted_s", "stopped_s")
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     weight_bytes: dict[str, int] = {}
@@ -185,11 +181,16 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     here.train(0, ROUND[0])
     for turn in range(rounds + 1):
         for number, index in enumerate(ROUND):
-            switch = here.train(index, index)
+            switch = here.train(index, ROUND[(number + 1) % len(ROUND)])
             stopped_s = here.stop_and_transfer(index)
-            # One more step in the new layout, in which the next switch is prepared.
-            here.train(index, ROUND[(number + 1) % len(ROUND)])
-            if switch is None or not turn:
+            if switch is None:
+                continue
+            print(
+                f"{switch.before} -> {switch.after}: stall {switch.stall_s:.3f} s, predicted "
+                f"{switch.predicted_stall_s:.3f} s, waited {switch.wait_s:.3f} s, stopped {stopped_s:.3f} s",
+                flush=True,
+            )
+            if not turn:
                 continue
             change = f"{switch.before} -> {switch.after}"
             weight_bytes[change], state_bytes[change] = switch.weight_bytes, switch.state_bytes
