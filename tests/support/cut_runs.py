@@ -21,6 +21,8 @@ from process_tree import family_of
 TIMEOUT_S = 12.0
 """`train.timeout_s`: more than a step takes on a machine where others compute, too."""
 DEADLINE_S = 300.0
+NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""In torchrun's environment: what `evenload train` asks for where ranks may be lost."""
 _PORT = 29411
 # Agents notice a dead one after 4 s, and wait 3 s for others before they start with those that are there.
 _RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,read_timeout=30"
@@ -136,8 +138,8 @@ def _start(hosts: NetworkHosts, host: int, directory: Path, name: str, arguments
     ]
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": hosts.interfaces[host],
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": "1",
+        **NEW_STORES,
     }
     with open(directory / f"{name}.log", "w") as log:
         return subprocess.Popen(
