@@ -21,7 +21,7 @@ def mesh(dp: int) -> SimpleNamespace:
     watch = SimpleNamespace(waiting=lambda what: nullcontext())
     gpu = SimpleNamespace(type="cuda")
     return SimpleNamespace(
-        layout=even_layout(2, dp=dp), rank=0, data_rank=0, data_size=dp, device=gpu, watch=watch, moving=None
+        layout=even_layout(2, dp=dp), rank=0, pp_rank=0, data_rank=0, data_size=dp, device=gpu, watch=watch, moving=None
     )
 
 
