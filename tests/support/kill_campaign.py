@@ -22,6 +22,7 @@ from evenload.cli.launch_survivors import run_surviving
 from evenload.cli.train_worker import run_worker
 from evenload.errors import EvenloadError
 from evenload.report.metrics_file import read_metrics
+from evenload.runtime.comm import membership
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.trainer import Trainer
@@ -30,9 +31,13 @@ from small_run import write_small_costs, write_small_run
 from switch_cases import ScriptedPlanner
 
 RANKS, STEPS, STEPS_IN_LAYOUT, DOCUMENTS = 4, 12, 2, 6
-LIMIT_S = 240.0
-"""A run that takes longer hangs: it takes 10 s by itself, and waits for nobody for more than `TIMEOUT_S`."""
+LIMIT_S = 480.0
+"""A run that takes longer hangs: it takes 10 s on a quiet machine, and waits for one that stands still for `TIMEOUT_S`
+and `PATIENCE_S`."""
 TIMEOUT_S = 60.0
+
+PATIENCE_S = 20.0
+"""For ranks that nobody saw die."""
 
 CALLS = {
     # By place, how many calls a run of `STEPS` makes on a rank, at least.
@@ -46,13 +51,15 @@ KINDS = (*CALLS, "recovery")
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank, at a share of a call that others of its kind precede; `after_loss`: counted from its first recovery."""
+    """A rank, at a share of a call that others of its kind precede; `after_loss`: counted from its first recovery;
+    `how`: SIGSTOP leaves a process that does nothing, and may do so again."""
 
     rank: int
     place: str
     calls_before: int
     share: float
     after_loss: bool = False
+    how: int = signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class Campaign:
     """Runs on one small corpus.
 
     Args:
-        overrides: beside those that all runs have.
+        replacements: processes that may come for killed ones.
     """
 
-    def __init__(self, directory: Path, overrides: tuple[str, ...] = ("train.survivor_memory=shared",)) -> None:
+    def __init__(self, directory: Path, replacements: int = 0) -> None:
         settings = f"""
             max_document_tokens = 256
             batch_documents = {DOCUMENTS}
@@ -103,24 +110,22 @@ class Campaign:
             steps = {STEPS}
         """
         texts = (f"document {i} " * (1 + (i * 7) % 5) for i in range(40))
-        self._directory, self._overrides = directory, overrides
+        self._directory, self._replacements = directory, replacements
         self._config = write_small_run(directory, texts, settings, tied=True)
         costs = write_small_costs(directory, 8, pp=4)
         self._common = [
             *("model.dtype=float64", "train.threads_per_process=1", "plan.strategy=balanced", "parallel.pp=4"),
             *('plan.layouts=["pp=2", "pp=1"]', "optimizer.learning_rate=1e-3", f"train.cost_file={costs}"),
             *("train.on_lost_rank=shrink", f"train.timeout_s={TIMEOUT_S}", "train.checkpoint_every_steps=5"),
+            *("train.survivor_memory=shared", f"train.replace_lost_ranks={replacements}"),
         ]
-        outcome = self._run("undisturbed", ())
+        outcome = self.run("undisturbed", ())
         assert outcome.end == "went on", outcome
         self._losses, self._weights = self._results("undisturbed")
 
-    def run(self, seed: int) -> Outcome:
-        """One run; ranks that are killed and moments follow from the seed."""
-        return self._run(f"seed-{seed}", drawn_kills(seed))
-
-    def _run(self, name: str, kills: tuple[Kill, ...]) -> Outcome:
-        overrides = [*self._common, *self._overrides, f"train.output_dir={self._directory / name}"]
+    def run(self, name: str, kills: tuple[Kill, ...]) -> Outcome:
+        """One run."""
+        overrides = [*self._common, f"train.output_dir={self._directory / name}"]
         marks = self._directory / f"{name}-killed"
         marks.mkdir()
         task = (str(self._config), overrides, kills, str(self._directory / "costs"), str(marks))
@@ -135,8 +140,14 @@ class Campaign:
         limit.start()
         from_s, said = time.monotonic(), ""
         try:
-            keeps_state = any("survivor_memory=shared" in one for one in self._overrides)
-            run_surviving(train_and_be_killed, task, RANKS, grace_s=60.0, keeps_state=keeps_state)
+            run_surviving(
+                train_and_be_killed,
+                task,
+                RANKS,
+                grace_s=60.0,
+                num_replacements=self._replacements,
+                keeps_state=True,
+            )
         except EvenloadError as error:
             said = f"{type(error).__name__}: {error}"
         finally:
@@ -177,6 +188,7 @@ def train_and_be_killed(
 ) -> int:
     """As a rank of our launcher, whose layout changes every few steps; leaves a file in `marks` before it is killed."""
     rank = int(os.environ["RANK"])
+    membership.PATIENCE_S = PATIENCE_S
     for kill in kills:
         if kill.rank == rank:
             _arm(kill, Path(marks) / str(rank))
@@ -206,7 +218,8 @@ def _arm(kill: Kill, mark: Path) -> None:
             return function(*arguments, **options)
         calls[0] += 1
         if calls[0] > kill.calls_before:
-            threading.Thread(target=_die_after, args=(kill.share * last_s[0], mark), daemon=True).start()
+            moment = (kill.share * last_s[0], kill.how, mark)
+            threading.Thread(target=_die_after, args=moment, daemon=True).start()
         from_s = time.perf_counter()
         try:
             return function(*arguments, **options)
@@ -225,7 +238,7 @@ def _arm(kill: Kill, mark: Path) -> None:
         setattr(recovery_owner, recovery, notes)
 
 
-def _die_after(seconds: float, mark: Path) -> None:
+def _die_after(seconds: float, how: int, mark: Path) -> None:
     time.sleep(seconds)
     mark.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), how)
