@@ -18,14 +18,14 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
 from evenload.errors import InvalidPlanError
+from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
-from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
 from evenload.runtime.checkpoint.directory import checkpoints_of
-from evenload.runtime.checkpoint.hf_export import export_adapter, export_hf
+from evenload.runtime.checkpoint.hf_export import export_run
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.resume import newest_state
 from evenload.runtime.checkpoint.saves import Saves
@@ -38,14 +38,13 @@ from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_f
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
 from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.model.export_files import copy_tokenizer
 from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
-from evenload.runtime.stages.monitor import Monitor
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_stages import build_rank_stages
+from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.step_metrics import StepMemory, StepReport, gather_timeline, no_label_warning, step_row
 from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
@@ -116,14 +115,8 @@ class Trainer:
         """Take over the last step that ranks before a loss have kept, or load the latest checkpoint of the output
         directory, if there is one; then `coefficients` are those of that run. Collective; `ConfigError` where there is
         a checkpoint, but `train.resume` is off."""
-        state = newest_state(
-            self.survivors.kept,
-            self._checkpoints,
-            self._buffers,
-            self._optimizer,
-            self.mesh,
-            may_resume=self.config.train.resume,
-        )
+        held = self._buffers, self._optimizer, self.mesh
+        state = newest_state(self.survivors.kept, self._checkpoints, *held, may_resume=self.config.train.resume)
         if state is None:
             return None
         where, position = state
@@ -168,12 +161,14 @@ class Trainer:
         planner = self.planner(coefficients, memory_cap_bytes)
         run_steps = self.config.train.steps
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
-        track = None
-        if self.config.plan.feedback:
-            track = SpeedTrack(self.mesh.layout, self.config.data.prefetch_steps)
-        monitor = None
-        if isinstance(planner, FlexPlanner):
-            monitor = Monitor(planner, self.layout, self.config.data.prefetch_steps, self._layouts_known)
+        feedback = StepFeedback(
+            planner,
+            self.layout,
+            follows_speeds=self.config.plan.feedback,
+            steps_ahead=self.config.data.prefetch_steps,
+            known=self._layouts_known,
+            last_step=last_step,
+        )
         source = StepSource(
             self._loader,
             planner,
@@ -182,8 +177,8 @@ class Trainer:
             self.config.parallel.cp_exchange,
             left=StepsLeft.after(self.steps_done, last_step, run_steps),
             planner_state=self._planner_state,
-            track=track,
-            layouts=None if monitor is None else monitor.track,
+            track=feedback.speeds,
+            layouts=feedback.layouts,
         )
         self.survivors.write(self.steps_done, self._buffers, self._optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
@@ -205,24 +200,24 @@ class Trainer:
                 wants_pause=asked_to_pause() and step + 1 != last_step,
                 coming_layout=source.coming_layout,
             )
-            if track is not None and report is not None and track.note(report.plan, report.measured):
-                from_step = step + 1 + track.steps_ahead
-                if last_step is None or from_step < last_step:
-                    report = replace(report, new_speeds=track.speeds, speeds_from_step=from_step)
-            if report is not None and monitor is not None:
-                # A CPU's count has no temporary buffers, which predictions have.
-                peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
-                decision = monitor.note(prepared.planned, report.measured, report.switch, peak_bytes)
-                report, self._layouts_known = replace(report, decision=decision), monitor.known()
+            if report is not None:
+                report = self._noted(report, prepared.planned, feedback)
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
             saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save)
-            if report is not None:
-                report = replace(report, saved=saved, failed_save=failed_save)
-            yield report
+            yield None if report is None else replace(report, saved=saved, failed_save=failed_save)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         source.close()
+
+    def _noted(self, report: StepReport, planned: PlannedStep, feedback: StepFeedback) -> StepReport:
+        """With what the step changes in coming plans."""
+        speeds, from_step = feedback.new_speeds(planned, report.measured)
+        # A CPU's count has no temporary buffers, which predictions have.
+        peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
+        decision = feedback.decision(planned, report.measured, report.switch, peak_bytes)
+        self._layouts_known = feedback.known
+        return replace(report, new_speeds=speeds, speeds_from_step=from_step, decision=decision)
 
     def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""
@@ -256,14 +251,7 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
-        output, model = Path(self.config.train.output_dir), self.config.model
-        if model.lora is not None:
-            export_adapter(output / "adapter", self._buffers, model.lora, model.path, self.mesh)
-            return output / "adapter"
-        export_hf(output / "model", self.hf_config, self._buffers, self.mesh)
-        if self.mesh.rank == 0:
-            copy_tokenizer(output / "model", self.config.data, model.path)
-        return output / "model"
+        return export_run(self.config, self.hf_config, self._buffers, self.mesh)
 
     def run_step(
         self,

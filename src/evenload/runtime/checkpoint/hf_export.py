@@ -14,12 +14,25 @@ from transformers import PretrainedConfig
 
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.model.export_files import save_tensors
+from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.model.export_files import copy_tokenizer, save_tensors
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import stored_tensors
 from evenload.runtime.optim.parameter_units import FlatBuffer
+
+
+def export_run(config: TrainConfig, hf_config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> Path:
+    """Into `train.output_dir`: the model with its tokeniser, or the trained adapter; the new directory. Collective."""
+    output, model = Path(config.train.output_dir), config.model
+    if model.lora is not None:
+        export_adapter(output / "adapter", buffers, model.lora, model.path, mesh)
+        return output / "adapter"
+    export_hf(output / "model", hf_config, buffers, mesh)
+    if mesh.rank == 0:
+        copy_tokenizer(output / "model", config.data, model.path)
+    return output / "model"
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
