@@ -24,6 +24,7 @@ waits for. Keeping the live state itself in shared memory would take one slot le
 step, but then every place where a layout change frees or moves memory has to wait for that copy.
 """
 
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +55,6 @@ class _KeptPiece(Frozen, array_like=True):
     """A box of a whole tensor, from element `start` of the slot's state on."""
 
     name: str
-    shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
@@ -193,7 +193,7 @@ def _placed(tensors: Mapping[str, TensorPieces]) -> Iterator[_KeptPiece]:
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
             sizes = tuple(piece.local.shape)
-            yield _KeptPiece(name=name, shape=tensor.shape, offsets=piece.offsets, sizes=sizes, start=start)
+            yield _KeptPiece(name=name, offsets=piece.offsets, sizes=sizes, start=start)
             start += piece.local.numel()
 
 
@@ -202,18 +202,15 @@ def _made(slot: Path, pieces: list[_KeptPiece], tensors: Mapping[str, TensorPiec
     shutil.rmtree(slot, ignore_errors=True)
     memory = SharedTensors(slot, SURVIVOR_MEMORY)
     (slot / _PIECES).write_bytes(msgspec.json.encode(pieces))
-    locals_ = [piece.local for tensor in tensors.values() for piece in tensor.pieces]
-    if not locals_:
+    parts = [piece.local for tensor in tensors.values() for piece in tensor.pieces]
+    if not parts:
         return []
-    state = memory.make(_STATE, sum(local.numel() for local in locals_), locals_[0].dtype)
+    state = memory.make(_STATE, sum(part.numel() for part in parts), parts[0].dtype)
     return [_box(state, piece) for piece in pieces]
 
 
 def _box(state: Tensor, piece: _KeptPiece) -> Tensor:
-    count = 1
-    for size in piece.sizes:
-        count *= size
-    return state[piece.start : piece.start + count].view(piece.sizes)
+    return state[piece.start : piece.start + math.prod(piece.sizes)].view(piece.sizes)
 
 
 def _copied(source: _KeptPiece, offsets: tuple[int, ...], local: Tensor, box: Tensor) -> int:
