@@ -223,9 +223,8 @@ class Trainer:
         """That plans this run's steps; arguments as `train`."""
         mesh, cap_bytes = self.meshes.start, memory_cap_bytes - self.survivors.num_bytes
         planner = run_planner(self.config, self.model, mesh.layout, coefficients, cap_bytes, mesh.ranks_per_machine)
-        if len(self.meshes.layouts) == 1:
-            return planner
-        return run_flex_planner(self.config, planner, self.meshes.layouts)
+        layouts = self.meshes.layouts
+        return planner if len(layouts) == 1 else run_flex_planner(self.config, planner, layouts)
 
     def save(self) -> Path:
         """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
