@@ -9,6 +9,7 @@ from dist_training import COSTS
 from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, read_coefficients, write_coefficients
+from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import FitError, Profile, digest_of
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.model import ModelSpec
@@ -115,6 +116,8 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "CHANGED" not in line
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
+    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
+    assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
     assert costs.profile is not None
     assert costs.profile.allocator_overhead == 1.5
 

@@ -11,6 +11,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
+from evenload.plan.reconfiguration import layout_plans
 from evenload.plan.reconfiguration.layer_plan import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
@@ -135,6 +136,20 @@ def test_the_faster_memory_plan_is_the_layouts_and_both_are_told():
     assert (both.save_documents_s, both.save_layers_s) == (one.save_documents_s, other.save_layers_s)
     assert one.save_layers_s is other.save_documents_s is None
     assert not none.fits_saving
+
+
+def test_planners_of_recomputed_layers_are_forgotten(monkeypatch):
+    """Steps ask for ever other numbers of them; those of layouts stay."""
+    monkeypatch.setattr(layout_plans, "_KEPT_RECOMPUTING", 3)
+    plans = make(1, 2, 1, num_layers=LAYERS)._plans
+    layout = even_layout(LAYERS, pp=2)
+    first = plans._planner(layout.recomputing((1, 0)), "replay")
+    assert first.layout.recomputed_counts == (1, 0)
+    assert plans._planner(layout.recomputing((1, 0)), "replay") is first
+    for count in range(1, 5):
+        plans._planner(layout.recomputing((count, 1)), "replay")
+    assert plans._planner(layout.recomputing((1, 0)), "replay") is not first
+    assert plans._planner(layout, "replay") is plans._planner(layout, "replay")
 
 
 def test_portions_of_the_optimizer_are_refused_in_words():

@@ -49,6 +49,17 @@ def test_a_switch_that_was_decided_is_told_with_what_it_took():
     assert known.measured.memory_ratios == ()
 
 
+def test_the_peak_of_a_step_with_a_switch_says_nothing_of_a_layout():
+    """It holds what the switch left behind, which no step's prediction has."""
+    flex = make(1, 4, ROOM, **PUBLISHED)
+    planned, measured = planned_step(flex)
+    monitor, peak_bytes = Monitor(flex, flex.layout, 0, ()), 2 * planned.plan.predicted.peak_memory_bytes
+    monitor.note(planned, measured, SWITCH, 3 * peak_bytes)
+    assert monitor.known()[-1].measured.memory_ratios == ()
+    monitor.note(planned, measured, None, peak_bytes)
+    assert monitor.known()[-1].measured.memory_ratios == (2.0,)
+
+
 def test_a_switch_to_where_a_checkpoint_was_is_no_decision_of_the_step():
     """Processes start in four stages; the steps before the checkpoint ran in four replicas, where the run stays."""
     flex = make(1, 4, ROOM, **PUBLISHED)

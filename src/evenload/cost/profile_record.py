@@ -137,9 +137,11 @@ class Profile(Frozen):
 
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing. Nor does the way in which keys and values travel, which is a run's to choose."""
+    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel, which it
+    chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
-    tree.pop("context_exchange", None)
+    for of_run in ("context_exchange", "copies"):
+        tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
     return hashlib.sha256(msgspec.json.encode(tree, order="deterministic")).hexdigest()[:16]

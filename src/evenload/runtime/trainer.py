@@ -332,7 +332,8 @@ class Trainer:
         """Where the next step runs in another layout, begins what can be done before it beside a step of this peak."""
         if self.live is None:
             return lambda: None
-        return functools.partial(self.live.look_ahead, coming, self.memory_cap_bytes - peak_bytes)
+        cap_bytes = self.memory_cap_bytes - self.survivors.num_bytes
+        return functools.partial(self.live.look_ahead, coming, cap_bytes - peak_bytes)
 
     def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout, or in another generation of this one. Collective."""

@@ -5,6 +5,7 @@ offload in all stages, which every `StepPlanner` chooses by itself, and layers t
 (`layer_plan`, FlexPipe's O_plan). The faster one that fits is the layout's plan.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from evenload.types.plan import LeftOut
 
 CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
+_KEPT_RECOMPUTING = 64
+"""Planners of layouts with recomputed layers: steps ask for ever other numbers of these, layouts are few."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,7 @@ class LayoutPlans:
         self._coefficients_of = coefficients_of
         self.options_of = options_of or (lambda layout, coefficients: start.options)
         self._planners = {(start.layout.arrangement, start.options.policy): start}
+        self._recomputing_planner = functools.lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
         self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
 
     def forget_before(self, step: int) -> None:
@@ -127,14 +131,17 @@ class LayoutPlans:
         )
 
     def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
-        key = msgspec.structs.replace(layout, generation=0), policy
+        if any(layout.recomputed_counts):
+            return self._recomputing_planner(msgspec.structs.replace(layout, generation=0), policy)
+        key = layout.arrangement, policy
         if key not in self._planners:
-            coefficients, start = self._coefficients_of(layout.arrangement), self._start
-            options = msgspec.structs.replace(self.options_of(layout.arrangement, coefficients), policy=policy)
-            self._planners[key] = StepPlanner(
-                start.costs.model, coefficients, key[0], start.memory_cap_bytes, options, start.host
-            )
+            self._planners[key] = self._new_planner(*key)
         return self._planners[key]
+
+    def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
+        coefficients, start = self._coefficients_of(layout.arrangement), self._start
+        options = msgspec.structs.replace(self.options_of(layout.arrangement, coefficients), policy=policy)
+        return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, start.host)
 
     def _saves_memory(self, proposal: Proposal) -> bool:
         """Some document is not replayed because the layout does not hold the batch otherwise."""

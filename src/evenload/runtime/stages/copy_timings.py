@@ -42,20 +42,22 @@ def measured_copies(
         statistics.median([_slowest_s(rehearsals[count], mesh) for _ in range(_REPEATS)]) for count in layers
     )
     layer_s = max(0.0, most_s - least_s) / max(1, layers[1] - layers[0])
-    read = torch.tensor([reading.num_bytes, reading.num_bytes if first else 0, _LEAST_BYTES], dtype=torch.float64)
+    read_alone = reading.num_bytes if first else 0
+    read = torch.tensor([reading.num_bytes, read_alone, read_alone > 0, _LEAST_BYTES, first], dtype=torch.float64)
     dist.all_reduce(read, group=mesh.control)
-    machines = -(-mesh.num_ranks // mesh.ranks_per_machine)
+    everyone_bytes, alone_bytes, reading_machines, fresh_bytes, machines = read.tolist()
     return CopySpec(
-        rank_bytes_per_s=float(read[1]) / machines / statistics.median(alone_s),
-        machine_bytes_per_s=float(read[0]) / machines / statistics.median(machine_s),
-        taken_bytes_per_s=float(read[2]) / machines / statistics.median(fresh_s),
+        rank_bytes_per_s=alone_bytes / reading_machines / statistics.median(alone_s),
+        machine_bytes_per_s=everyone_bytes / reading_machines / statistics.median(machine_s),
+        taken_bytes_per_s=fresh_bytes / machines / statistics.median(fresh_s),
         fixed_s=max(0.0, least_s - layer_s * layers[0]),
         layer_s=layer_s,
     )
 
 
 class _Reading:
-    """What one rank reads: the shared pieces that the next rank with any holds, round and round."""
+    """What one rank reads: the shared pieces that the next rank with any holds, round and round; nothing where no rank
+    of its machine holds one (`plan.twin_bytes` may leave out all that a machine has)."""
 
     def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
         held = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
@@ -63,15 +65,16 @@ class _Reading:
         with mesh.watch.waiting("what ranks hold in shared memory"):
             dist.all_gather_object(everyone, held, group=mesh.control)
         holding = [rank for rank, there in enumerate(everyone) if any(twins.reaches(index, rank) for index in there)]
-        self._source = min(holding, key=lambda rank: (rank - mesh.rank - 1) % mesh.num_ranks)
-        self._twins, self._into, self.num_bytes = twins, list[tuple[int, torch.Tensor]](), 0
+        self._source = min(holding, key=lambda rank: (rank - mesh.rank - 1) % mesh.num_ranks, default=mesh.rank)
+        self._twins, self._into, self.num_bytes, self._rounds = twins, list[tuple[int, torch.Tensor]](), 0, 0
         for index in everyone[self._source]:
             size = pieces[index].piece.num_elements * pieces[index].piece.weight_bytes
             if not self._into or self.num_bytes + size <= _MOST_BYTES:
                 self._into.append((index, torch.zeros(size, dtype=torch.uint8)))
                 self.num_bytes += size
-        self._rounds = -(-_LEAST_BYTES // self.num_bytes)
-        self.num_bytes *= self._rounds
+        if self.num_bytes:
+            self._rounds = -(-_LEAST_BYTES // self.num_bytes)
+            self.num_bytes *= self._rounds
 
     def run(self) -> None:
         for _ in range(self._rounds):

@@ -139,7 +139,8 @@ class LiveStages:
                 if live.shared is None:
                     state[name] = torch.zeros_like(shard, dtype=buffer.grads.dtype)
                 else:
-                    state[name] = live.shared.tensor(name, start, start + shard.numel())
+                    # Written, so that its pages are there when the process is measured before the first step.
+                    state[name] = live.shared.tensor(name, start, start + shard.numel()).zero_()
             if MASTER_NAME in state:
                 state[MASTER_NAME].copy_(shard)
             found.append(state)
@@ -159,7 +160,12 @@ class LiveStages:
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], room_bytes: int) -> None:
         """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
-        there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time."""
+        there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time.
+
+        On a GPU nothing is done: its memory has no page faults, and what is taken would count as the step's, whose
+        measured peak corrects decisions (`plan.feedback.measured_layouts`)."""
+        if self.mesh.device.type != "cpu":
+            return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
             return
         self._expected = mesh

@@ -45,7 +45,7 @@ class Monitor:
         Args:
             switch: before the step; None = there was none.
             peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
-                without temporary buffers).
+                without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
         """
         plan, decision, switch_ratio = planned.plan, planned.decision, None
         if switch is not None:
@@ -57,5 +57,5 @@ class Monitor:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
         self._layout = plan.layout
         if self.track is not None:
-            self.track.note(plan, measured.step_time_s, switch_ratio, peak_bytes)
+            self.track.note(plan, measured.step_time_s, switch_ratio, peak_bytes if switch is None else None)
         return decision

@@ -7,7 +7,7 @@ from evenload.errors import ConfigError
 from evenload.plan.reconfiguration.twins import shared_bytes, shared_pieces
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.twin_memory import TwinMemory, open_twins, placed
+from evenload.runtime.stages.twin_memory import TwinMemory, open_twins, placed, told_by_all
 from evenload.runtime.stages.weight_arrival import mark_held
 
 
@@ -44,6 +44,8 @@ def opened_twins(
         return None, (), None
     sizes = [live.piece for live in pieces]
     shared = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes)
+    # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
+    shared = frozenset.intersection(*told_by_all(shared, mesh))
     parts = [live.dtypes if index in shared else None for index, live in enumerate(pieces)]
     places, num_bytes = placed(parts, [live.capacity for live in pieces])
     found = open_twins(places, num_bytes, len(sizes), mesh)

@@ -136,7 +136,7 @@ def open_twins(places: Mapping[int, Place], num_bytes: int, num_pieces: int, mes
         mine: tuple[tuple[int, int, int] | None, str] = own.address, ""
     except OSError as error:
         mine = None, f"rank {mesh.rank}: {error}"
-    addresses = _told_by_all(mine, mesh)
+    addresses = told_by_all(mine, mesh)
     others: dict[int, OthersMemory] = {}
     try:
         for rank in _neighbourhood(mesh):
@@ -145,7 +145,7 @@ def open_twins(places: Mapping[int, Place], num_bytes: int, num_pieces: int, mes
                 others[rank] = OthersMemory(address)
     except OSError as error:
         told = f"rank {mesh.rank}: {error}"
-    reasons = [reason for _, reason in addresses if reason] or [one for one in _told_by_all(told, mesh) if one]
+    reasons = [reason for _, reason in addresses if reason] or [one for one in told_by_all(told, mesh) if one]
     if reasons or own is None:
         return reasons[0]
     return TwinMemory(own, others, places, num_pieces)
@@ -158,7 +158,8 @@ def _neighbourhood(mesh: Mesh) -> list[int]:
     return [rank for rank in machine[: mesh.ranks_per_machine] if rank % tp == mesh.rank % tp]
 
 
-def _told_by_all(mine: object, mesh: Mesh) -> list:
+def told_by_all(mine: object, mesh: Mesh) -> list:
+    """In the order of ranks. Collective."""
     told: list = [None] * mesh.num_ranks
     with mesh.watch.waiting("the shared memory of the machine"):
         dist.all_gather_object(told, mine, group=mesh.control)

@@ -1,0 +1,83 @@
+"""What a run measures of switches at its start, and for which of them it takes memory ahead."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evenload.plan.reconfiguration.moves import Piece
+from evenload.runtime.stages import copy_timings
+from evenload.runtime.stages.copy_timings import _Reading
+from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.sparse_memory import SparseMemory
+from evenload.runtime.stages.twin_memory import PieceMemory, placed
+from evenload.runtime.trainer import Trainer
+from evenload.types.layout import even_layout
+
+PIECES = [
+    SimpleNamespace(
+        piece=Piece(unit=unit, num_elements=10, weight_bytes=4), is_held=True, shared=object() if unit == 0 else None
+    )
+    for unit in range(2)
+]
+
+
+@pytest.mark.parametrize(("rank", "source"), [(0, 1), (1, 0), (2, None), (3, None)])
+def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source, monkeypatch):
+    """The budget held the first piece, which two machines of two ranks each have on the first one alone."""
+    read = []
+
+    def told(everyone, mine, group) -> None:
+        everyone[:] = [[0], [0], [], []]
+
+    monkeypatch.setattr(copy_timings.dist, "all_gather_object", told)
+    monkeypatch.setattr(copy_timings, "_LEAST_BYTES", 100)
+    watch = SimpleNamespace(waiting=lambda what: nullcontext())
+    mesh = SimpleNamespace(rank=rank, num_ranks=4, control=None, watch=watch)
+    twins = SimpleNamespace(
+        reaches=lambda piece, other: piece == 0 and other // 2 == rank // 2,
+        read=lambda piece, part, source, start, into, num_updates: read.append((piece, source)),
+    )
+    one = _Reading(PIECES, twins, mesh)
+    one.run()
+    assert one.num_bytes == (0 if source is None else 120)
+    assert read == ([] if source is None else [(0, source)] * 3)
+
+
+def test_memory_is_taken_ahead_in_what_the_step_and_the_kept_steps_leave():
+    asked = []
+    live = SimpleNamespace(look_ahead=lambda coming, room_bytes: asked.append((coming(), room_bytes)))
+    here = SimpleNamespace(live=live, memory_cap_bytes=1000, survivors=SimpleNamespace(num_bytes=300))
+    Trainer._looking_ahead(here, lambda: None, 600)()
+    assert asked == [(None, 100)]
+
+
+def test_nothing_is_taken_ahead_on_a_gpu():
+    def coming():
+        raise AssertionError("asked for")
+
+    LiveStages.look_ahead(SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda"))), coming, 2**40)
+    with pytest.raises(AssertionError, match="asked for"):
+        LiveStages.look_ahead(SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu"))), coming, 2**40)
+
+
+def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
+    """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
+    count, names = 2**16, ("exp_avg", "exp_avg_sq")
+    places, num_bytes = placed([dict.fromkeys(names, torch.float32)], [count])
+    own = SparseMemory(num_bytes)
+    live = SimpleNamespace(
+        piece=Piece(unit=0, num_elements=count, weight_bytes=4), state_names=names, shared=PieceMemory(own, places[0])
+    )
+    values = torch.ones(count)
+    buffer = SimpleNamespace(values=values, grads=torch.zeros(1), shard=lambda values, rank, size: values)
+    here = SimpleNamespace(
+        held=SimpleNamespace(buffers=[buffer]),
+        mesh=SimpleNamespace(layout=even_layout(1), pp_rank=0, data_rank=0, data_size=1),
+        _live_of=lambda group: live,
+    )
+    (state,) = LiveStages.initial_state(here)
+    assert own.taken_bytes() == 2 * 4 * count
+    assert set(state) == set(names)
+    assert not any(tensor.any() for tensor in state.values())
