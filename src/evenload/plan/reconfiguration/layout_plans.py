@@ -5,7 +5,6 @@ offload in all stages, which every `StepPlanner` chooses by itself, and layers t
 (`layer_plan`, FlexPipe's O_plan). The faster one that fits is the layout's plan.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ class LayoutPlans:
         self._coefficients_of = coefficients_of
         self.options_of = options_of or (lambda layout, coefficients: start.options)
         self._planners = {(start.layout.arrangement, start.options.policy): start}
-        self._recomputing_planner = functools.lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
+        self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
         self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
 
     def forget_before(self, step: int) -> None:
@@ -131,12 +130,16 @@ class LayoutPlans:
         )
 
     def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
-        if any(layout.recomputed_counts):
-            return self._recomputing_planner(msgspec.structs.replace(layout, generation=0), policy)
-        key = layout.arrangement, policy
-        if key not in self._planners:
-            self._planners[key] = self._new_planner(*key)
-        return self._planners[key]
+        key = msgspec.structs.replace(layout, generation=0), policy
+        if not any(layout.recomputed_counts):
+            if key not in self._planners:
+                self._planners[key] = self._new_planner(*key)
+            return self._planners[key]
+        planner = self._recomputing.pop(key, None) or self._new_planner(*key)
+        self._recomputing[key] = planner  # the newest last
+        if len(self._recomputing) > _KEPT_RECOMPUTING:
+            del self._recomputing[next(iter(self._recomputing))]
+        return planner
 
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
