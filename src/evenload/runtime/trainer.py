@@ -330,10 +330,8 @@ class Trainer:
 
     def _looking_ahead(self, coming: Callable[[], ParallelLayout | None], peak_bytes: int) -> Callable[[], None]:
         """Where the next step runs in another layout, begins what can be done before it beside a step of this peak."""
-        if self.live is None:
-            return lambda: None
-        cap_bytes = self.memory_cap_bytes - self.survivors.num_bytes
-        return functools.partial(self.live.look_ahead, coming, cap_bytes - peak_bytes)
+        room_bytes = self.memory_cap_bytes - self.survivors.num_bytes - peak_bytes
+        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, room_bytes)
 
     def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout, or in another generation of this one. Collective."""
