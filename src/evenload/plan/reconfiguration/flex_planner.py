@@ -13,7 +13,7 @@ steps that are known ahead are kept until those steps come, so a step costs a pl
 `finalists` others, however many steps are known, and HBSA (milliseconds).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -173,30 +173,11 @@ class FlexPlanner:
             )
 
         found, keep = self._searched(known, state.layout), outcome(state.layout)
-        others: list[LayoutOutcome] = []
-        without_room: list[str] = []
-        for layout in self.candidates.worth_planning(found, state.layout):
-            there = outcome(layout)
-            if there.proposal.feasible and not self._has_room(state.layout, there.proposal.plan):
-                without_room.append(layout.describe())
-                continue
-            switch_s = measured.switch_factor() * self.switch_seconds(state.layout, there.proposal.plan)
-            others.append(replace(there, switch_s=switch_s))
-            if sum(one.is_finalist for one in others) == self.options.finalists:
-                break
+        layouts = self.candidates.worth_planning(found, state.layout)
+        others, without_room = self._others(map(outcome, layouts), state.layout, measured.switch_factor())
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
-        steps = len(known) if best is None else best.compared_steps(keep)
-        later = 0 if best is None else best.later_steps(keep)
-        keep_s = sum(keep.step_s[:steps])
-        outlook = Outlook(
-            keep_s=keep_s if keep.holds and keep.plans.is_stored else float("inf"),
-            save_s=keep_s if keep.holds else float("inf"),
-            new_s=sum((*keep.step_s[:later], *best.step_s[later:steps])) if best else float("inf"),
-            switch_s=target.switch_s if target else 0.0,
-            later_steps=later,
-            known_steps=steps,
-        )
+        outlook = _outlook(keep, best, target.switch_s if target else 0.0)
         decision = decide(outlook, state, self.options)
         switched_to = target if decision.action == "switch" else None
         if switched_to is not None:
@@ -216,6 +197,23 @@ class FlexPlanner:
         )
         after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
         return FlexProposal(proposal, after, decision, found[0], told)
+
+    def _others(
+        self, outcomes: Iterable[LayoutOutcome], current: ParallelLayout, switch_factor: float
+    ) -> tuple[list[LayoutOutcome], list[str]]:
+        """Up to the last finalist, layouts whose switch has room, with its seconds; and those that hold the step, but
+        not the switch, in words. What comes behind is not planned."""
+        others: list[LayoutOutcome] = []
+        without_room: list[str] = []
+        for there in outcomes:
+            if there.proposal.feasible and not self._has_room(current, there.proposal.plan):
+                without_room.append(there.layout.describe())
+                continue
+            switch_s = switch_factor * self.switch_seconds(current, there.proposal.plan)
+            others.append(replace(there, switch_s=switch_s))
+            if sum(one.is_finalist for one in others) == self.options.finalists:
+                break
+        return others, without_room
 
     def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
         """Of every known batch; those of the step before are kept while the layout stays."""
@@ -277,6 +275,21 @@ class FlexPlanner:
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
             f"tried); the closest, {layout.describe()}: {closest.why}{room}",
         )
+
+
+def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -> Outlook:
+    """What is compared: the current layout, and the best other one where there is one."""
+    steps = len(keep.step_s) if best is None else best.compared_steps(keep)
+    later = 0 if best is None else best.later_steps(keep)
+    keep_s = sum(keep.step_s[:steps])
+    return Outlook(
+        keep_s=keep_s if keep.holds and keep.plans.is_stored else float("inf"),
+        save_s=keep_s if keep.holds else float("inf"),
+        new_s=sum((*keep.step_s[:later], *best.step_s[later:steps])) if best else float("inf"),
+        switch_s=switch_s,
+        later_steps=later,
+        known_steps=steps,
+    )
 
 
 def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome]) -> LayoutOutcome | None:
