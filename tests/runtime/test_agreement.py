@@ -12,6 +12,7 @@ from evenload.runtime.comm.agreement import (
     Agreement,
     Decision,
     agree,
+    ended_key,
     gone_key,
     waiting_key,
     waiting_ranks,
@@ -98,7 +99,7 @@ class World:
             )
         )
         if kind == "wait":
-            self.store.values[waiting_key(rank)] = b"yes"  # also of members, who are none that wait
+            self.store.values[waiting_key(rank)] = b"0"  # also of members, who are none that wait
         elif kind == "other":
             self.turn(rank, seconds)
         elif kind == "gone":
@@ -126,7 +127,7 @@ def test_all_that_go_on_have_one_list_and_are_on_it(data, size, num_new):
         assert rank in decision.ranks
         assert list(decision.ranks) == sorted(set(decision.ranks))
         for new in set(decision.ranks) & set(world.new):
-            assert world.store.values.get(waiting_key(new)) == b"yes", "only who waits is let in"
+            assert waiting_key(new) in world.store.values, "only who waits is let in"
     for rank, outcome in world.outcomes.items():
         if outcome == "left out":
             kept = next(iter(decisions.values()), None)
@@ -179,15 +180,41 @@ def test_who_waits_is_on_the_list_of_the_next_round():
     store = Store()
     store.set(PROCESSES_KEY, "5")
     store.set(gone_key(1), "SIGKILL")
-    store.set(waiting_key(2), "yes")
-    store.set(waiting_key(3), "yes")
+    store.set(waiting_key(2), "0")
+    store.set(waiting_key(3), "0")
     store.set(gone_key(3), "SIGKILL")
     assert waiting_ranks(store, (0, 1)) == (2,)
     decision = part(store, 0, (0, 1)).poll(0.0)
     assert decision is not None
     assert decision.ranks == (0, 2)
-    store.set(waiting_key(2), "no")
-    assert waiting_ranks(store, (0, 1)) == (), "it is a member, or was left out as one"
+    assert waiting_ranks(store, (0, 1)) == (), "it is a member"
+    store.set(waiting_key(2), "1")
+    assert waiting_ranks(store, (0,)) == (2,), "that round had no use for it, so it waits for the next"
+
+
+def test_who_was_let_in_and_never_came_does_not_wait_again():
+    """Process 2 was stopped before it saw that it is on the list: it would be let in, and waited for, for ever."""
+    store = Store()
+    store.set(PROCESSES_KEY, "3")
+    store.set(waiting_key(2), "0")
+    decision = part(store, 0, (0,)).poll(0.0)
+    assert decision is not None
+    assert decision.ranks == (0, 2)
+    survivor = part(store, 0, (0, 2), number=2)
+    assert survivor.poll(0.0) is None, "it is a member that could still report"
+    decision = survivor.poll(PATIENCE_S)
+    assert decision is not None
+    assert decision.ranks == (0,)
+    assert waiting_ranks(store, (0,)) == ()
+
+
+def test_nobody_waits_for_a_process_that_has_finished():
+    """It was done when another was lost, and will report nothing."""
+    store = Store()
+    store.set(ended_key(1), "ended")
+    decision = part(store, 0, (0, 1)).poll(0.0)
+    assert decision is not None
+    assert decision.ranks == (0,)
 
 
 def test_without_a_store_a_rank_stops():

@@ -32,7 +32,7 @@ from evenload.runtime.comm.agreement import (
     decision_of,
     ended_key,
     gone_key,
-    waiting_key,
+    is_waiting,
 )
 from evenload.types.scaled_units import format_bytes
 
@@ -142,10 +142,10 @@ class _Ranks:
     def look(self) -> None:
         """Wait until a process ends, or a while, and see what has happened."""
         connection.wait([process.sentinel for process, _ in self._running.values()], timeout=_LOOK_S)
+        # Before decisions are read: one that ended because of a decision is known to be left out when it is looked at.
+        ended = [(rank, *found) for rank, found in self._running.items() if not found[0].is_alive()]
         self._end_left_out()
-        for rank, (process, ours) in list(self._running.items()):
-            if process.is_alive():
-                continue
+        for rank, process, ours in ended:
             process.join()
             del self._running[rank]
             said = _outcome(ours)
@@ -198,10 +198,7 @@ class _Ranks:
 
     def _waits(self, rank: int) -> bool:
         """It is no member: it has just been started, or says in the store that it waits."""
-        key = waiting_key(rank)
-        if rank not in self._has_been_member:
-            return True
-        return self._store.check([key]) and self._store.get(key) == b"yes"
+        return rank not in self._has_been_member or is_waiting(self._store, rank)
 
     def _end_left_out(self) -> None:
         """Kill whom the others have left out."""

@@ -2,7 +2,7 @@
 
 They talk through a store that none of them holds (the launcher's), because the ranks they would ask may be the dead:
 
-    gone        the launcher has seen a rank's process end; nobody waits for its report
+    gone        the launcher has seen a rank's process end, killed or done; nobody waits for its report
     waiting     a process that is no member, such as one that the launcher has started in the place of a lost one, wants
                 to become one
     report      every rank that notices the loss says that it is there
@@ -54,12 +54,12 @@ def ended_key(rank: int) -> str:
 
 
 def gone_key(rank: int) -> str:
-    """Set by the launcher, to anything, when the process of a rank has ended."""
+    """Set by the launcher, to anything, when the process of a rank was killed, or is left out and will be."""
     return f"gone/{rank}"
 
 
 def waiting_key(rank: int) -> str:
-    """Set by a process to "yes" when it begins to wait, and to "no" when it has become a member."""
+    """Set by a process when it begins to wait, to the number of the last round that it knows (`is_waiting`)."""
     return f"waiting/{rank}"
 
 
@@ -70,17 +70,30 @@ OVER_KEY = "over"
 """Set by the launcher, to anything, when the run ends: who waits now waits in vain."""
 
 
+def is_waiting(store: AgreementStore, rank: int) -> bool:
+    """Whether a process has begun to wait and is on no list since. Not for the process itself to take back: one that is
+    stopped before it sees the list would wait for ever, and others would let it in again and again."""
+    if not store.check([waiting_key(rank)]):
+        return False
+    number = int(store.get(waiting_key(rank))) + 1
+    while store.check([decision_key(number)]):
+        if rank in decision_of(store, number).ranks:
+            return False
+        number += 1
+    return True
+
+
 def waiting_ranks(store: AgreementStore, members: Collection[int]) -> tuple[int, ...]:
     """Processes that want to become members and live, as far as the store says, ascending."""
     count = int(store.get(PROCESSES_KEY)) if store.check([PROCESSES_KEY]) else 0
     return tuple(
-        rank
-        for rank in range(count)
-        if rank not in members
-        and store.check([waiting_key(rank)])
-        and store.get(waiting_key(rank)) == b"yes"
-        and not store.check([gone_key(rank)])
+        rank for rank in range(count) if rank not in members and not _has_ended(store, rank) and is_waiting(store, rank)
     )
+
+
+def _has_ended(store: AgreementStore, rank: int) -> bool:
+    """Killed, or done: one that has finished while the others still write is no loss, and reports nothing."""
+    return store.check([gone_key(rank)]) or store.check([ended_key(rank)])
 
 
 def decision_key(number: int) -> str:
@@ -134,7 +147,7 @@ class Agreement:
             store.set(self._key(f"report/{self._rank}"), "here")
         if store.check([decision_key(self._number)]):
             return self._checked(store.get(decision_key(self._number)))
-        left = [rank for rank in self._members if rank == self._rank or not store.check([gone_key(rank)])]
+        left = [rank for rank in self._members if rank == self._rank or not _has_ended(store, rank)]
         here = tuple(sorted(rank for rank in left if store.check([self._key(f"report/{rank}")])))
         if len(here) < len(left) and now_s - self._begun_s < self._patience_s:
             return None

@@ -130,12 +130,13 @@ class Membership:
             RankLostError: there is no store any more.
         """
         try:
-            self._store.set(waiting_key(self.start_rank), "yes")
+            while self._store.check([decision_key(self.round + 1)]):  # of others, before this process came
+                self._take(decision_of(self._store, self.round + 1))
+            self._store.set(waiting_key(self.start_rank), str(self.round))
             while not self._store.check([OVER_KEY]):
                 while self._store.check([decision_key(self.round + 1)]):
                     self._take(decision_of(self._store, self.round + 1))
                     if self.is_member:
-                        self._store.set(waiting_key(self.start_rank), "no")
                         return True
                 time.sleep(_JOIN_LOOK_S)
         except RuntimeError as error:
