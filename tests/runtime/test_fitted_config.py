@@ -66,6 +66,17 @@ def test_virtual_stages_and_uneven_layers_of_a_named_layout_are_kept():
     assert described(fitted) == ["pp=2 virtual=2 layers=1+2+2+3"]
 
 
+def test_stages_with_different_numbers_of_ranks():
+    """What is left of one cannot hold it: another that is named, or the rule's, whose stages have as many each."""
+    parallel = {"pp": 3, "stage_devices": (1, 2, 1)}
+    assert described(fitted_config(config_of(**parallel), NUM_LAYERS, 3)) == ["pp=3"]
+    assert described(fitted_config(config_of(**parallel), NUM_LAYERS, 2)) == ["pp=2"]
+    assert described(fitted_config(config_of(("pp=2",), **parallel), NUM_LAYERS, 2)) == ["pp=2"]
+    balanced = config_of(("pp=2,devices=2+1", "pp=2"), **parallel)
+    balanced = msgspec.structs.replace(balanced, plan=msgspec.structs.replace(balanced.plan, strategy="balanced"))
+    assert described(fitted_config(balanced, NUM_LAYERS, 3))[0].startswith("pp=2 devices=2+1")
+
+
 def test_a_rank_that_is_left_alone_gives_its_work_to_nobody():
     config = config_of(feedback=True, dp=3)
     assert fitted_config(config, NUM_LAYERS, 2).plan.feedback

@@ -76,6 +76,7 @@ def _as_parallel(parallel: ParallelConfig, layout: ParallelLayout) -> ParallelCo
         pp=layout.pp,
         virtual=layout.num_stages // layout.pp,
         stage_layers=None if layout.is_even else layout.stage_counts,
+        stage_devices=layout.devices if layout.has_wide_stages else None,
     )
 
 

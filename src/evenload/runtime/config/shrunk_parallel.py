@@ -2,7 +2,7 @@
 
 Of the layouts with as many tensor- and context-parallel ranks as before, and in which the run could start, one that
 uses most ranks; of these the one whose number of stages is nearest to before, and then the deeper one, where a rank
-holds less of the model.
+holds less of the model. All of its stages have as many ranks each, also where those before had not.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def shrunk_parallel(
         ConfigError: one replica of one stage needs more ranks, or no run starts in any layout of so many.
     """
     inner = parallel.cp * parallel.tp
-    if num_ranks >= inner * parallel.pp * parallel.dp:
+    if num_ranks >= inner * parallel.dp * sum(parallel.stage_devices or [1] * parallel.pp):
         return parallel
     if num_ranks < inner:
         raise ConfigError(
@@ -51,6 +51,6 @@ def shrunk_parallel(
 
 
 def _sized(parallel: ParallelConfig, pp: int, dp: int) -> ParallelConfig:
-    if pp == parallel.pp:
+    if pp == parallel.pp and parallel.stage_devices is None:
         return msgspec.structs.replace(parallel, dp=dp)
-    return msgspec.structs.replace(parallel, pp=pp, dp=dp, virtual=1, stage_layers=None)
+    return msgspec.structs.replace(parallel, pp=pp, dp=dp, virtual=1, stage_layers=None, stage_devices=None)
