@@ -159,6 +159,21 @@ def test_another_layout_takes_other_memory(tmp_path):
         require_whole(found)
 
 
+def test_memory_of_the_layout_before_goes_before_that_of_the_next_is_taken(tmp_path, monkeypatch):
+    """Pages of a removed file stay while it is mapped: a third slot, for which nobody has counted."""
+    kept, still_mapped, make = KeptSteps(tmp_path, 0, 0, 1), [], shared_memory.SharedTensors.make
+
+    def noting(self, *arguments):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        still_mapped.append([line for line in maps if str(tmp_path) in line and line.endswith("(deleted)")])
+        return make(self, *arguments)
+
+    monkeypatch.setattr(shared_memory.SharedTensors, "make", noting)
+    for step, edge in enumerate((3, 3, 5)):
+        finish(kept, step, {name: [edge] for name in SHAPES}, 0)
+    assert still_mapped == [[], [], []]
+
+
 def test_what_is_lacking_is_an_error(tmp_path):
     kept = KeptSteps(tmp_path, 0, 0, 1)
     kept.write(0, {"weights.a": TensorPieces(*pieces_of_range(torch.zeros(5), 2, (7,), None))})

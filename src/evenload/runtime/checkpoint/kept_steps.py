@@ -100,6 +100,7 @@ class KeptSteps:
         slot = self._slot(steps_done)
         pieces = list(_placed(tensors))
         if not slot.is_dir() or self._states[steps_done % 2][0] != pieces:
+            self._states[steps_done % 2] = [], []  # else its pages would stay, mapped, beside those that are taken now
             self._states[steps_done % 2] = pieces, _made(slot, pieces, tensors)
         parts = (piece.local for tensor in tensors.values() for piece in tensor.pieces)
         for kept, part in zip(self._states[steps_done % 2][1], parts, strict=True):
