@@ -34,6 +34,12 @@ def test_steps_after_the_checkpoint_are_trained_again(tmp_path, trained, steps_d
     assert found == record(steps_done, repeated)
 
 
+def test_a_row_of_a_step_that_not_all_finished_is_no_repetition(tmp_path):
+    """Rank 0 had written it when another rank was lost; it is cut off, so each step has one row."""
+    write_rows(tmp_path, [0, 1, 2])
+    assert start_record(tmp_path, ranks=2, layout="pp=2", steps_done=2, is_kept=True) == record(2, 0)
+
+
 def test_a_run_without_a_row_repeats_nothing(tmp_path):
     assert start_record(tmp_path, ranks=1, layout="single", steps_done=0).steps_repeated == 0
 

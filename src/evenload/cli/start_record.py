@@ -3,6 +3,8 @@
 Written by rank 0 before it trains, where ranks may be lost (`train.on_lost_rank = "shrink"`). A step that was trained
 before the loss and is not in the checkpoint is trained again, with the same documents: it has a row in `metrics.jsonl`
 for each time, of which the last one counts, and the account of documents, which lies in the checkpoint, has it once.
+After a step that all kept in memory nothing finished is trained again: the row of a later one, which not all had
+finished when a rank was lost, is cut off.
 """
 
 import os
@@ -22,7 +24,7 @@ class StartRecord(Frozen):
 
     Args:
         ranks: that train, and the layout in which they do, as `ParallelLayout.describe` says it.
-        steps_done: that are in the checkpoint from which they go on; 0 = from the beginning.
+        steps_done: that are in the checkpoint, or in memory, from which they go on; 0 = from the beginning.
         steps_repeated: trained before and not in it: steps `steps_done` to `steps_done + steps_repeated - 1`.
     """
 
@@ -47,9 +49,12 @@ class StartRecord(Frozen):
         return f"{why}: {was}{self.ranks} in layout {self.layout} now; training {since}; {again}"
 
 
-def start_record(directory: Path, *, ranks: int, layout: str, steps_done: int) -> StartRecord:
-    """Of a start in a run's directory; what is trained again follows from its metrics."""
+def start_record(directory: Path, *, ranks: int, layout: str, steps_done: int, is_kept: bool = False) -> StartRecord:
+    """Of a start in a run's directory; what is trained again follows from its metrics, and is none after a step that
+    all kept in memory."""
     metrics = directory / "metrics.jsonl"
+    if is_kept:
+        return StartRecord(ranks=ranks, layout=layout, steps_done=steps_done, steps_repeated=0)
     trained = [int(row["step"] or 0) for row in read_metrics(metrics)] if metrics.is_file() else []
     # The last line, not the largest: what an earlier start repeated has not been trained further since.
     repeated = max(0, trained[-1] + 1 - steps_done) if trained else 0

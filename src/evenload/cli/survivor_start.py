@@ -2,10 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from evenload.cli.launch_survivors import SURVIVOR_FOLDER
 from evenload.runtime.checkpoint.kept_steps import KeptSteps, last_kept
 from evenload.runtime.comm.membership import Membership
+
+
+class Standing(NamedTuple):
+    """Steps that are done where members begin, kept in memory by all before them or else saved."""
+
+    steps_done: int
+    is_kept: bool
 
 
 def kept_steps(members: Membership) -> KeptSteps | None:
@@ -16,12 +24,12 @@ def kept_steps(members: Membership) -> KeptSteps | None:
     return KeptSteps(Path(folder), members.round, members.start_rank, len(members.ranks))
 
 
-def standing(members: Membership, saved_steps: int) -> int:
-    """Steps that are done where these begin; to be asked when the members before them have ended or left.
+def standing(members: Membership, saved_steps: int) -> Standing:
+    """Where these begin; to be asked when the members before them have ended or left.
 
     Args:
         saved_steps: in the last checkpoint.
     """
     folder = os.environ.get(SURVIVOR_FOLDER)
     kept = None if not folder else last_kept(Path(folder), members.round)
-    return saved_steps if kept is None else kept.steps_done
+    return Standing(saved_steps, is_kept=False) if kept is None else Standing(kept.steps_done, is_kept=True)

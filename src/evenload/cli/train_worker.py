@@ -52,7 +52,7 @@ from evenload.types.scaled_units import format_bytes
 _OTHERS_CAME = "others are let in"
 
 _MOST_IN_VAIN = 2
-"""Rounds in a row that may end with nobody lost and nothing saved."""
+"""Rounds in a row that may end with nobody lost and nothing kept or saved."""
 
 
 def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | None = None) -> int:
@@ -86,14 +86,12 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
             return 0
         # Cores and memory of the machine are divided by those that are left on it.
         here["LOCAL_WORLD_SIZE"] = str(size)
-        steps_done = standing(members, saved_steps(config))
+        start = standing(members, saved_steps(config))
         if members.rank == 0:
-            note_start(config, layouts[0], steps_done, why)
+            note_start(config, layouts[0], start.steps_done, why, is_kept=start.is_kept)
         grows = partial(_is_larger_with_others, config, num_layers, members)
         try:
-            with started_rank(now, *layouts, members=members) as setup:
-                kept = kept_steps(members)
-                stopped = train_as_rank(now, setup, cache, command, StopRequest(line), grows, kept)
+            stopped = _train_round(now, layouts, members, cache, command, line, grows)
             if stopped is not None:
                 return stopped
             why = _OTHERS_CAME
@@ -105,10 +103,11 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
         if config.train.survivor_memory == "shared":
             members.await_end(set(before) - set(members.ranks))
-        in_vain = 0 if lost or standing(members, saved_steps(config)) != steps_done else in_vain + 1
+        has_come_on = standing(members, saved_steps(config)).steps_done != start.steps_done
+        in_vain = 0 if lost or has_come_on else in_vain + 1
         if in_vain == _MOST_IN_VAIN:
             raise RankLostError(
-                f"connections broke {in_vain} times in a row though every rank lives and without a checkpoint in "
+                f"connections broke {in_vain} times in a row though every rank lives, with no step kept or saved in "
                 f"between, so going on would not end ({why}); raise train.timeout_s where a rank is only slow"
             )
         if why != _OTHERS_CAME:
@@ -116,6 +115,21 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
         elif lost:
             why += f", and lost {', '.join(lost)}"
     return 0
+
+
+def _train_round(
+    config: TrainConfig,
+    layouts: tuple[ParallelLayout, ...],
+    members: Membership,
+    cache: Path,
+    command: str,
+    line: StopLine | None,
+    asked_to_pause: Callable[[], bool],
+) -> int | None:
+    """`train_as_rank` with these members. A function of its own, so that when it ends nothing holds groups of the round
+    or maps what was kept in it."""
+    with started_rank(config, *layouts, members=members) as setup:
+        return train_as_rank(config, setup, cache, command, StopRequest(line), asked_to_pause, kept_steps(members))
 
 
 def _is_larger_with_others(config: TrainConfig, num_layers: int, members: Membership) -> bool:
@@ -127,16 +141,21 @@ def _is_larger_with_others(config: TrainConfig, num_layers: int, members: Member
     return layout_of(fitted, num_layers).world_size > len(members.ranks)
 
 
-def note_start(config: TrainConfig, layout: ParallelLayout, steps_done: int, why: str) -> None:
+def note_start(
+    config: TrainConfig, layout: ParallelLayout, steps_done: int, why: str, *, is_kept: bool = False
+) -> None:
     """As the first of the ranks: write down with whom training goes on and, where this is not the start of the run, say
     what changed.
 
     Args:
         steps_done: from which they go on.
         why: they do; "" = the run starts.
+        is_kept: they go on from a step that all kept in memory.
     """
     directory = Path(config.train.output_dir)
-    record = start_record(directory, ranks=layout.world_size, layout=layout.describe(), steps_done=steps_done)
+    record = start_record(
+        directory, ranks=layout.world_size, layout=layout.describe(), steps_done=steps_done, is_kept=is_kept
+    )
     earlier = read_starts(directory)
     if why:
         warn(record.line(earlier[-1] if earlier else None, why))
@@ -179,6 +198,8 @@ def train_as_rank(
             console.print(f"checkpoint {trainer.save()}")
             if last is not None:
                 files.write(last)
+            elif mesh.rank == 0:  # all were kept: of the last ones the rank that wrote the files may be gone
+                files.write_pictures()
         if trainer.stop_signal:
             show_stopped(console, trainer, command)
         elif trainer.is_paused:
