@@ -1,5 +1,6 @@
 """A process ends itself where its job's store is silent, and only there."""
 
+import re
 import threading
 import time
 
@@ -47,7 +48,8 @@ def test_a_silent_store_ends_the_process(ended, answers):
     started(lambda: store, ended)
     wait_until(lambda: ended)
     assert time.monotonic() - from_s >= LIMIT_S
-    assert "the job's store has not answered for 0 s: the link to its machine is cut" in ended[0]
+    # Not how many seconds: a thread may wait for a core.
+    assert re.match(r"the job's store has not answered for \d+ s: the link to its machine is cut", ended[0])
 
 
 def test_a_store_that_cannot_be_reached_ends_the_process(ended):
@@ -81,7 +83,13 @@ def test_neither_a_store_that_answers_nor_one_that_has_ended_does(ended):
 
 
 def test_what_is_closed_watches_no_more(ended):
+    def watching() -> int:
+        return sum(thread.name == "evenload-lifeline-watches" for thread in threading.enumerate())
+
+    wait_until(lambda: watching() == 0)  # those of earlier tests
     store = SilentStore(0)
-    started(lambda: store, ended).close()
-    time.sleep(2 * LIMIT_S)
+    lives = started(lambda: store, ended, limit_s=600.0)
+    assert watching() == 1
+    lives.close()
+    wait_until(lambda: watching() == 0)
     assert ended == []
