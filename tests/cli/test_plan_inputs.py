@@ -181,7 +181,7 @@ def test_corrupt_records_and_record_kinds_are_asked_for(tmp_path, capsys) -> Non
     ("more", "message"),
     [
         (["--strategy", "best_fitt"], "did you mean 'best_fit'?"),
-        (["--layout", "dp=2,virtal=4"], "as pp=3,layers=3+3+2; did you mean 'virtual'?"),
+        (["--layout", "dp=2,virtal=4"], "or pp=3,devices=1+2+1; did you mean 'virtual'?"),
         (["--layout", "dp=16"], "needs 16 devices"),
         (["--context", "many"], "--context is 'many'; give a number of tokens, such as 131072 or 128k"),
         (["--known-steps", "0"], "known_steps is 0"),

@@ -109,8 +109,8 @@ def throttled_steps(config_file: str, overrides: list[str], stop_after: int, tru
     depends on the machine. What is computed, and how clocks are gathered and followed, is the run's own."""
     run = Executor.run
 
-    def clocked_run(self: Executor, step: RankStep) -> RankRun:
-        done, mesh = run(self, step), self._mesh
+    def clocked_run(self: Executor, step: RankStep, *others: object) -> RankRun:
+        done, mesh = run(self, step, *others), self._mesh
         trace = done.trace
         seconds = [
             action_seconds(step.plan, mesh.dp_rank, action.kind, action.stage, action.pack, true)

@@ -92,8 +92,9 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
         others = [f'"pp={pp}"' for pp in range(1, groups + 1) if groups % pp == 0 and pp != layout.pp]
         such = f", such as plan.layouts = [{', '.join(others[:3])}]" if others else ""
         staying = ", ".join(other.name for other in STRATEGIES.values() if not other.changes_layout)
+        there = "one process" if layout.world_size == 1 else layout.describe()
         raise ConfigError(
-            f"strategy '{name}' changes the layout between steps, and there is {layout.describe()} alone; name the "
+            f"strategy '{name}' changes the layout between steps, and there is {there} alone; name the "
             f"others in plan.layouts{such}, or choose from {staying}"
         )
     if num_layouts > 1 and not (strategy.changes_layout or strategy.follows_layouts):
