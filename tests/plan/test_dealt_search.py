@@ -147,7 +147,8 @@ def test_flexpipe_searches_them_and_plans_in_them() -> None:
     seconds = {name: proposal.plan.predicted.step_time_s for name, proposal in proposals.items()}
     assert min(seconds, key=seconds.__getitem__) == "pp=2 devices=2+1"
     assert best.step_s == pytest.approx(seconds["pp=2 devices=2+1"], rel=0.1), "estimated and simulated"
-    assert flex.propose(0, documents(batch)).proposal.plan.layout == chosen
+    # A change to it needs room for old and new state side by side, which so little memory has not.
+    assert flex.propose(0, documents(batch)).proposal.plan.layout.arrangement == flex.layout.arrangement
 
 
 def test_other_strategies_do_not_search_them() -> None:
