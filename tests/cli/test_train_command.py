@@ -236,7 +236,7 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
         (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
         (["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
         (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
-        (["plan.strategy=flexpipe", "parallel.pp=1"], "changes the layout between steps, and there is one process alone"),
+        (["plan.strategy=flexpipe", "parallel.pp=1"], "and there is one process alone"),
         (["data.sources=corpus"], "data.sources"),
         (["model.path=nowhere"], "no config.json there"),
         (["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
