@@ -134,6 +134,12 @@ class BatchCosts:
                 model, "replay", tp
             )
         self._temp_bytes_per_token = per_token
+        # The same for the hundred mappings that are priced for a batch: parameters of a device, bytes a parameter.
+        self.layer, self.embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
+        self.trained_layer, self.optimizer_bytes = (
+            trained_layer_parameters(model, tp),
+            optimizer_bytes_per_parameter(model),
+        )
 
     def temp_bytes(self, pack_tokens: float) -> tuple[float, float]:
         """While a pack runs: on any stage, and what the last stage has on top."""
@@ -165,8 +171,7 @@ class MappingCosts:
         cp: int = 1,
         tp: int = 1,
     ) -> None:
-        self._layer, self._embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
-        self._trained_layer = trained_layer_parameters(model, tp)
+        self._layer, self._embedding, self._trained_layer = batch.layer, batch.embedding, batch.trained_layer
         self._trains_all = not model.adapter_parameters_per_layer
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm, self._positions = model.norm_parameters, model.position_parameters
@@ -188,7 +193,7 @@ class MappingCosts:
             p2p_s = p2p_bytes / link.bandwidth_bytes_per_s + link.latency_s
         element, copies = model.bytes_per_element, dp * cp
         self._weight_bytes = element
-        self._trained_bytes = max(element, 4) + optimizer_bytes_per_parameter(model) / copies
+        self._trained_bytes = max(element, 4) + batch.optimizer_bytes / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
         latency_s = coefficients.ring_seconds(0.0, copies)
         moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
