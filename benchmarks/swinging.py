@@ -40,6 +40,7 @@ from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from results import Row, median_ratio, run_benchmark
+from token_runs import save_tokens
 
 WORLD = 2
 BATCH = 4
@@ -96,8 +97,7 @@ def write_run(directory: Path, phases: tuple[tuple[str, int], ...]) -> None:
     generator = np.random.default_rng(0)
     means = np.repeat([{"short": SHORT, "long": LONG}[name] for name, _ in phases], [BATCH * n for _, n in phases])
     lengths = generator.integers(3 * means // 4, 5 * means // 4, endpoint=True)
-    np.save(directory / "tokens.npy", generator.integers(0, VOCABULARY, lengths.sum(), dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", np.concatenate([[0], np.cumsum(lengths)]))
+    save_tokens(directory, lengths, VOCABULARY, generator)
     (directory / "config.toml").write_text(
         f"""
         [model]
