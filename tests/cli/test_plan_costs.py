@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
+from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, MeasuredOn, write_coefficients
+from evenload.cost.copy_spec import CopySpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
@@ -96,3 +98,14 @@ def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, mess
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_a_run_measured_of_switches_is_used_and_its_lack_is_said() -> None:
+    layout = even_layout(SMALL.num_layers)
+    without = measured_on_one_device(SMALL)
+    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
+    measured = msgspec.structs.replace(without, copies=copies)
+    for costs, is_said in ((None, True), (without, True), (measured, False)):
+        found = PlanCosts(SMALL, cluster_from("h100x8"), costs, "cost file", reads_twins=True)
+        assert any("change of the layout takes was not measured" in note for note in found.notes(layout)) == is_said
+        assert found.of(layout).copies == (copies if costs is measured else None)

@@ -303,3 +303,21 @@ def test_settings_win_over_the_configuration_of_a_run(project) -> None:
     found = json.loads(Path("out.json").read_text())
     assert found["inputs"]["policy"] == "recompute"
     assert max(row["max_pack_tokens"] for row in found["strategies"]) <= 600
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_said"),
+    [
+        ('layouts = ["dp=4"]', True),
+        ('layouts = ["dp=4"]\ntwin_bytes = 0', False),
+        ("", False),
+    ],
+    ids=["copies", "everything sent", "one layout"],
+)
+def test_switches_of_a_cpu_run_that_were_not_measured_are_said(project, capsys, plan, is_said):
+    """The run measures what its copies take; the data sheet's links know nothing of that."""
+    config = Path("config.toml")
+    text = config.read_text().replace("memory_bytes = 2000000000", f"memory_bytes = 2000000000\n{plan}")
+    config.write_text(text)
+    assert run("plan", "config.toml", "--cluster", "h100x8", "--strategy", "balanced") == 0
+    assert ("cost: what a change of the layout takes was not measured" in capsys.readouterr().out) == is_said

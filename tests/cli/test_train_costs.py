@@ -88,6 +88,13 @@ def test_a_file_that_is_no_cost_file_is_refused(model, capsys, content, message)
     assert message in error
 
 
+def test_a_budget_for_what_is_shared_is_refused_where_nothing_moves_between_layouts(model, capsys):
+    config = Path("config.toml")
+    config.write_text(config.read_text() + "[plan]\ntwin_bytes = 1000\n")
+    message = "plan.twin_bytes is 1000, but the run takes one layout, pp=2, so nothing moves between layouts"
+    assert message in refused(capsys)
+
+
 def profiled(model: ModelSpec):
     """Costs with a record, as `evenload profile` leaves them."""
     error = FitError(packs=20, folds=5, median=0.03, p90=0.08)

@@ -1,13 +1,11 @@
 import itertools
 from fractions import Fraction
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.copy_spec import CopySpec
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
 from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
@@ -211,21 +209,3 @@ def shares(layout: ParallelLayout, unit: int, tied: bool) -> dict[int, tuple[Fra
         for cp in range(layout.cp)
         for tp in range(layout.tp)
     }
-
-
-def test_what_processes_read_of_each_other_is_priced_by_their_copies():
-    """Nobody sends, one rank reads at its rate, many share the machine's; whatever moves, there is a fixed part, and
-    one for each layer that a rank comes to hold."""
-    model, old, new = sample_model(), layout_of([1, 1, 1], dp=1), layout_of([3], dp=3)
-    copies = CopySpec(rank_bytes_per_s=10.0, machine_bytes_per_s=20.0, taken_bytes_per_s=1.0, fixed_s=4.0, layer_s=1.0)
-    costs = msgspec.structs.replace(linked(3), copies=copies)
-    weights = _missing_bytes(_weights_of(model, new), model, 3, old, new)[0] * _holds(new, model)
-    state = _missing_bytes(_state_of(model, new), model, 3, old, new)[0] * _holds(new, model)
-    assert weights.sum() / 20.0 > weights.sum(axis=1).max() / 10.0
-    expected = 7.0 + weights.sum() / 20.0 + state.sum() / 20.0
-    assert switch_seconds(model, costs, old, new) == pytest.approx(expected)
-    assert switch_seconds(model, costs, old, new, hidden_s=1e9) == pytest.approx(7.0 + weights.sum() / 20.0)
-    assert switch_seconds(model, costs, old, old) == 0.0
-    # On machines of one process each, everything is sent.
-    apart = msgspec.structs.replace(linked(1), copies=copies)
-    assert switch_seconds(model, apart, old, new) == pytest.approx(7.0 + switch_seconds(model, linked(1), old, new))

@@ -30,7 +30,7 @@ from shrink_cases import (
     train_and_die,
     train_and_stick,
 )
-from small_run import write_small_costs, write_small_run
+from small_run import write_small_costs, write_steps
 from sweeps import sweep
 
 STEPS = 6
@@ -39,13 +39,7 @@ COMMON = ["train.on_lost_rank=shrink", "train.checkpoint_every_steps=2", "train.
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    settings = f"""
-        max_document_tokens = 256
-        batch_documents = 6
-        [train]
-        steps = {STEPS}
-    """
-    return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings)
+    return write_steps(tmp_path, STEPS)
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from evenload.report.metrics_file import read_metrics
 from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
 from evenload.runtime.config.train_config import load_train_config
 from shrink_cases import train_and_die
-from small_run import write_small_costs, write_small_run
+from small_run import write_small_costs, write_steps
 
 STEPS = 5
 COMMON = [
@@ -25,13 +25,7 @@ COMMON = [
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    settings = f"""
-        max_document_tokens = 256
-        batch_documents = 6
-        [train]
-        steps = {STEPS}
-    """
-    return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings, tied=True)
+    return write_steps(tmp_path, STEPS, tied=True)
 
 
 @pytest.mark.long

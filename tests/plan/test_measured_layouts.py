@@ -9,6 +9,7 @@ import pytest
 from evenload.plan.feedback.layout_track import WARM_UP_STEPS, KnownAfter, LayoutTrack
 from evenload.plan.feedback.measured_layouts import FADE, KEPT_RATIOS, MeasuredLayouts
 from evenload.types.layout import even_layout
+from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import Prediction, StepPlan
 
 DEEP, WIDE, FLAT = even_layout(4, dp=1, pp=4), even_layout(4, dp=2, pp=2), even_layout(4, dp=4)
@@ -31,7 +32,7 @@ def plan_of(step: int, layout=WIDE, predicted_s: float = 2.0) -> StepPlan:
 
 def test_nothing_known_corrects_nothing() -> None:
     assert MeasuredLayouts().factor(WIDE, 5) == 1.0
-    assert MeasuredLayouts().switch_factor() == 1.0
+    assert MeasuredLayouts().switch_factor("grow") == 1.0
 
 
 def test_a_layout_has_the_median_of_its_last_ratios() -> None:
@@ -60,9 +61,22 @@ def test_what_is_held_against_a_layout_fades_while_it_does_not_run() -> None:
     assert known.factor(WIDE, 1000) == pytest.approx(1.5)
 
 
-def test_switches_have_the_median_of_measured_over_predicted() -> None:
-    known = MeasuredLayouts().with_switch(2.0).with_switch(9.0).with_switch(2.5)
-    assert known.switch_factor() == 2.5
+def test_switches_of_a_kind_have_the_median_of_measured_over_predicted() -> None:
+    known = MeasuredLayouts().with_switch("grow", 2.0).with_switch("grow", 9.0).with_switch("grow", 2.5)
+    assert known.switch_factor("grow") == 2.5
+    assert (known.switch_factor("shrink"), known.switch_factor("move layers")) == (1.0, 1.0)
+    both = known.with_switch("shrink", 1.2)
+    assert (both.switch_factor("grow"), both.switch_factor("shrink")) == (2.5, 1.2)
+    for _ in range(KEPT_RATIOS):
+        both = both.with_switch("shrink", 0.5)
+    assert [len(one.ratios) for one in both.switches] == [3, KEPT_RATIOS]
+    assert both.switch_factor("shrink") == 0.5
+
+
+def test_a_switch_is_of_the_kind_that_its_depth_says() -> None:
+    assert switch_kind(WIDE, DEEP) == "grow"
+    assert switch_kind(WIDE, FLAT) == "shrink"
+    assert switch_kind(WIDE, msgspec.structs.replace(WIDE, generation=3)) == "move layers"
 
 
 def test_memory_has_the_median_and_only_takes_room() -> None:
@@ -102,9 +116,9 @@ def test_the_first_steps_in_a_layout_say_nothing_and_switches_are_taken() -> Non
     for step in range(3):
         track.note(plan_of(step), 3.0)
     other = msgspec.structs.replace(DEEP, generation=1)
-    track.note(plan_of(3, other, 4.0), 40.0, 1.5)
+    track.note(plan_of(3, other, 4.0), 40.0, ("grow", 1.5))
     assert track.for_step(4).factor(DEEP, 4) == 1.5  # what they have in common
-    assert track.for_step(4).switch_factor() == 1.5
+    assert track.for_step(4).switch_factor("grow") == 1.5
     track.note(plan_of(4, other, 4.0), 4.0)
     assert track.for_step(5).factor(DEEP, 5) == 1.0
 

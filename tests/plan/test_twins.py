@@ -1,5 +1,6 @@
 """Which pieces are shared, what they take, what crosses the links between machines, and what a switch costs."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +10,10 @@ from evenload.cost.copy_spec import CopySpec
 from evenload.errors import ConfigError
 from evenload.plan.reconfiguration.moves import Moves, Piece, plan_moves
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
+from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.plan.reconfiguration.twins import shared_bytes, shared_pieces
 from evenload.types.cluster import LinkSpec
-from evenload.types.layout import even_layout
+from evenload.types.layout import even_layout, split_layout
 
 PP4, DP4, PP2 = even_layout(4, pp=4), even_layout(4, dp=4), even_layout(4, pp=2, dp=2)
 PIECES = [Piece(unit=unit, num_elements=10 * (1 + unit), weight_bytes=4, state_bytes=8) for unit in range(6)]
@@ -56,14 +58,25 @@ def test_a_shared_piece_comes_to_a_machine_once(old, new, shared):
         assert (move.piece, move.source) in there
 
 
-COPIES = CopySpec(rank_bytes_per_s=100.0, machine_bytes_per_s=150.0, taken_bytes_per_s=50.0, fixed_s=0.1, layer_s=0.1)
+COPIES = CopySpec(
+    rank_bytes_per_s=100.0, machine_bytes_per_s=150.0, taken_bytes_per_s=50.0, fixed_s=0.1, layer_s=0.1,
+    gained_s=0.01, left_s=0.001,
+)  # fmt: skip
 COSTS = sample_coefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=0.0), devices_per_node=4, copies=COPIES
 )
 
 
+def moved(shared: set[int], ranks_per_machine: int = 4) -> SwitchPieces:
+    return SwitchPieces(pieces=tuple(PIECES), shared=frozenset(shared), ranks_per_machine=ranks_per_machine)
+
+
 def stall(moves: Moves, shared: set[int], *, is_taken: bool = True) -> float:
-    return stall_seconds(moves, PIECES, shared, COSTS, 4, DP4, is_taken=is_taken)
+    return stall_seconds(moves, moved(shared), COSTS, PP4, DP4, is_taken=is_taken)
+
+
+# Four layers are arranged; a rank in the middle had one of the six pieces and gains five.
+AROUND_S = 0.1 + 4 * 0.1 + 5 * 0.01
 
 
 def test_reading_is_bounded_by_a_rank_and_by_the_machine():
@@ -71,21 +84,37 @@ def test_reading_is_bounded_by_a_rank_and_by_the_machine():
     ends."""
     moves = plan_moves(PP4, DP4, PIECES, ranks_per_node=4, shared=range(6))
     received = {rank: 840 - held for rank, held in enumerate((40 + 80, 120, 160, 200 + 240))}
-    assert stall(moves, set(range(6))) == pytest.approx(0.5 + sum(received.values()) / 150)
+    assert stall(moves, set(range(6))) == pytest.approx(AROUND_S + sum(received.values()) / 150)
     assert stall(moves, set(range(6)), is_taken=False) == pytest.approx(
-        0.5 + sum(received.values()) * (1 / 150 + 1 / 50)
+        AROUND_S + sum(received.values()) * (1 / 150 + 1 / 50)
     )
     one = Moves(weights=moves.weights[:1], state=())
-    assert stall(one, set(range(6))) == pytest.approx(0.5 + 40 / 100)
+    assert stall(one, set(range(6))) == pytest.approx(AROUND_S + 40 / 100)
     # What is not shared is sent, at once with what is read.
-    assert stall(one, set()) == pytest.approx(0.5 + 40 / 10)
-    assert stall(Moves(weights=(), state=()), set()) == 0.5
+    assert stall(one, set()) == pytest.approx(AROUND_S + 40 / 10)
+    assert stall(Moves(weights=(), state=()), set()) == pytest.approx(AROUND_S)
+
+
+def test_a_switch_that_reads_nothing_takes_what_surrounds_it():
+    """Four replicas become four stages: each rank keeps one layer; those in the middle leave five pieces, those at the
+    ends four. Three stages of 2 + 1 + 1 layers: the first rank arranges two, the last, idle now, leaves six."""
+    moves = plan_moves(DP4, PP4, PIECES, ranks_per_node=4, shared=range(6))
+    assert moves.weights == ()
+    assert stall_seconds(moves, moved(set(range(6))), COSTS, DP4, PP4, is_taken=True) == pytest.approx(
+        0.1 + 1 * 0.1 + 5 * 0.001
+    )
+    three = split_layout([2, 1, 1], pp=3)
+    slow_to_leave = msgspec.structs.replace(COSTS, copies=msgspec.structs.replace(COPIES, left_s=0.5))
+    fewer = plan_moves(DP4, three, PIECES, ranks_per_node=4, shared=range(6))
+    for costs, expected in ((COSTS, 0.1 + 2 * 0.1 + 3 * 0.001), (slow_to_leave, 0.1 + 6 * 0.5)):
+        found = stall_seconds(fewer, moved(set(range(6))), costs, DP4, three, is_taken=True)
+        assert found == pytest.approx(expected)
 
 
 def test_state_is_priced_by_what_is_read_too():
     moves = plan_moves(DP4, PP4, PIECES, ranks_per_node=4, shared=range(6))
     total = sum(8 * move.num_elements for move in moves.state)
-    assert state_seconds(moves, PIECES, set(range(6)), COSTS, 4) == pytest.approx(total / 150)
+    assert state_seconds(moves, moved(set(range(6))), COSTS) == pytest.approx(total / 150)
 
 
 @pytest.mark.parametrize("field", CopySpec.__struct_fields__)

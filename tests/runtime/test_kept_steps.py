@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import interrupted
 from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint import kept_steps, shared_memory
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
@@ -20,32 +20,8 @@ from evenload.runtime.checkpoint.pieces import TensorPieces, pieces_of_range, wh
 SHAPES = {"weights.a": (7,), "weights.b": (3, 4), "exp_avg.b": (3, 4)}
 
 
-class Killed(BaseException):
-    """A rank ends in the middle of a line of ours."""
-
-
 def run_until(line: int | None, function, *arguments) -> bool:
-    """Whether it came to its end before that many lines of `kept_steps` and `shared_memory` had run."""
-    left, files = [line], {kept_steps.__file__, shared_memory.__file__}
-
-    def trace(frame, event, argument):
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line" and left[0] is not None:
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function(*arguments)
-    except Killed:
-        return False
-    finally:
-        sys.settrace(before)
-    return True
+    return interrupted.run_until(line, (kept_steps, shared_memory), function, *arguments)
 
 
 def values(name: str, step: int) -> torch.Tensor:
@@ -124,7 +100,10 @@ def test_whoever_is_killed_wherever_the_last_step_of_all_is_whole(data, size):
             least = 0 if last_of_all is None else last_of_all
             assert found.steps_done in (least, least + (last_of_all is not None))
             require_whole(found)
-            found.drop_others()
+            # Whoever is killed here is one of the next round, which may lose it before its first step.
+            for rank in ranks:
+                line = data.draw(st.one_of(st.none(), st.integers(0, 20)))
+                run_until(line, KeptSteps(directory, number, rank, len(ranks)).keep_only, found)
             require_whole(found)
             next_step = last_of_all = found.steps_done
             if not killed:
@@ -144,6 +123,49 @@ def test_rounds_go_when_all_have_begun_the_next(tmp_path):
     assert (tmp_path / "round-0").exists(), "it could be needed until the first step is under way"
     finish(alone, 2, {name: [] for name in SHAPES}, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["round-1"]
+
+
+@pytest.mark.parametrize("ends_at", ["written", "marked", "second step"])
+def test_no_more_than_two_slots_are_there_however_early_rounds_end(tmp_path, ends_at):
+    """A third round, after a second one that died behind its first slot, its first mark, or in its second slot."""
+    whole = {name: [] for name in SHAPES}
+
+    def begin(number: int) -> KeptSteps:
+        kept = KeptSteps(tmp_path, number, 0, 1)
+        kept.keep_only(kept.last())
+        return kept
+
+    def num_slots() -> int:
+        return len(list(tmp_path.rglob("slot-*")))
+
+    def train(kept: KeptSteps, *steps: int) -> None:
+        for step in steps:
+            finish(kept, step, whole, 0)
+            assert num_slots() <= 2
+
+    train(begin(0), 3, 4, 5)
+    second = begin(1)
+    assert num_slots() == 1
+    second.write(5, shares(5, whole, 0))
+    if ends_at != "written":
+        second.mark(5, position(5))
+    if ends_at == "second step":
+        second.write(6, shares(6, whole, 0))
+    assert num_slots() <= 2
+    third = begin(2)
+    assert num_slots() == 1
+    found = third.last()
+    assert found is not None
+    require_whole(found)
+    train(third, 5, 6, 7)
+
+
+def test_rounds_that_never_began_go_where_a_checkpoint_is_gone_on_from(tmp_path):
+    KeptSteps(tmp_path, 0, 0, 2).write(3, shares(3, {name: [3] for name in SHAPES}, 0))
+    later = KeptSteps(tmp_path, 1, 1, 1)
+    assert later.last() is None
+    later.keep_only(None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_layout_takes_other_memory(tmp_path):

@@ -45,7 +45,8 @@ def test_a_switch_that_was_decided_is_told_with_what_it_took():
     assert "the steps before" not in switch_line(0, SWITCH, told)
     (known,) = monitor.known()
     predicted_s = flex.switch_seconds(flex.layout, planned.plan)
-    assert known.measured.switch_ratios == (pytest.approx(0.75 / predicted_s),)
+    (ratios,) = known.measured.switches
+    assert (ratios.kind, ratios.ratios) == ("shrink", (pytest.approx(0.75 / predicted_s),))
     assert known.measured.memory_ratios == ()
 
 

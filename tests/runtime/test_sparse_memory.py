@@ -10,20 +10,21 @@ import torch
 
 from evenload.runtime.stages.sparse_memory import PAGE_BYTES, OthersMemory, SparseMemory, touch
 from evenload.runtime.stages.twin_memory import WEIGHTS, Place, TwinError, TwinMemory, placed
+from taken_memory import taken_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def test_pages_are_taken_where_they_are_touched_and_given_back_whole():
     memory = SparseMemory(2**40)
-    assert memory.taken_bytes() == 0
+    assert taken_bytes(memory) == 0
     values = memory.tensor(2**39, 3 * PAGE_BYTES // 4, torch.float32)
-    assert memory.taken_bytes() == 0
+    assert taken_bytes(memory) == 0
     values.fill_(7.0)
-    assert memory.taken_bytes() == 3 * PAGE_BYTES
+    assert taken_bytes(memory) == 3 * PAGE_BYTES
     # The pages at both ends lie only partly in what is released.
     memory.release(2**39 + 4, 2**39 + 3 * PAGE_BYTES - 4)
-    assert memory.taken_bytes() == 2 * PAGE_BYTES
+    assert taken_bytes(memory) == 2 * PAGE_BYTES
     middle = slice(PAGE_BYTES // 4, 2 * PAGE_BYTES // 4)
     assert not values[middle].any()
     assert (values[: PAGE_BYTES // 4] == 7.0).all()
@@ -35,7 +36,7 @@ def test_touching_takes_all_pages_of_a_tensor_and_no_other_bytes():
     whole = memory.tensor(0, 2**18, torch.float32)
     whole[:6] = 3.0
     touch(memory.tensor(24, 4 * PAGE_BYTES // 4, torch.float32))
-    assert memory.taken_bytes() == 5 * PAGE_BYTES
+    assert taken_bytes(memory) == 5 * PAGE_BYTES
     assert (whole[:6] == 3.0).all()
 
 

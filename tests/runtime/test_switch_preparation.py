@@ -14,6 +14,7 @@ from evenload.runtime.stages.sparse_memory import SparseMemory
 from evenload.runtime.stages.twin_memory import PieceMemory, placed
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import even_layout
+from taken_memory import taken_bytes
 
 PIECES = [
     SimpleNamespace(
@@ -78,6 +79,6 @@ def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step()
         _live_of=lambda group: live,
     )
     (state,) = LiveStages.initial_state(here)
-    assert own.taken_bytes() == 2 * 4 * count
+    assert taken_bytes(own) == 2 * 4 * count
     assert set(state) == set(names)
     assert not any(tensor.any() for tensor in state.values())

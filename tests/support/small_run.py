@@ -41,6 +41,17 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
     return file
 
 
+def write_steps(directory: Path, steps: int, **model: object) -> Path:
+    """`write_small_run` of so many steps of six short documents; a run that loses ranks."""
+    settings = f"""
+        max_document_tokens = 256
+        batch_documents = 6
+        [train]
+        steps = {steps}
+    """
+    return write_small_run(directory, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings, **model)
+
+
 def write_small_costs(directory: Path, bytes_per_element: int = 4, **layout: int) -> Path:
     """cost.json as if measured on the run's model in a layout; sizes that are not given are 1."""
     model = msgspec.structs.replace(model_from(str(directory / "model")), bytes_per_element=bytes_per_element)

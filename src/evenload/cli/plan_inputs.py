@@ -33,6 +33,12 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
 
+_UNMEASURED_SWITCHES = (
+    "what a change of the layout takes was not measured: it is priced as if links carried all that moves; the run "
+    "copies it in the machine's memory and measures that at its start; --cost RUN/checkpoints/step-.../cost.json has "
+    "what a run measured"
+)
+
 
 @dataclass(frozen=True)
 class PlanCosts:
@@ -44,6 +50,7 @@ class PlanCosts:
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
         attention: backend of a run.
+        reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
 
     model: ModelSpec
@@ -52,6 +59,7 @@ class PlanCosts:
     origin: str = ""
     context_exchange: Literal["all_gather", "ring"] | None = None
     attention: str = "auto"
+    reads_twins: bool = False
 
     def of(self, layout: ParallelLayout) -> CostCoefficients:
         """Of one layout, which the cluster and the model must allow; what was measured must have the same tp."""
@@ -64,10 +72,15 @@ class PlanCosts:
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
         """What was measured, and what was not and comes from the cluster's data sheet, one sentence each."""
+        unmeasured = () if not self.reads_twins or self._has_copies else (_UNMEASURED_SWITCHES,)
         if self.measured is None:
-            return ()
+            return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        return (*filter(None, described), *self._completions(layout))
+        return (*filter(None, described), *self._completions(layout), *unmeasured)
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.measured is not None and self.measured.copies is not None
 
     def _completions(self, layout: ParallelLayout) -> tuple[str, ...]:
         assert self.measured is not None
@@ -194,9 +207,13 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     """With a measured file its precision becomes the model's, because the command line names none, unless the model's
     is that of a run."""
     exchange = run.parallel.cp_exchange if run else None
+    reads_twins = False
+    if run is not None and run.train.device == "cpu" and run.plan.twin_bytes != 0:
+        reads_twins = _layouts(run, model) is not None
     if cost_file is None:
-        return PlanCosts(model, cluster, context_exchange=exchange, attention=run.train.attention if run else "auto")
+        attention = run.train.attention if run else "auto"
+        return PlanCosts(model, cluster, context_exchange=exchange, attention=attention, reads_twins=reads_twins)
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
     model = model if run else in_measured_precision(model, measured)
     require_measured_on(measured, model, origin)
-    return PlanCosts(model, cluster, measured, origin, exchange)
+    return PlanCosts(model, cluster, measured, origin, exchange, reads_twins=reads_twins)

@@ -14,6 +14,7 @@ from evenload.cost.coverage import require_covered
 from evenload.cost.survivor_memory import survivor_bytes_of_all
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
+from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.checkpoint.kept_steps import SURVIVOR_MEMORY
 from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
@@ -37,6 +38,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     layouts = layouts_of(config, spec.num_layers)
     layout = layouts[0]
     require_layouts(config.plan.strategy, layout, len(layouts))
+    _require_use_of_twins(config, layouts)
     for one in layouts:
         require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)
     if config.train.cost_file is not None:
@@ -56,3 +58,12 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         open_part(part)
     require_model(hf_config, None if config.model.random_init else config.model.path)
     return layout
+
+
+def _require_use_of_twins(config: TrainConfig, layouts: tuple[ParallelLayout, ...]) -> None:
+    """Refuse a budget without effect as the user wrote it; a run that lost all but one of its layouts keeps it."""
+    if config.plan.twin_bytes is not None and len(layouts) == 1:
+        raise ConfigError(
+            f"plan.twin_bytes is {config.plan.twin_bytes}, but the run takes one layout, {layouts[0].describe()}, so "
+            "nothing moves between layouts and nothing is shared; leave it out, or declare others in plan.layouts"
+        )

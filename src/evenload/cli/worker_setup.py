@@ -116,7 +116,7 @@ def run_coefficients(
     configured one, else cached, else measured; for the configured way in which keys and values travel.
 
     With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
-    not say.
+    not say, or say it of another number of ranks (those before a loss, say), which share a machine in other parts.
 
     Args:
         max_document_tokens: no longer ones are timed; default: the configured longest.
@@ -124,7 +124,7 @@ def run_coefficients(
     found = _found_or_measured(trainer, cache, threads, console, max_document_tokens)
     if trainer.live is None or not trainer.live.shares_memory:
         found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
-    elif found.copies is None:
+    elif found.copies is None or found.copies.num_ranks != trainer.mesh.num_ranks:
         found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
     return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange)
 

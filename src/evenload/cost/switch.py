@@ -17,8 +17,8 @@ ways at once, and what moves takes as long as on the busiest device. Weights mov
 optimizer state moves behind it (`runtime.stages.state_arrival`), and the optimizer waits for what is still on its way:
 T(switch) is the sum of both waits. Price: O(devices · units) numpy.
 
-Where processes of a node read each other's memory (`CopySpec`), what one lacks of its node is read and not sent: at the
-rate of one rank, or of the machine where many read at once, after a fixed part.
+Where processes of a node read each other's memory (`CopySpec`), a switch is priced from its moves
+(`plan.reconfiguration.switch_prices`); of what is here a search still uses `ReceiveSeconds`.
 
 Where we differ from the paper: no copies of what other nodes hold, no fixed cost of making groups (they are made at the
 start of a run); `overhead_s` of the planner stands for what remains. What transfers take from the step behind which
@@ -46,7 +46,7 @@ from evenload.types.model import ModelSpec
 def switch_seconds(
     model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float = 0.0
 ) -> float:
-    """Seconds for which training stands still; 0 where nothing must move, but what a run measured of such a switch.
+    """Seconds for which training stands still where all that moves is sent; 0 where nothing must.
 
     Args:
         coefficients: for the links.
@@ -56,8 +56,6 @@ def switch_seconds(
         ConfigError: the coefficients know no link that the bytes cross, or cp or tp change.
     """
     weights_s = _moving_seconds(_weights_of(model, new), model, coefficients, old, new)
-    if coefficients.copies is not None and old.arrangement != new.arrangement:
-        weights_s += coefficients.copies.arranging_seconds(new)
     state_s = _moving_seconds(_state_of(model, new), model, coefficients, old, new)
     return weights_s + max(0.0, state_s - hidden_s)
 
@@ -87,13 +85,7 @@ def _moving_seconds(
     arriving = [part * needed for part in _missing_bytes(units, model, coefficients.devices_per_node, old, new)]
     leaving = _sent_bytes(units, model, coefficients.devices_per_node, old, new, arriving)
     seconds = [0.0]
-    copies, near = coefficients.copies, arriving[0]
     for link, received, sent in zip(_links(coefficients), arriving, leaving, strict=True):
-        if copies is not None and received is near:
-            # Whoever lacks something reads it where it lies: nobody sends.
-            read = dict(enumerate(received.sum(axis=1).tolist()))
-            seconds.append(copies.seconds(read, coefficients.devices_per_node))
-            continue
         latency_s = link.latency_seconds(int((received > 0).sum(axis=1).max(initial=0)))
         for moved in (received.sum(axis=1), sent):
             seconds.append(float(link.seconds(moved).max(initial=0.0)) + latency_s)
@@ -103,7 +95,7 @@ def _moving_seconds(
 class ReceiveSeconds:
     """Seconds for which a stage's devices receive weights, by its range of layers: the part of a switch that a search
     over mappings needs stage by stage. Without the senders' side, latency and optimizer state, so never above
-    `switch_seconds`.
+    `switch_seconds`. Where copies were measured, inside a node at their rate.
 
     Args:
         new: gives the sizes of the dimensions; its layers do not matter.

@@ -156,6 +156,7 @@ class Trainer:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
             CheckpointError: a checkpoint in the background failed and `train.on_failed_checkpoint` is "stop".
             RankLostError: another rank died or is stuck.
+            InfeasiblePlanError: a resumed run's way back into the layout of its checkpoint has no room.
         """
         self.coefficients, self.memory_cap_bytes = coefficients, memory_cap_bytes
         planner = self.planner(coefficients, memory_cap_bytes)
@@ -183,6 +184,7 @@ class Trainer:
         self.survivors.write(self.steps_done, self._buffers, self._optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
+        is_first = True
         while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
             self.mesh.watch.note("the wait for its next documents and plan")
@@ -191,6 +193,9 @@ class Trainer:
                 return
             data_wait_s = time.perf_counter() - wait_from_s
             step = prepared.planned.plan.step
+            if is_first and isinstance(planner, FlexPlanner):
+                planner.require_room(self.layout, prepared.planned.plan)
+            is_first = False
             report = self.run_step(
                 prepared,
                 coefficients,
@@ -223,8 +228,9 @@ class Trainer:
         """That plans this run's steps; arguments as `train`."""
         mesh, cap_bytes = self.meshes.start, memory_cap_bytes - self.survivors.num_bytes
         planner = run_planner(self.config, self.model, mesh.layout, coefficients, cap_bytes, mesh.ranks_per_machine)
-        layouts = self.meshes.layouts
-        return planner if len(layouts) == 1 else run_flex_planner(self.config, planner, layouts)
+        if self.live is None:
+            return planner
+        return run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
         """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.

@@ -3,8 +3,19 @@
 from typing import Literal
 
 from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
 
-LayoutAction = Literal["stay", "save memory", "grow", "shrink", "move layers"]
+SwitchKind = Literal["grow", "shrink", "move layers"]
+"""Of a pipeline: to more stages on more ranks, to fewer, or layers and devices alone."""
+
+LayoutAction = Literal["stay", "save memory", SwitchKind]
+
+
+def switch_kind(before: ParallelLayout, after: ParallelLayout) -> SwitchKind:
+    """What a change of the layout does."""
+    if after.pp == before.pp:
+        return "move layers"
+    return "grow" if after.pp > before.pp else "shrink"
 
 
 class LayoutDecision(Frozen):

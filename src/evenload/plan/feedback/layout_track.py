@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.types.base import Frozen
+from evenload.types.layout_decision import SwitchKind
 from evenload.types.plan import StepPlan
 
 WARM_UP_STEPS = 1
@@ -41,21 +42,22 @@ class LayoutTrack:
         self,
         plan: StepPlan,
         step_time_s: float,
-        switch_ratio: float | None = None,
+        switch: tuple[SwitchKind, float] | None = None,
         peak_bytes: int | None = None,
     ) -> None:
         """Take a trained step into account. Every step, in order.
 
         Args:
             step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
-            switch_ratio: measured over predicted seconds of that switch; None = there was none, or none was predicted.
+            switch: the kind of that switch and measured over predicted seconds; None = there was none, or no time was
+                predicted.
             peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
         """
         if plan.layout.generation != self._generation:
             self._generation, self._steps_in_layout = plan.layout.generation, 0
         self._steps_in_layout += 1
-        if switch_ratio is not None:
-            self._newest = self._newest.with_switch(switch_ratio)
+        if switch is not None:
+            self._newest = self._newest.with_switch(*switch)
         if peak_bytes is not None and plan.predicted.peak_memory_bytes > 0:
             self._newest = self._newest.with_peak(peak_bytes / plan.predicted.peak_memory_bytes)
         predicted_s = plan.predicted.step_time_s

@@ -5,7 +5,7 @@ import math
 from evenload.plan.reconfiguration.fmop import Decision, Outlook
 from evenload.plan.reconfiguration.layout_plans import MemoryPlans
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutAction, LayoutDecision
+from evenload.types.layout_decision import LayoutAction, LayoutDecision, switch_kind
 
 
 def told_decision(
@@ -32,7 +32,7 @@ def told_decision(
     has_switched = after != before
     action: LayoutAction = "save memory" if decision.action == "save memory" else "stay"
     if has_switched:
-        action = "grow" if after.pp > before.pp else "shrink" if after.pp < before.pp else "move layers"
+        action = switch_kind(before, after)
     return LayoutDecision(
         step=step,
         layout=after.describe(),

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.switch import switch_seconds
+from evenload.errors import InfeasiblePlanError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import Proposal, StepPlanner
@@ -30,13 +30,15 @@ from evenload.plan.reconfiguration.hbsa import MappingSearch
 from evenload.plan.reconfiguration.layout_candidates import CoefficientsOf, LayoutCandidates
 from evenload.plan.reconfiguration.layout_outcome import LayoutOutcome
 from evenload.plan.reconfiguration.layout_plans import LayoutPlans, MemoryPlans, OptionsOf
-from evenload.plan.reconfiguration.switch_memory import switch_memory
+from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
+from evenload.plan.reconfiguration.switch_prices import SwitchPrices
 from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.layout_decision import LayoutDecision, switch_kind
 from evenload.types.plan import LeftOut, StepPlan, seal
+from evenload.types.scaled_units import format_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,7 @@ class FlexPlanner:
         strategy: plans every step inside its layout.
         layouts: that the run may take; None = any.
         options_of: options of planning in a layout; None = the planner's in all of them.
+        moved: what switches of a run move and share; None = the model's units, as costs say.
 
     Raises:
         ConfigError: a layout that the run cannot change to, or a strategy that knows no pipeline where one has one.
@@ -80,6 +83,7 @@ class FlexPlanner:
         strategy: str = FLEXPIPE.name,
         layouts: Sequence[ParallelLayout] | None = None,
         options_of: OptionsOf | None = None,
+        moved: SwitchPieces | None = None,
     ) -> None:
         self.options = options or planner.options.own(FlexOptions)
         self.start, self.strategy = planner, strategy
@@ -88,7 +92,7 @@ class FlexPlanner:
         )
         for layout in layouts or ():
             strategy_named(strategy).require_layout(layout)
-        self._model = planner.costs.model
+        self._switches = SwitchPrices(planner.costs.model, planner.layout, planner.costs.coefficients, moved)
         self._plans = LayoutPlans(planner, strategy, self.options, self.candidates.coefficients, options_of)
         self._delays = strategy_named(strategy).delays(planner.options)
         self._found: dict[tuple[tuple[Document, ...], ParallelLayout], MappingSearch] = {}
@@ -120,6 +124,7 @@ class FlexPlanner:
             strategy=strategy,
             layouts=candidates.given,
             options_of=self._plans.options_of,
+            moved=self._switches.given,
         )
 
     def initial_state(self) -> FlexState:
@@ -174,7 +179,7 @@ class FlexPlanner:
 
         found, keep = self._searched(known, state.layout), outcome(state.layout)
         layouts = self.candidates.worth_planning(found, state.layout)
-        others, without_room = self._others(map(outcome, layouts), state.layout, measured.switch_factor())
+        others, without_room = self._others(map(outcome, layouts), state.layout, measured)
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
         outlook = _outlook(keep, best, target.switch_s if target else 0.0)
@@ -199,7 +204,7 @@ class FlexPlanner:
         return FlexProposal(proposal, after, decision, found[0], told)
 
     def _others(
-        self, outcomes: Iterable[LayoutOutcome], current: ParallelLayout, switch_factor: float
+        self, outcomes: Iterable[LayoutOutcome], current: ParallelLayout, measured: MeasuredLayouts
     ) -> tuple[list[LayoutOutcome], list[str]]:
         """Up to the last finalist, layouts whose switch has room, with its seconds; and those that hold the step, but
         not the switch, in words. What comes behind is not planned."""
@@ -209,7 +214,8 @@ class FlexPlanner:
             if there.proposal.feasible and not self._has_room(current, there.proposal.plan):
                 without_room.append(there.layout.describe())
                 continue
-            switch_s = switch_factor * self.switch_seconds(current, there.proposal.plan)
+            factor = measured.switch_factor(switch_kind(current, there.layout))
+            switch_s = factor * self.switch_seconds(current, there.proposal.plan)
             others.append(replace(there, switch_s=switch_s))
             if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
@@ -232,17 +238,33 @@ class FlexPlanner:
     def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
         """From a layout to that of a step, which hides what it can; predicted, before measured switches correct it."""
         new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
-        moving_s = switch_seconds(self._model, self.candidates.coefficients(new), old, new, hidden_s)
-        return self.options.overhead_s + moving_s
+        return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
 
     def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
         """By prediction, for a switch to the layout of a step, and for what it leaves behind beside that step."""
-        cap_bytes, new = self.start.memory_cap_bytes, plan.layout
-        if cap_bytes is None:
-            return True
-        is_shared = self.candidates.coefficients(new).copies is not None
-        takes = switch_memory(self._model, old, new, is_shared=is_shared)
-        return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes) <= cap_bytes
+        cap_bytes = self.start.memory_cap_bytes
+        return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
+
+    def _switch_peak_bytes(self, old: ParallelLayout, plan: StepPlan) -> int:
+        """The most that a device holds at once in a switch to the layout of a step, and in that step."""
+        takes = self._switches.memory(old, plan.layout)
+        return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
+
+    def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
+        """For a switch that is no decision of this planner: from the layout in which processes start to that of the
+        first step of a resumed run.
+
+        Raises:
+            InfeasiblePlanError: by prediction there is none.
+        """
+        if not self._has_room(old, plan):
+            start, there = old.describe(), plan.layout.describe()
+            raise InfeasiblePlanError(
+                f"processes start in {start} and step {plan.step} is planned for {there}, in which the run went on "
+                f"before; the change holds up to {format_bytes(self._switch_peak_bytes(old, plan))} of a process's "
+                f"memory at once by prediction, the limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start "
+                f"in {there} ([parallel]), without {there} in plan.layouts, or with a larger plan.memory_bytes"
+            )
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation."""

@@ -1,8 +1,17 @@
 """Where a run's checkpoints lie: which are complete, which is resumed from, which are deleted.
 
+    step-00000004               complete, if it holds progress.json
+    .step-00000004.partial      being written
+    .step-00000004.replaced     complete, and what counts until step-00000004 is there, which is written again
+    .step-00000004.removed      has lost its name, its files are going
+
+A system renames no directory over another that holds files, so one that is written again moves aside first, under a
+name that is still a checkpoint's: whenever the machine ends, the old one or the new one is found.
+
 Needs no torch: a run is refused, or says from where it goes on, before anything large is imported.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +20,8 @@ from evenload.errors import ConfigError
 
 PROGRESS_FILE = "progress.json"
 """Written last; a checkpoint without it is none."""
+
+_STEP_NAME = re.compile(r"step-(?P<final>\d{8,})|\.step-(?P<replaced>\d{8,})\.replaced")
 
 
 def checkpoints_of(output_dir: str) -> Path:
@@ -36,8 +47,11 @@ def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """All complete ones, fewest steps first."""
-    return [path for path in _named_checkpoints(directory) if (path / PROGRESS_FILE).is_file()]
+    """All complete ones, fewest steps first; one a number of steps."""
+    # Of a step that is written again, what has its name counts, if it is whole.
+    both = (*_replaced_checkpoints(directory), *_named_checkpoints(directory))
+    found = {steps_in_name(path): path for path in both if _is_complete(path)}
+    return [found[steps_done] for steps_done in sorted(found)]
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
@@ -45,14 +59,24 @@ def _named_checkpoints(directory: Path) -> list[Path]:
     return sorted(named, key=steps_in_name)
 
 
+def _replaced_checkpoints(directory: Path) -> list[Path]:
+    return [path for path in directory.glob(".step-*.replaced") if is_step_name(path.name)]
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / PROGRESS_FILE).is_file()
+
+
 def is_step_name(name: str) -> bool:
     """A checkpoint is called so, complete or not."""
-    return re.fullmatch(r"step-\d{8,}", name) is not None
+    return _STEP_NAME.fullmatch(name) is not None
 
 
 def steps_in_name(path: Path) -> int:
     """Steps that a directory with such a name should hold."""
-    return int(path.name.split("-")[1])
+    named = _STEP_NAME.fullmatch(path.name)
+    assert named is not None, path
+    return int(named["final"] or named["replaced"])
 
 
 def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
@@ -61,7 +85,7 @@ def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
     return [
         f"{path} is not a complete checkpoint (no {PROGRESS_FILE}, which is written last) and is passed over; {instead}"
         for path in _named_checkpoints(directory)
-        if (taken is None or steps_in_name(path) > steps_in_name(taken)) and not (path / PROGRESS_FILE).is_file()
+        if (taken is None or steps_in_name(path) > steps_in_name(taken)) and not _is_complete(path)
     ]
 
 
@@ -75,17 +99,59 @@ def partial_path(directory: Path, steps_done: int) -> Path:
     return directory / f".step-{steps_done:08d}.partial"
 
 
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a checkpoint whose files are all on the disk its name. One that has it counts until then, and is removed by
+    `prune_checkpoints`."""
+    if final.exists():
+        final.rename(_replaced_path(final))
+        sync(final.parent)
+    partial.rename(final)
+    sync(final.parent)
+
+
 def remove_leftovers(directory: Path) -> None:
-    """Delete what interrupted saves and removals left behind."""
+    """Delete what interrupted saves and removals left behind; a checkpoint that was to be replaced, and was not, gets
+    its name back."""
+    for path in _replaced_checkpoints(directory):
+        final = checkpoint_path(directory, steps_in_name(path))
+        if not _is_complete(path) or _is_complete(final):
+            _remove(path)
+            continue
+        if final.exists():
+            _remove(final)
+        path.rename(final)
     for pattern in (".step-*.partial", ".step-*.removed"):
         for path in directory.glob(pattern):
             shutil.rmtree(path)
 
 
 def prune_checkpoints(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; 0 keeps all. Never deletes the newest. A checkpoint loses
-    its name before its files, so that half of one is never taken for a whole one."""
+    """Delete those that were replaced, and all but the newest `keep` complete checkpoints; 0 keeps all. Never deletes
+    the newest."""
+    for path in _replaced_checkpoints(directory):
+        if _is_complete(checkpoint_path(directory, steps_in_name(path))):
+            _remove(path)
     for path in complete_checkpoints(directory)[:-keep] if keep else ():
-        removed = directory / f".{path.name}.removed"
-        path.rename(removed)
+        _remove(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replaced_path(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint loses its name before its files, so that half of one is never taken for a whole one."""
+    removed = path.with_name(f".{path.name.strip('.').removesuffix('.replaced')}.removed")
+    if removed.exists():  # of a removal that was interrupted
         shutil.rmtree(removed)
+    path.rename(removed)
+    shutil.rmtree(removed)

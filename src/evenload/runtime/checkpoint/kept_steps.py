@@ -17,6 +17,10 @@ holds in a change of the layout, in a checkpoint and in going on itself, because
             rank-1/...
     round-1/...               ranks that went on after a loss; the round before goes when all have a mark in this one
 
+A round may end before all have a mark in it, or before the one before has gone; the next one goes on from one of them,
+and the others go before it writes (`keep_only`). So a rank never has more than two slots: that from which the round
+went on beside its first one, or its own two.
+
 Pieces are boxes of whole tensors, as in checkpoints, so any layout takes over from any other.
 
 Price: 2 · (weights + optimizer state) / (dp·cp) bytes a rank, and one copy of a shard in memory a step, which training
@@ -24,6 +28,7 @@ waits for. Keeping the live state itself in shared memory would take one slot le
 step, but then every place where a layout change frees or moves memory has to wait for that copy.
 """
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -123,6 +128,16 @@ class KeptSteps:
         """`last_kept` of the rounds before."""
         return last_kept(self._directory, self._number)
 
+    def keep_only(self, step: "KeptStep | None") -> None:
+        """Let go of the memory of all earlier rounds but that of the step from which this one goes on. Before anything
+        is written; all ranks know the step, and none looks for it any more."""
+        for path in _earlier_rounds(self._directory, self._number):
+            if step is None or path not in step.rounds:
+                shutil.rmtree(path, ignore_errors=True)  # others do so, too
+        if step is not None:
+            for slot in step.slots:
+                shutil.rmtree(slot.with_name(f"slot-{1 - step.steps_done % 2}"), ignore_errors=True)
+
     def _slot(self, steps_done: int) -> Path:
         return self._folder / f"slot-{steps_done % 2}"
 
@@ -137,6 +152,11 @@ class KeptStep:
 
     steps_done: int
     slots: tuple[Path, ...]
+
+    @property
+    def rounds(self) -> frozenset[Path]:
+        """Folders of the round that trained it; one."""
+        return frozenset(slot.parent.parent for slot in self.slots)
 
     def position(self) -> RunPosition:
         (path,) = (slot / _POSITION for slot in self.slots if (slot / _POSITION).is_file())
@@ -166,17 +186,15 @@ class KeptStep:
                         "last checkpoint"
                     )
 
-    def drop_others(self) -> None:
-        """Let go of the memory of the steps beside this one."""
-        for slot in self.slots:
-            shutil.rmtree(slot.with_name(f"slot-{1 - self.steps_done % 2}"), ignore_errors=True)
-
 
 def last_kept(directory: Path, before_round: int) -> KeptStep | None:
     """The last step that all ranks of an earlier round have; None = there is none. To be asked when these are dead or
     have left their round; the same for whoever asks then, until all have a mark in a later round."""
     for path in _earlier_rounds(directory, before_round):
-        marks = {mark.parent: _read_mark(mark) for mark in path.glob(f"rank-*/{_MARK}")}
+        marks: dict[Path, _Mark] = {}
+        for mark in path.glob(f"rank-*/{_MARK}"):
+            with contextlib.suppress(FileNotFoundError):  # of a round that others are letting go
+                marks[mark.parent] = msgspec.json.decode(mark.read_bytes(), type=_Mark)
         if marks and len(marks) == max(mark.num_ranks for mark in marks.values()):
             steps_done = min(mark.steps_done for mark in marks.values())
             return KeptStep(steps_done, tuple(folder / f"slot-{steps_done % 2}" for folder in sorted(marks)))
@@ -223,7 +241,3 @@ def _copied(source: _KeptPiece, offsets: tuple[int, ...], local: Tensor, box: Te
     target = local[tuple(slice(at - a, at - a + n) for at, a, n in zip(low, offsets, lengths, strict=True))]
     target.copy_(box[tuple(slice(at - b, at - b + n) for at, b, n in zip(low, source.offsets, lengths, strict=True))])
     return target.numel()
-
-
-def _read_mark(path: Path) -> _Mark:
-    return msgspec.json.decode(path.read_bytes(), type=_Mark)

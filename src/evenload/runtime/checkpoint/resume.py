@@ -38,11 +38,12 @@ def newest_state(
         found[0] = None if seen is None else seen.name
     with mesh.watch.waiting("the state to go on from"):
         dist.broadcast_object_list(found, src=0, group=mesh.control)
+    state: tuple[Path | KeptStep, RunPosition] | None = None
     if isinstance(found[0], KeptStep):
-        position = load_survivor_state(found[0], buffers, optimizer, mesh)
-        found[0].drop_others()
-        return found[0], position
-    if found[0] is None:
-        return None
-    path = checkpoints / found[0]
-    return path, load_checkpoint(path, buffers, optimizer, mesh)
+        state = found[0], load_survivor_state(found[0], buffers, optimizer, mesh)
+    elif found[0] is not None:
+        path = checkpoints / found[0]
+        state = path, load_checkpoint(path, buffers, optimizer, mesh)
+    if kept is not None:
+        kept.keep_only(found[0] if isinstance(found[0], KeptStep) else None)
+    return state

@@ -79,11 +79,6 @@ def shared_tensor(directory: Path, name: str) -> Tensor | None:
     return _mapped(found[0]) if found else None
 
 
-def shared_names(directory: Path) -> list[str]:
-    """Names of the tensors that are there, sorted."""
-    return sorted(path.name.rsplit(".", 2)[0] for path in _complete(directory))
-
-
 def require_room(directory: Path, num_bytes: int, purpose: str) -> None:
     """`ConfigError` where so many bytes are not free in the file system of a folder."""
     if num_bytes > shutil.disk_usage(directory).free:

@@ -45,7 +45,9 @@ from evenload.runtime.checkpoint.directory import (
     latest_checkpoint,
     partial_path,
     prune_checkpoints,
+    put_in_place,
     remove_leftovers,
+    sync,
 )
 from evenload.runtime.checkpoint.metadata import METADATA_FILE
 from evenload.runtime.checkpoint.pieces import Piece, PieceSavePlanner, TensorPieces, whole_tensor
@@ -179,16 +181,12 @@ class CheckpointWriter:
             write_coefficients(partial / COST_FILE, position.coefficients)
         for name in (LOADER_FILE, COST_FILE, METADATA_FILE):
             if (partial / name).is_file():
-                _sync(partial / name)
+                sync(partial / name)
         progress = msgspec.structs.replace(position.progress, loader_digest=hashlib.sha256(position.loader).hexdigest())
         (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
-        _sync(partial / PROGRESS_FILE)
-        _sync(partial)
-        final = checkpoint_path(self._directory, position.progress.steps_done)
-        if final.exists():
-            final.rename(self._directory / f".{final.name}.removed")
-        partial.rename(final)
-        _sync(self._directory)
+        sync(partial / PROGRESS_FILE)
+        sync(partial)
+        put_in_place(partial, checkpoint_path(self._directory, position.progress.steps_done))
 
     def _together(self, work: Callable[[], None], partial: Path | None, local_bytes: int, num_bytes: int) -> list[int]:
         """Rank 0 does `work`; all ranks learn whether it failed. Returns `local_bytes` of every rank."""
@@ -246,12 +244,3 @@ def _refusal(directory: Path, rank: int) -> str:
     except OSError as error:
         return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
     return ""
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or a directory's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

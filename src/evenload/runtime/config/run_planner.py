@@ -10,6 +10,7 @@ from evenload.cost.host_memory import host_memory_of_node
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import TrainConfig
@@ -43,12 +44,18 @@ def run_planner(
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients), host)
 
 
-def run_flex_planner(config: TrainConfig, planner: StepPlanner, layouts: Sequence[ParallelLayout]) -> FlexPlanner:
+def run_flex_planner(
+    config: TrainConfig,
+    planner: StepPlanner,
+    layouts: Sequence[ParallelLayout],
+    moved: SwitchPieces | None = None,
+) -> FlexPlanner:
     """As training plans where the layout may change between steps.
 
     Args:
         planner: of the layout in which the run starts.
         layouts: that it may take; none has more processes.
+        moved: what its switches move; None = the model's units.
 
     Raises:
         ConfigError: no link between processes was measured, so nothing can be said of another layout.
@@ -61,4 +68,5 @@ def run_flex_planner(config: TrainConfig, planner: StepPlanner, layouts: Sequenc
         strategy=config.plan.strategy,
         layouts=layouts,
         options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
+        moved=moved,
     )

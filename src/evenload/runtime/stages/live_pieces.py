@@ -108,6 +108,23 @@ class LivePiece:
         values, grads = (flat.as_strided((self.capacity,), (1,), 0) for flat in (buffer.values, buffer.grads))
         self._memory = values, grads
 
+    def stand_in(self) -> "LivePiece":
+        """A piece like this one that nobody holds, with parameters of its own: what one costs that comes and goes."""
+        parameters = [
+            nn.Parameter(torch.empty(shape, dtype=like.dtype), like.requires_grad)
+            for shape, like in zip(self._shapes, self.parameters, strict=True)
+        ]
+        return LivePiece(
+            self.piece.unit,
+            parameters,
+            self._group,
+            at_both_ends=self.piece.at_both_ends,
+            tied_name=self._tied_name,
+            data_sizes=self._data_sizes,
+            device=self._device,
+            is_held=False,
+        )
+
     def share(self, shared: PieceMemory) -> None:
         """From now on its weights lie there. Before the run begins."""
         self.shared = shared

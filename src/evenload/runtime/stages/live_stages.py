@@ -28,8 +28,9 @@ from torch import Tensor
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
-from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks, plan_moves
+from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
+from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.train_config import TrainConfig
@@ -125,7 +126,12 @@ class LiveStages:
         self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
-        self._twin_memory, self._shared, self.twins = opened_twins(config.plan.twin_bytes, self._pieces, meshes)
+        self._twin_memory, shared, self.twins = opened_twins(config.plan.twin_bytes, self._pieces, meshes)
+        self.moved = SwitchPieces(
+            pieces=tuple(live.piece for live in self._pieces),
+            shared=frozenset(shared),
+            ranks_per_machine=mesh.ranks_per_machine,
+        )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
         """For a new `ShardedAdamW` of the start's buffers: zeros, and weights as masters, where the pieces have their
@@ -149,14 +155,16 @@ class LiveStages:
     @property
     def shares_memory(self) -> bool:
         """Some piece is read, and not sent, inside a machine."""
-        return self._twin_memory is not None and bool(self._shared)
+        return self._twin_memory is not None and bool(self.moved.shared)
 
     def measured_copies(self) -> CopySpec:
         """What switches cost here, where memory is shared. Before the first step. Collective."""
         assert self._twin_memory is not None
         meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
         rehearsals = {layers: functools.partial(self._rehearse, mesh) for layers, mesh in meshes.items()}
-        return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals)
+        layers = self._modules.layers
+        stand_ins = [live.stand_in() for live in self._pieces if 1 <= live.piece.unit <= len(layers)]
+        return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], room_bytes: int) -> None:
         """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
@@ -190,7 +198,7 @@ class LiveStages:
             from_s: `time.perf_counter` when training stopped for it.
         """
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
-        old, sizes, moves = self.mesh, [live.piece for live in self._pieces], self._moves_to(mesh)
+        old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
         links = completed_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
@@ -217,9 +225,9 @@ class LiveStages:
             weight_bytes=weight_bytes,
             state_bytes=0,
             predicted_stall_s=stall_seconds(
-                moves, sizes, self._shared, links, mesh.ranks_per_machine, mesh.layout, is_taken=ahead is not None
+                moves, self.moved, links, old.layout, mesh.layout, is_taken=ahead is not None
             ),
-            predicted_state_s=state_seconds(moves, sizes, self._shared, links, mesh.ranks_per_machine),
+            predicted_state_s=state_seconds(moves, self.moved, links),
         )
         self._arrival = StateArrival(
             self._pieces, moves.state, old, mesh, before, self._twin_memory, self._num_steps, leaving
@@ -244,14 +252,7 @@ class LiveStages:
             self._stage(model)
 
     def _moves_to(self, mesh: Mesh) -> Moves:
-        return plan_moves(
-            self.mesh.layout,
-            mesh.layout,
-            [live.piece for live in self._pieces],
-            ranks_per_node=mesh.ranks_per_machine,
-            tp_rank=mesh.tp_rank,
-            shared=self._shared,
-        )
+        return self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
 
     def _coming_state(self, index: int, mesh: Mesh) -> list[tuple[int, int]]:
         """Elements of a shared piece whose optimizer state this rank lacks in a layout."""

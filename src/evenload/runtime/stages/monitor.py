@@ -13,7 +13,7 @@ from evenload.plan.feedback.layout_track import KnownAfter, LayoutTrack
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.layout_decision import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
 
 
@@ -47,15 +47,16 @@ class Monitor:
             peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
                 without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
         """
-        plan, decision, switch_ratio = planned.plan, planned.decision, None
+        plan, decision, told = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
             predicted_s = self._planner.switch_seconds(self._layout, plan)
-            switch_ratio = taken_s / predicted_s if predicted_s > 0 else None
+            if predicted_s > 0:
+                told = switch_kind(self._layout, plan.layout), taken_s / predicted_s
             # Processes that resume go from the layout in which they start to that of the checkpoint, undecided.
             if decision is not None and decision.before == switch.before:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
         self._layout = plan.layout
         if self.track is not None:
-            self.track.note(plan, measured.step_time_s, switch_ratio, peak_bytes if switch is None else None)
+            self.track.note(plan, measured.step_time_s, told, peak_bytes if switch is None else None)
         return decision

@@ -59,10 +59,6 @@ class SparseMemory:
         for first in range(start, stop, _RELEASED_AT_ONCE):
             self._map.madvise(mmap.MADV_REMOVE, first, min(_RELEASED_AT_ONCE, stop - first))
 
-    def taken_bytes(self) -> int:
-        """Of memory."""
-        return os.fstat(self._descriptor).st_blocks * 512
-
 
 class OthersMemory:
     """The `SparseMemory` of another process of this machine, to read.
