@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenload.attention import varlen_cuda
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
@@ -70,6 +71,7 @@ def flash_forward(
     assert alibi_slopes is None
     assert block_table is None
     calls.append("forward")
+    given_keys.append(key)
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[1], query.shape[0])
     pieces = sequences(cum_seq_q, cum_seq_k, max_q, max_k)
@@ -98,6 +100,7 @@ def flash_backward(
     assert logsumexp.is_contiguous(), "kernels read it as one block"
     calls.append("backward")
     repeat = query.shape[1] // key.shape[1]
+    widened.append(2 * key.shape[0] * query.shape[1] * query.shape[2] * 2 if repeat > 1 else 0)
     dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
     for rows, keys in sequences(cum_seq_q, cum_seq_k, max_q, max_k):
         n, s = rows.stop - rows.start, keys.stop - keys.start
@@ -117,6 +120,9 @@ def flash_backward(
 
 
 calls: list[str] = []
+widened: list[int] = []
+"""Bytes of gradients of keys and values that kernels made for every query head."""
+given_keys: list[torch.Tensor] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,7 +183,7 @@ def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shap
         )
         for ours, theirs in zip((dq, dk, dv), expected, strict=True):
             close(ours, theirs)
-        assert dk.dtype == dv.dtype == torch.float32, "a document's slices add up in fp32"
+        assert dk.dtype == dv.dtype == torch.bfloat16, "as the kernel rounded them; a copy in fp32 adds nothing"
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -228,6 +234,52 @@ def test_lengths_of_a_pack_are_made_once_for_all_layers():
     for _ in range(3):
         backend.forward(q, seen, Scoring(1.0))
     assert backend._lengths.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("fitting_heads", [4, 3, 2, 1, 0])
+def test_gradients_for_every_query_head_stay_within_their_memory(monkeypatch, fitting_heads):
+    """Key heads in several calls, to the bit as in one; a single key head is the least."""
+    backend, scoring = VarlenCudaAttention(), Scoring(0.3)
+    q, grad, seen = pack([(0, 9), (90, 100)], 8, 4, 16, 0, 5)
+    out, lse = backend.forward(q, seen, scoring)
+    whole = list(backend.backward(grad, q, seen, out, lse, scoring))
+    of_a_key_head = 2 * (9 + 100) * 2 * 16 * 2
+    limit = int(of_a_key_head * (fitting_heads or 0.5))
+    monkeypatch.setattr(varlen_cuda, "KEY_GRADIENT_BYTES", limit)
+    calls.clear()
+    widened.clear()
+    parts = list(backend.backward(grad, q, seen, out, lse, scoring))
+    assert len(calls) == {4: 1, 3: 2, 2: 2, 1: 4, 0: 4}[fitting_heads]
+    assert max(widened) <= max(limit, of_a_key_head)
+    for part, expected in zip(parts, whole, strict=True):
+        assert all(map(torch.equal, part, expected))
+
+
+def test_heads_with_keys_of_their_own_need_no_second_call(monkeypatch):
+    monkeypatch.setattr(varlen_cuda, "KEY_GRADIENT_BYTES", 1)
+    backend = VarlenCudaAttention()
+    q, grad, seen = pack([(0, 9), (3, 6)], 4, 4, 16, 0, 5)
+    out, lse = backend.forward(q, seen, Scoring(0.3))
+    calls.clear()
+    backend.backward(grad, q, seen, out, lse, Scoring(0.3))
+    assert calls == ["backward"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2), (1, 0, 2), (1, 1)], ids=str)
+def test_keys_that_lie_one_behind_the_other_are_not_copied(order):
+    """As those of whole documents of a pack do; of others the kernel gets what they say, in their order."""
+    sizes = (5, 1, 7)
+    stored = torch.randn(2, sum(sizes), 16).bfloat16().transpose(0, 1)
+    parts = stored.split(sizes)
+    rows = [sizes[at] for at in order]
+    q, row, seen = torch.randn(sum(rows), 4, 16).bfloat16(), 0, []
+    for at in order:
+        seen.append(KeyRange(slice(row, row + sizes[at]), parts[at], parts[at]))
+        row += sizes[at]
+    given_keys.clear()
+    VarlenCudaAttention().forward(q, seen, Scoring(0.3))
+    assert torch.equal(given_keys[0], torch.cat([parts[at] for at in order]))
+    assert (given_keys[0].data_ptr() == stored.data_ptr()) == (order == (0, 1, 2))
 
 
 def test_what_the_kernels_cannot_compute_is_refused_by_name():

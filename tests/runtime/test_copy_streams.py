@@ -1,11 +1,15 @@
 """Order of streams and events of offload copies, on streams that the test runs as unfavourably as their order allows
 (`fake_streams`)."""
 
+import weakref
+
 import pytest
 import torch
 
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import CudaHostCopies
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.token_range import Range
 from fake_streams import Device
 
 
@@ -48,25 +52,41 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
     assert torch.equal(seen[1], torch.zeros(3, 2))
 
 
-def test_memory_on_the_device_is_kept_until_its_copy_has_run(device):
-    """In both directions the allocator is told, after the copy was queued; host memory is none of its business."""
+@pytest.mark.parametrize("way", ["wait", "release"])
+def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch, way):
+    """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
+    ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
+    device = Device(copies_at_once=True).replace(monkeypatch)
     copies = CudaHostCopies(CPU)
     tensor = torch.zeros(3, 2)
-    host, _ = copies.to_host(tensor)
-    back, _ = copies.to_device([host], CPU)
-    (out, *out_at), (into, *into_at) = device.recorded
-    assert out is tensor
-    assert into is back
-    # Entries of the copying stream: a wait and a copy each.
-    assert out_at == [device.copying, 2]
-    assert into_at == [device.copying, 4]
-
-
-def test_later_kernels_do_not_wait_for_copies_that_nobody_asked_for(device):
-    """Copies run beside the computation: only `wait` orders what follows."""
-    copies = CudaHostCopies(CPU)
-    _, copy = copies.to_host(torch.zeros(3, 2))
-    copy.release()
+    held = weakref.ref(tensor)
+    _, copy = copies.to_host(tensor)
+    del tensor
+    assert held() is not None
     assert device.compute.entries == []
-    copy.wait()
+    getattr(copy, way)()
+    assert held() is None
     assert len(device.compute.entries) == 1
+    assert device.recorded == []
+
+
+def test_at_most_two_layers_of_offloaded_tensors_are_on_the_device(monkeypatch):
+    """Counted by tensors that live: the bound is the device's, not only that of what the host counts."""
+    device = Device(copies_at_once=True).replace(monkeypatch)
+    ranges = (Range(0, 0, 4),)
+    store = ActivationStore({0: 4}, (ranges,), policies={0: "offload"}, copies=CudaHostCopies(CPU))
+    alive, most = [], 0
+    store.open_pack(ranges)
+    for layer in range(6):
+        tensor = torch.zeros(4, 2)
+        alive.append(weakref.ref(tensor))
+        store.record((layer, "input"), tensor)
+        del tensor
+        most = max(most, sum(one() is not None for one in alive))
+        store.end_layer(layer)
+    assert most == 2
+    store.close_pack()
+    assert not any(one() is not None for one in alive)
+    # All of the copies' way back is behind some point of the computing stream.
+    assert len(device.compute.entries) == 6
+    assert device.recorded == []

@@ -10,7 +10,8 @@ a range would cost more in launches than in work. Forward also returns the log-s
 merge: the gradient would be silently wrong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,7 +46,27 @@ class Scoring(NamedTuple):
 
 
 RangeGradients = tuple[Tensor, Tensor, Tensor]
-"""Of one range: q [n, H, D], k [s, G, D] and v [s, G, D]; those of k and v in fp32 (fp64 for fp64)."""
+"""Of one range: q [n, H, D], k [s, G, D] and v [s, G, D]; those of k and v in fp32 (fp64 for fp64), or in the compute
+precision where a kernel has rounded them to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGradients:
+    """Gradients of all ranges of one call as the call left them; those of single ranges are views.
+
+    Args:
+        ranges: of the call.
+        q: [n, H, D]; keys, values: [S, G, D], those of the ranges one after the other.
+    """
+
+    ranges: Sequence[KeyRange]
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __iter__(self) -> Iterator[RangeGradients]:
+        num_rows, num_keys = range_sizes(self.ranges)
+        return zip(self.q.split(num_rows), self.keys.split(num_keys), self.values.split(num_keys), strict=True)
 
 
 class RangeAttention(Protocol):
@@ -72,8 +93,8 @@ class RangeAttention(Protocol):
 
     def backward(
         self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterator[RangeGradients]:
-        """Gradients of every range, in order; there may be none.
+    ) -> Iterable[RangeGradients]:
+        """Gradients of every range, in order; there may be none. `PackedGradients` where one call made them all.
 
         Args:
             grad, q, out: [T, H, D] of the pack; lse: [T, H]. `out` and `lse` may be of more keys than the ranges'.
@@ -84,6 +105,11 @@ class RangeAttention(Protocol):
 def first_visible_key(start: int, window: int) -> int:
     """Index of the first key that the query row at position `start` sees."""
     return max(0, start - window + 1) if window else 0
+
+
+def range_sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows and keys of every range."""
+    return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
 
 
 def rows_of_all(ranges: Sequence[KeyRange]) -> slice:

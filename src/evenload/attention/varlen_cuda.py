@@ -9,12 +9,15 @@ is `aten::_flash_attention_backward`, called by hand: it takes any output and lo
 (context parallelism) are fine. (The autograd formulas that torch registers are not used.) These are the operators
 behind `torch.nn.attention.varlen`, whose own wrappers change their arguments from version to version and cost more.
 
-The kernel's gradients of keys are in compute precision; each call's are handed on in fp32, and a document's slices add
-up in fp32 (`store.add_key_grads`). With fewer key heads than query heads the kernel itself rounds every query head's
-part before it adds them.
+The kernel's gradients of keys are in compute precision, and a document's slices add up in fp32
+(`store.add_key_grads`). With fewer key heads than query heads the kernel itself rounds every query head's part before
+it adds them, and for that holds gradients of keys and values as wide as the queries, over all keys, prefixes included:
+4.3 GB for 32 heads of 128 behind 256K tokens. Where they would be more than `KEY_GRADIENT_BYTES`, key heads go in
+several calls; they do not know of each other, so nothing else changes.
 
-Price: a copy of the pack's keys and values, prefixes included (none for a pack of one range), and of their gradients
-in fp32. Lengths of a pack go to the device once, for all its layers, from pinned memory, so the host never waits.
+Price: a copy of the pack's keys and values where they do not lie one behind the other (documents that are cut); packs
+of whole documents copy nothing. Lengths of a pack go to the device once, for all its layers, from pinned memory, so the
+host never waits.
 
 FlashAttention 3 and 4 take the place of version 2 behind the same operators
 (`torch.nn.attention.activate_flash_attention_impl`, which is for the whole process), where their packages are
@@ -27,13 +30,21 @@ tested by tests/gpu, which has not run on hardware yet.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, rows_of_all
+from evenload.attention.range_attention import (
+    KeyRange,
+    PackedGradients,
+    RangeGradients,
+    Scoring,
+    range_sizes,
+    rows_of_all,
+)
+from evenload.cost.memory import KEY_GRADIENT_BYTES
 from evenload.errors import ConfigError
 
 IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_fa4": "FA4"}
@@ -73,7 +84,7 @@ class VarlenCudaAttention:
 
     def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
-        lengths = self._lengths(*_sizes(ranges), q.device)
+        lengths = self._lengths(*range_sizes(ranges), q.device)
         is_causal, left, right = _mask(scoring)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             _dense_rows(q[rows_of_all(ranges)]), _dense_rows(keys), _dense_rows(values), *lengths,
@@ -84,25 +95,67 @@ class VarlenCudaAttention:
 
     def backward(
         self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterator[RangeGradients]:
+    ) -> Iterable[RangeGradients]:
         if not ranges:
-            return
+            return ()
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
-        rows, (num_rows, num_keys) = rows_of_all(ranges), _sizes(ranges)
-        lengths = self._lengths(num_rows, num_keys, q.device)
-        is_causal, left, right = _mask(scoring)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # The kernel reads log-sum-exps as one block of memory [H, T].
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            _dense_rows(grad[rows]), _dense_rows(q[rows]), _dense_rows(keys), _dense_rows(values),
-            _dense_rows(out[rows]), lse[rows].transpose(0, 1).contiguous(), *lengths,
-            dropout_p=0.0, is_causal=is_causal, rng_state=no_dropout, unused=no_dropout[:0], scale=scoring.scale,
-            window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        del keys, values
-        pieces = zip(dq.split(num_rows), dk.split(num_keys), dv.split(num_keys), strict=True)
-        for piece_q, piece_k, piece_v in pieces:
-            yield piece_q, piece_k.float(), piece_v.float()
+        rows = rows_of_all(ranges)
+        lengths = self._lengths(*range_sizes(ranges), q.device)
+        whole = _Inputs(grad[rows], q[rows], keys, values, out[rows], lse[rows])
+        (num_heads, dim), (num_keys, kv_heads) = q.shape[1:], keys.shape[:2]
+        at_once = _key_heads_at_once(num_keys * num_heads * dim * keys.element_size(), num_heads, kv_heads)
+        if at_once == kv_heads:
+            return PackedGradients(ranges, *_backward_call(whole, lengths, scoring))
+        gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (whole.q, keys, values)]
+        for first in range(0, kv_heads, at_once):
+            of_keys = slice(first, min(first + at_once, kv_heads))
+            heads = slice(*(edge * (num_heads // kv_heads) for edge in (of_keys.start, of_keys.stop)))
+            parts = _backward_call(whole.of_heads(heads, of_keys), lengths, scoring)
+            for total, part, some in zip(gradients, parts, (heads, of_keys, of_keys), strict=True):
+                total[:, some] = part
+        return PackedGradients(ranges, *gradients)
+
+
+class _Inputs(NamedTuple):
+    """Of a backward: grad, q, out [n, H, D], keys, values [S, G, D], lse [n, H]."""
+
+    grad: Tensor
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def of_heads(self, heads: slice, of_keys: slice) -> "_Inputs":
+        grad, q, out, lse = (t[:, heads] for t in (self.grad, self.q, self.out, self.lse))
+        return _Inputs(grad, q, self.keys[:, of_keys], self.values[:, of_keys], out, lse)
+
+
+def _backward_call(given: _Inputs, lengths: _Lengths, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, keys and values, of their shapes."""
+    is_causal, left, right = _mask(scoring)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=given.q.device)
+    # The kernel reads log-sum-exps as one block of memory [H, T].
+    return torch.ops.aten._flash_attention_backward(
+        _dense_rows(given.grad), _dense_rows(given.q), _dense_rows(given.keys), _dense_rows(given.values),
+        _dense_rows(given.out), given.lse.transpose(0, 1).contiguous(), *lengths,
+        dropout_p=0.0, is_causal=is_causal, rng_state=no_dropout, unused=no_dropout[:0], scale=scoring.scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+
+
+def _key_heads_at_once(side_bytes: int, num_heads: int, kv_heads: int) -> int:
+    """Key heads of one call, so that their gradients for every query head take at most `KEY_GRADIENT_BYTES`, keys and
+    values together; at least one head. All where every query head has keys of its own: then there are no such.
+
+    Args:
+        side_bytes: of the gradients of all keys, or of all values, for every query head.
+    """
+    if num_heads == kv_heads:
+        return kv_heads
+    fitting = min(kv_heads, max(1, KEY_GRADIENT_BYTES * kv_heads // (2 * side_bytes)))
+    num_calls = -(-kv_heads // fitting)
+    return -(-kv_heads // num_calls)
 
 
 def require_varlen(name: str, dtype: torch.dtype | None, head_dim: int | None) -> None:
@@ -159,12 +212,17 @@ def _mask(scoring: Scoring) -> tuple[bool, int, int]:
     return (True, -1, 0) if scoring.is_causal else (False, -1, -1)
 
 
-def _sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
-
-
 def _packed(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Rows of all parts, one after the other: the memory in which they lie so, or a copy."""
+    first, *others = parts
+    stride, memory = first.stride(), first.untyped_storage()._cdata
+    end = first.storage_offset() + first.shape[0] * stride[0]
+    for part in others:
+        if part.storage_offset() != end or part.stride() != stride or part.untyped_storage()._cdata != memory:
+            return torch.cat(parts)
+        end += part.shape[0] * stride[0]
+    num_rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((num_rows, *first.shape[1:]), stride)
 
 
 def _dense_rows(rows: Tensor) -> Tensor:

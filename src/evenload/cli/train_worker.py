@@ -281,11 +281,11 @@ def _show_start(
     memory_cap_bytes: int,
     resumed: Path | KeptStep | None,
 ) -> None:
-    config, model = trainer.config, trainer.model
+    config, model, mesh = trainer.config, trainer.model, trainer.mesh
     parameters = model.num_parameters
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
-        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if config.parallel.channels == 'fifo' else ''}",
+        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if mesh.channels == 'fifo' and mesh.lines else ''}",
         f"attention {next(iter(trainer.stages.values())).backend_name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {format_bytes(memory_cap_bytes)} a process",

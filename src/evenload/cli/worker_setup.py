@@ -2,7 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,12 +28,16 @@ from evenload.runtime.config.train_config import RunConfig, TrainConfig
 from evenload.runtime.device import rank_device, require_device
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
-from evenload.types.transfers import ChannelMode
+from evenload.types.transfers import ChannelChoice, channel_mode
 
 # Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
 _FREE_SHARE = 0.2
 # Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
 _FREE_DEVICE_SHARE = 0.1
+# The thread that plans coming steps lets the one that feeds a GPU go on after so long; Python's own 5 ms are a thousand
+# launches.
+_SWITCH_INTERVAL_S = 2e-4
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +70,7 @@ def started_rank(
 def joined_rank(
     run: RunConfig,
     layouts: Sequence[ParallelLayout],
-    channels: ChannelMode = "directed",
+    channels: ChannelChoice = "auto",
     memory_bytes: int | None = None,
     members: Membership | None = None,
 ) -> Iterator[RankSetup]:
@@ -82,6 +87,9 @@ def joined_rank(
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
     require_device(run.device, local_world)
+    if run.device == "cuda":
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        set_cuda_defaults(os.environ)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
     with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
         meshes = create_meshes(
@@ -91,7 +99,7 @@ def joined_rank(
             run.checkpoint_timeout_s,
             # Where a loss is no error nobody asks for signs.
             signs=_store_of_signs() if members is None else None,
-            channels=channels,
+            channels=channel_mode(channels, run.device, layouts),
             ranks_per_machine=local_world,
         )
         if device.type == "cuda" or len(layouts) > 1:
@@ -101,6 +109,17 @@ def joined_rank(
         # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
         meshes.start.watch.close()
         dist.destroy_process_group()
+
+
+def set_cuda_defaults(environment: MutableMapping[str, str]) -> None:
+    """What CUDA, its libraries and torch's allocator read when a process first uses its GPU; what a user has set stays.
+
+    Queues to the device: eight by default, and streams that share one wait for each other. Packs of every step have
+    other sizes, which an allocator of fixed segments answers with memory that fits nothing; growing segments do not.
+    """
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextmanager

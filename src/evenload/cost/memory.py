@@ -58,6 +58,9 @@ from evenload.types.pipeline import PackBytes
 
 HEAD_ROWS = 2048
 """Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
+KEY_GRADIENT_BYTES = 1 << 29
+"""Of gradients of keys and values that a GPU's kernel makes for every query head before it adds those of a key head;
+where they would be more, attention takes some key heads at a time (`attention.varlen_cuda`)."""
 OFFLOAD_BUFFERED_LAYERS = 2
 """Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
 

@@ -3,13 +3,17 @@
 Made from a plan off the step (`stepplan.transfer_order`), because it takes a simulation of the pipeline.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout
 
 ChannelMode = Literal["directed", "fifo"]
 """Whether every channel has a process group of its own, or all channels between two ranks share one and its queue."""
+ChannelChoice = Literal["auto", "directed", "fifo"]
+"""What a run asks for; see `channel_mode`."""
 Channel = tuple[str, int] | tuple[str, int, int]
 """("F", stage that receives hidden states) or ("B", stage that receives gradients). Where stages have several ranks, a
 rank has a channel for each rank at the other end: then that pipeline rank is the third."""
@@ -31,6 +35,16 @@ class TransferOrder:
 
     receives: tuple[tuple[Receive, ...], ...] | None
     frees: FreedSends
+
+
+def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
+    """How channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose streams are
+    not promised to go on beside each other (NVIDIA/nccl issue 783), so that transfers of different groups may wait for
+    each other in a circle; else each by itself. Layouts whose stages have different numbers of devices have no one
+    order."""
+    if choice != "auto":
+        return choice
+    return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"
 
 
 def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:

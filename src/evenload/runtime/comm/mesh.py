@@ -9,7 +9,7 @@ group. Ranks beyond a layout are idle in it: they hold nothing, and take part in
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -268,7 +268,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
         tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    lines, tie = _stage_groups(layout, rank, pool.take, shared.channels)
+    lines, tie = _stage_groups(layout, rank, pool, shared.channels)
     return Mesh(
         layout=layout,
         rank=rank,
@@ -293,7 +293,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
 
 
 def _stage_groups(
-    layout: ParallelLayout, rank: int, group: Callable[[list[int]], dist.ProcessGroup], channels: ChannelMode
+    layout: ParallelLayout, rank: int, pool: GroupPool, channels: ChannelMode
 ) -> tuple[dict[Channel, dist.ProcessGroup], dist.ProcessGroup | None]:
     """Groups of a rank's channels, and of both ends of its pipeline."""
     forward: dict[Channel, dist.ProcessGroup] = {}
@@ -309,10 +309,10 @@ def _stage_groups(
                 if pair[0] == pair[1]:
                     continue
                 if channels == "directed":
-                    groups = group(sorted(pair)), group(sorted(pair))
+                    groups = pool.take(sorted(pair), is_channel=True), pool.take(sorted(pair), is_channel=True)
                 else:
                     if frozenset(pair) not in shared:
-                        shared[frozenset(pair)] = group(sorted(pair))
+                        shared[frozenset(pair)] = pool.take(sorted(pair), is_channel=True)
                     groups = (shared[frozenset(pair)],) * 2
                 if rank not in pair:
                     continue
@@ -325,6 +325,6 @@ def _stage_groups(
         edges = (layout.ranks_of_stage(0), layout.ranks_of_stage(layout.num_stages - 1))
         members = sorted({holders[pp_rank] for pp_rank in itertools.chain(*edges)})
         if edges[0] != edges[1]:
-            both = group(members)
+            both = pool.take(members)
             tie = both if rank in members else tie
     return forward | backward, tie

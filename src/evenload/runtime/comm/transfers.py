@@ -1,7 +1,9 @@
 """One rank's transfers to and from pipeline neighbours: posted receives, and sends whose tensors may still be needed.
 
 On a GPU "wait" orders the computing stream behind the transfer and the host goes on. Receives are posted on a stream of
-their own: a transfer waits for work queued before it on the stream that posts it, and a receive depends on none.
+their own, which does not come behind what is computed after them. Their memory is the computing stream's, and they
+come behind what that stream was given before: so what the host posts far ahead of the device holds no more memory there
+than the posted receives that `Channels` allows, and memory is free again in the order of one stream.
 """
 
 from collections import deque
@@ -46,9 +48,13 @@ class Line:
     def post_receive(self, pack: int, rows: int) -> "PostedReceive":
         """Let a pack's tensor come. Does not wait for it."""
         carried = self.carried
-        where = nullcontext() if carried.stream is None else torch.cuda.stream(carried.stream)
+        tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
+        where = nullcontext()
+        if carried.stream is not None:
+            # Kernels that were queued before may still read what lay in this memory.
+            carried.stream.wait_stream(torch.cuda.current_stream(carried.device))
+            where = torch.cuda.stream(carried.stream)
         with where, self.waiting(pack, "a connection for "):
-            tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
             work = dist.irecv(tensor, self.peer, group=self.group)
         assert work is not None
         return PostedReceive(self, pack, tensor, work)
@@ -64,12 +70,8 @@ class PostedReceive:
     work: dist.Work
 
     def wait(self) -> Tensor:
-        carried = self.line.carried
         with self.line.waiting(self.pack):
             self.work.wait()
-        if carried.stream is not None:
-            # Made on the stream of receives, read on this one: its memory is not reused before that is done.
-            self.tensor.record_stream(torch.cuda.current_stream(carried.device))
         return self.tensor
 
 

@@ -19,7 +19,7 @@ from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen
 from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
-from evenload.types.transfers import ChannelMode
+from evenload.types.transfers import ChannelChoice
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Of `model.dtype`."""
@@ -63,7 +63,8 @@ class ParallelConfig(Frozen):
         channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
             has a process group for each direction, so that no transfer waits for another. "fifo": one group and one
             queue for each pair of ranks, everything in one order that follows the plan; for devices on which transfers
-            of different groups block each other.
+            of different groups block each other. "auto": "fifo" on GPUs, which do not promise that they never do, but
+            with `stage_devices`; else "directed".
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
         stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
@@ -77,7 +78,7 @@ class ParallelConfig(Frozen):
     cp_exchange: Literal["all_gather", "ring"] = "all_gather"
     tp: int = 1
     virtual: int = 1
-    channels: ChannelMode = "directed"
+    channels: ChannelChoice = "auto"
     stage_layers: tuple[int, ...] | None = None
     stage_devices: tuple[int, ...] | None = None
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from evenload.attention.range_attention import (
     KeyRange,
     RangeAttention,
+    RangeGradients,
     Scoring,
     first_visible_key,
     rows_of_all,
@@ -104,13 +105,23 @@ class LocalAttention:
         lse: Tensor,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        dq, dk, dv = gradients
         parts = call.backend.backward(grad, q, call.key_ranges(self.ranges), out, lse, call.scoring)
+        self.add_gradients(call, parts, gradients)
+
+    def add_gradients(
+        self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Put a backward's parts, one a range, into the rows of a pack's gradients of q, k and v."""
+        dq, dk, dv = gradients
         for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
             dq[rows] = part_q
             dk[rows], dv[rows] = call.store.add_key_grads(
                 doc_id, call.layer, call.first_key(start), part_k, part_v, start, stop
             )
+
+    def is_whole(self, store: ActivationStore) -> bool:
+        """All ranges are whole documents, of which no other pack has a part."""
+        return all(store.is_whole(r) for _, r in self.ranges)
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """The first ranges, with about this share of the rows, and the others."""

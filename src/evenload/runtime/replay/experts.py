@@ -30,7 +30,7 @@ from evenload.runtime.replay.known_output import known_output
 from evenload.runtime.replay.linear import linear_with_known_output
 from evenload.runtime.replay.router_balance import count_values
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.replay.weight_products import add_now_or_later
+from evenload.runtime.replay.weight_products import add_now_or_later, add_product
 
 
 class ReplayRouter(nn.Module):
@@ -176,10 +176,7 @@ class _Order:
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]
         for expert, part in self.parts:
             grad, input = grad_rows[part], input_rows[part]
-            if total.dtype == grad.dtype:
-                total[expert].addmm_(grad.t(), input)
-            else:
-                total[expert] += grad.t() @ input
+            add_product(total[expert], grad, input)
 
     def by_token(self, rows: Tensor) -> Tensor:
         """Sorted rows [T·k, n] as [T, k·n], the pairs of a token side by side."""

@@ -25,6 +25,7 @@ from evenload.attention.range_attention import work_dtype
 from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.comm.row_shard import row_owners
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup
+from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.replay.weight_products import is_frozen
@@ -86,7 +87,7 @@ def head_blocks(
         in_block = [rows[first : first + num_own] for rows in rows_of_rank]
         block_owners = np.repeat(np.arange(size), [len(rows) for rows in in_block])
         exchange = RowExchange(group, block_owners, targets.device, "normed rows of the head")
-        chosen = torch.from_numpy(np.concatenate(in_block)).to(targets.device)
+        chosen = to_device(torch.from_numpy(np.concatenate(in_block)), targets.device)
         yield slice(first, first + num_own), exchange, targets[chosen]
 
 

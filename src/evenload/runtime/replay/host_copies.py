@@ -1,9 +1,10 @@
 """Asynchronous copies of offloaded tensors to host memory and back, beside the computation.
 
 `CudaHostCopies` runs them on a stream of its own, in pinned memory, without stopping the host. A copy out waits for
-the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. A device
-buffer is allocated on the computing stream and handed to the copying one by an event, so the allocator's rule of
-"reuse in stream order" bounds memory without any wait of the host.
+the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. All device
+memory is the computing stream's. A copy holds its tensor until that stream has been ordered behind it, and only then is
+the memory free for what is computed next: the allocator reuses it at once, in stream order, however far the host is
+ahead. (`Tensor.record_stream` would let it go before, and the allocator take new memory until the copy has run.)
 
 Pinned tensors come from torch's caching allocator, which rounds every one up to a power of two and keeps what is freed
 for the next step: a process holds its peak to its end. `host_bytes` says what a tensor takes there.
@@ -27,7 +28,7 @@ class Copy(NamedTuple):
 
     Args:
         wait: orders what is computed from now on behind the copy.
-        release: its source is needed no more; makes sure that it may be reused.
+        release: its source is needed no more; makes sure that it may be reused by what is computed from now on.
     """
 
     wait: Callable[[], object]
@@ -83,11 +84,15 @@ class CudaHostCopies(HostCopies):
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             _copy_rows(into, pieces)
-        # Keeps the memory from reuse until the copy has run, so that releasing a source needs nothing more.
-        device_side.record_stream(self._stream)
         done = torch.cuda.Event()
         done.record(self._stream)
-        return Copy(lambda: torch.cuda.current_stream(device).wait_event(done), lambda: None)
+        held = [device_side]
+
+        def order_behind() -> None:
+            torch.cuda.current_stream(device).wait_event(done)
+            held.clear()
+
+        return Copy(order_behind, order_behind)
 
 
 def host_copies(device: torch.device) -> HostCopies:

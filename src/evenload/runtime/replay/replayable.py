@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import Scoring
+from evenload.attention.range_attention import PackedGradients, Scoring
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.experts import ReplayExperts, ReplayRouter
@@ -56,8 +56,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, sco
         grad = grad.contiguous()
         if shared is not None:
             return shared.backward(call, grad, queries, out, lse)
+        parts = call.backend.backward(grad, queries, call.key_ranges(attention.ranges), out, lse, scoring)
+        if isinstance(parts, PackedGradients) and attention.is_whole(store):
+            # Keys are the pack's own rows, in its order, and nobody else adds to their gradients.
+            return parts.q, parts.keys, parts.values
         dq, dk, dv = torch.empty_like(queries), *(lse.new_empty(key_shape) for _ in range(2))
-        attention.backward(call, grad, queries, out, lse, (dq, dk, dv))
+        attention.add_gradients(call, parts, (dq, dk, dv))
         return dq, dk.to(queries.dtype), dv.to(queries.dtype)
 
     return known_output(out, backward, q, k, v)
@@ -80,7 +84,8 @@ def _hf_attention(
     assert attention_mask is None, "document boundaries come from the plan, never from a mask"
     assert dropout == 0.0, "refused when the model was loaded"
     assert (softcap or 0.0) == state.backend.soft_cap, "a backend is selected with the model's soft cap"
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
     return _attend(q, k, v, state, layer, Scoring(scaling, sliding_window or 0))[None], None
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.row_shard import RowShard
 from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
@@ -188,7 +189,7 @@ class ActivationStore:
         change them afterwards."""
         for block in self._open:
             row = block.rows.start
-            for is_whole, run in itertools.groupby(block.ranges, self._is_whole):
+            for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
                 ranges = tuple(run)
                 stop = row + num_rows(ranges)
                 if is_whole:
@@ -202,7 +203,8 @@ class ActivationStore:
                     self.record_keys(doc_id, layer, start, keys[rows], values[rows])
                     row = rows.stop
 
-    def _is_whole(self, r: Range) -> bool:
+    def is_whole(self, r: Range) -> bool:
+        """A range is all of its document."""
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
 
     def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
@@ -312,7 +314,8 @@ class ActivationStore:
         if layer not in buffers.grads:
             shape = (buffers.num_tokens, *grad_k.shape[1:])
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            buffers.grads[layer] = grad_k.new_zeros(shape), grad_k.new_zeros(shape)
+            work = work_dtype(grad_k)
+            buffers.grads[layer] = grad_k.new_zeros(shape, dtype=work), grad_k.new_zeros(shape, dtype=work)
             self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
         all_k, all_v = buffers.grads[layer]
         all_k[first:stop] += grad_k

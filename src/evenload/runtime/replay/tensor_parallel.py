@@ -52,7 +52,7 @@ def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: di
     assert pack is not None
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     pack.block_input, pack.block_key = own.detach()[0], object()
-    gathered = gather_rows(own[0], pack.rows)[None]
+    gathered = gather_rows(own.squeeze(0), pack.rows)[None]
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
@@ -61,7 +61,7 @@ def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: di
 def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """An adapter's thin product [1, T, rank], partial sums, -> own rows [1, n, rank], as those of its linear."""
     assert state.tensor_rows is not None
-    partial, rows = output[0], state.tensor_rows.rows
+    partial, rows = output.squeeze(0), state.tensor_rows.rows
     return known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)[None]
 
 

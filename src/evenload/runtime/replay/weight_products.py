@@ -18,6 +18,8 @@ from torch import Tensor
 
 from evenload.runtime.replay.held_bytes import HeldBytes, own_memory
 
+_WIDE_SUM = "aten::addmm.dtype_out"
+
 AddRows = Callable[[Tensor, Tensor], None]
 """Adds a weight gradient from (input rows, rows of the output's gradient)."""
 
@@ -35,11 +37,24 @@ def add_transposed_gradient(weight: Tensor, bias: Tensor | None, input_rows: Ten
 
 
 def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
-    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    add_product(weight.main_grad, left, right)  # type: ignore[attr-defined]
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left`ᵀ · `right` to `total`, which may be wider (fp32 sums of bf16 products). A GPU sums in the width of
+    `total` and rounds nothing in between; elsewhere the product of a pack is rounded first, and takes memory."""
     if total.dtype == right.dtype:
         total.addmm_(left.t(), right)
+    elif _sums_wider(total.device.type):
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)  # type: ignore[no-matching-overload]
     else:
         total += left.t() @ right
+
+
+def _sums_wider(device_type: str) -> bool:
+    """Whether torch adds products to wider sums there."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_WIDE_SUM, key)
 
 
 def _add_bias_gradient(bias: Tensor | None, grad_rows: Tensor) -> None:

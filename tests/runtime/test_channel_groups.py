@@ -1,0 +1,51 @@
+"""Groups of channels on NCCL: options, and that nothing else takes them. Without a GPU no such group can be made, so
+the pool is asked what it would make."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from evenload.runtime.comm.group_pool import CHANNEL_CTAS, GroupPool, channel_options
+
+TIMEOUT = timedelta(seconds=7)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    found = []
+
+    def new_group(ranks, **options):
+        found.append((tuple(ranks), options))
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    return found
+
+
+def test_on_nccl_a_channel_has_groups_of_its_own_kind(made, monkeypatch):
+    monkeypatch.setattr("evenload.runtime.comm.group_pool.channel_options", lambda timeout: ("few", timeout))
+    pool = GroupPool("nccl", TIMEOUT)
+    pool.begin_layout()
+    channel, data = pool.take([0, 1], is_channel=True), pool.take([0, 1])
+    pool.begin_layout()
+    assert pool.take([0, 1]) is data
+    assert pool.take([0, 1], is_channel=True) is channel
+    assert [options["pg_options"] for _, options in made] == [("few", TIMEOUT), None]
+
+
+def test_elsewhere_layouts_share_groups_whatever_they_carry(made):
+    pool = GroupPool("gloo", TIMEOUT)
+    pool.begin_layout()
+    first = pool.take([0, 1], is_channel=True)
+    pool.begin_layout()
+    assert pool.take([0, 1]) is first
+    assert made[0][1]["pg_options"] is None
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_channels_take_few_processors():
+    options = channel_options(TIMEOUT)
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, CHANNEL_CTAS)
+    assert options.is_high_priority_stream
+    assert options._timeout == TIMEOUT

@@ -1,0 +1,78 @@
+"""Kernels that a pack launches on a GPU, counted as operators on the meta device: none is of a single document.
+
+The host of a GPU needs some microseconds a kernel, so a pack of many short documents with kernels for each would wait
+for its host. Views launch nothing. What this counts runs on the meta device by torch's own meta kernels, attention as
+one call a layer and direction (`attention.varlen_cuda`).
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenload.attention.varlen_cuda import VarlenCudaAttention
+from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from reference_training import make_tokens, tiny_config
+from single_stage import pack_tokens
+
+TOKENS = 96
+NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+
+
+class Launches(TorchDispatchMode):
+    """Operators by name, but for views and memory without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        is_view = bool(returned) and all(one.alias_info and not one.alias_info.is_write for one in returned)
+        name = func._schema.name.removeprefix("aten::")
+        if not is_view and name not in NO_KERNEL:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(kind, num_documents, layers):
+    """Operators of a forward and a backward pack of equal documents on a middle stage of so many layers."""
+    config = tiny_config(kind, num_hidden_layers=layers + 2)
+    meta, length = torch.device("meta"), TOKENS // num_documents
+    model = build_stage_model(config, layers=(1, layers + 1), dtype=torch.bfloat16, device=meta, weights=None, seed=3)
+    flatten_units(model, dp=1)
+    stage = PipelineStage(model, VarlenCudaAttention())
+    tokens = make_tokens([length] * num_documents, config.vocab_size)
+    ranges = [(doc, 0, length) for doc in range(num_documents)]
+    pack = pack_tokens(ranges, tokens, meta)
+    store = ActivationStore(dict.fromkeys(range(num_documents), length), [pack.ranges])
+    hidden = torch.zeros(TOKENS, config.hidden_size, dtype=torch.bfloat16, device=meta)
+    counted = []
+    for run in (lambda: stage.forward(pack, hidden, store), lambda: stage.backward(pack, hidden, store, 10)):
+        with Launches() as mode:
+            run()
+        counted.append(mode.counts)
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_documents_add_no_kernels(kind):
+    few, many = launches(kind, 2, 2), launches(kind, 32, 2)
+    assert many == few
+
+
+def test_kernels_of_a_layer():
+    """Of a Llama layer: attention once each way, no gradient filled with zeros and copied into, no keys copied."""
+    (forward, backward), (more_forward, more_backward) = launches("llama", 8, 2), launches("llama", 8, 3)
+    forward, backward = more_forward - forward, more_backward - backward
+    assert forward["_flash_attention_forward"] == backward["_flash_attention_backward"] == 1
+    assert (forward["cat"], backward["cat"]) == (2, 2), "of the rotary embedding of queries and keys alone"
+    assert backward["select_backward"] == 0
+    # Weight gradients are added to their fp32 sums by the product itself: no product in bf16, no sum behind it.
+    assert backward["addmm"] == 7
+    assert sum(forward.values()) <= 38
+    assert sum(backward.values()) <= 105

@@ -1,0 +1,24 @@
+"""How channels share the way between two ranks where a run does not say."""
+
+import pytest
+
+from evenload.types.layout import even_layout
+from evenload.types.layout_text import read_layout_text
+from evenload.types.transfers import channel_mode
+
+EVEN = even_layout(4, pp=2)
+WIDE = read_layout_text("pp=3,devices=1+2+1").layout(4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "layouts", "found"),
+    [
+        ("auto", "cpu", [EVEN], "directed"),
+        ("auto", "cuda", [EVEN], "fifo"),
+        ("auto", "cuda", [EVEN, WIDE], "directed"),
+        ("directed", "cuda", [EVEN], "directed"),
+        ("fifo", "cpu", [EVEN], "fifo"),
+    ],
+)
+def test_one_order_is_the_default_where_transfers_may_wait_for_each_other(choice, device, layouts, found):
+    assert channel_mode(choice, device, layouts) == found
