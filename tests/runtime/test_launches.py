@@ -18,6 +18,14 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from reference_training import make_tokens, tiny_config
 from single_stage import pack_tokens
+from wide_sums import wide_sums
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sums_wider():
+    with wide_sums("Meta"):
+        yield
+
 
 TOKENS = 96
 NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view")

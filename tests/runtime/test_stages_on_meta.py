@@ -18,11 +18,18 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from reference_training import make_tokens, tiny_config
 from single_stage import pack_tokens, packs_of
+from wide_sums import wide_sums
 
 LENGTHS = [61, 30, 1, 7, 2, 19]
 STAGES = ((0, 1), (1, 3), (3, 4))
 META = torch.device("meta")
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sums_wider():
+    with wide_sums("Meta"):
+        yield
 
 
 class CheckedVarlen(VarlenCudaAttention):

@@ -14,24 +14,15 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts, add_product, add_weight_gradient
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
+from wide_sums import wide_sums
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
 
 @pytest.fixture
-def wide_sums():
-    """A CPU kernel of the operator that GPUs have, for the duration of a test."""
-
-    def addmm(total, left, right, out_dtype, *, beta=1, alpha=1, out):
-        assert total.dtype == out.dtype == out_dtype == torch.float32
-        assert left.dtype == right.dtype == torch.bfloat16
-        assert out.data_ptr() == total.data_ptr()
-        return out.copy_(beta * total + alpha * (left.float() @ right.float()))
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("addmm.dtype_out", addmm, "CPU")
-    yield
-    library._destroy()
+def sums_wider():
+    with wide_sums("CPU"):
+        yield
 
 
 def summed_products(add_to) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,13 +37,13 @@ def summed_products(add_to) -> tuple[torch.Tensor, torch.Tensor]:
     return weight.main_grad, exact  # type: ignore[attr-defined]
 
 
-def test_no_pack_rounds_its_weight_gradient_where_the_device_can_sum_it(wide_sums):
+def test_no_pack_rounds_its_weight_gradient_where_the_device_can_sum_it(sums_wider):
     """In bf16 a pack's product would lose all but 8 bits before it is added to the fp32 sum."""
     found, exact = summed_products(lambda weight, rows, grad: add_weight_gradient(weight, None, rows, grad))
     assert relative_error(found, exact) < 1e-6
 
 
-def test_experts_sum_their_weight_gradients_alike(wide_sums):
+def test_experts_sum_their_weight_gradients_alike(sums_wider):
     def add(weight, rows, grad):
         add_product(weight.main_grad, grad, rows)
 
