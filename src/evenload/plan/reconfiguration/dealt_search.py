@@ -17,6 +17,7 @@ whose bound is hopeless beside what is known are not looked at.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -59,12 +60,16 @@ class DealtCosts(MappingCosts):
             model, coefficients, batch, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes
         )
         self._links, self._state_bytes = coefficients, optimizer_bytes_per_parameter(model)
+
+    @cached_property
+    def _held_bytes(self) -> NDArray[np.float64]:
+        """Of activations of a layer, of so many micro-batches at once."""
         count = self.micro_batches
-        mean_bytes = batch.kept_bytes / count
+        mean_bytes = self._batch.kept_bytes / count
         in_flight = np.full(count, mean_bytes)
-        largest = np.maximum(batch.kept_longest_first[:count], mean_bytes)
+        largest = np.maximum(self._batch.kept_longest_first[:count], mean_bytes)
         in_flight[: len(largest)] = largest
-        self._held_bytes = np.concatenate([[0.0], np.cumsum(in_flight)])
+        return np.concatenate([[0.0], np.cumsum(in_flight)])
 
     def share(self, devices: int) -> float:
         """Of the rest of a stage's work what its busiest device has."""
@@ -74,7 +79,7 @@ class DealtCosts(MappingCosts):
     def least_dealt_seconds(self, devices: Iterable[int]) -> float:
         """No mapping to stages of so many devices takes less: work spread evenly over them, nothing to reduce."""
         shares = [self.share(count) for count in devices]
-        spread = 0.0 if not all(shares) else self.rest_s[-1] / sum(1 / share for share in shares)
+        spread = 0.0 if not all(shares) else self._whole_rest_s / sum(1 / share for share in shares)
         return self.seconds_of(spread, 0)
 
     def dealt_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:

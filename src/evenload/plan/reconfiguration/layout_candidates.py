@@ -23,6 +23,7 @@ from evenload.plan.reconfiguration.hbsa import HOPELESS, MappingSearch, mapping_
 from evenload.plan.reconfiguration.mapping_cost import (
     ESTIMATE_TOLERANCE,
     BatchCosts,
+    BatchLengths,
     Mapping,
     MappingCosts,
     layer_costs,
@@ -61,6 +62,7 @@ class LayoutCandidates:
         self._model, self._layout = start.costs.model, start.layout
         self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, ...], CostCoefficients]()
         self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
+        self._dealt_layouts: dict[tuple[int, ...], ParallelLayout] = {}
         self._even_layouts: dict[tuple[int, int], ParallelLayout] = {}
         self._receive_from: ParallelLayout | None = None
         self._receive: dict[ParallelLayout, ReceiveSeconds] = {}
@@ -100,7 +102,8 @@ class LayoutCandidates:
         start = self._start
         can_offload = start.costs.coefficients.host_link is not None
         policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
-        batches = [cache(partial(self.batch_costs, num_tokens, policy)) for policy in policies]
+        lengths = BatchLengths(self._layer_costs, num_tokens)
+        batches = [cache(partial(self.batch_costs, num_tokens, policy, lengths)) for policy in policies]
         weight = 1.0 / self._options.known_steps
         if self.given is not None:
             return self._estimated(batches, current, weight)
@@ -117,10 +120,20 @@ class LayoutCandidates:
             return found
         return self._with_dealt(found, batches, current, weight)
 
-    def batch_costs(self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None) -> BatchCosts:
-        """A batch under one policy, as it is priced for any mapping."""
+    def batch_costs(
+        self,
+        num_tokens: NDArray[np.int64],
+        policy: NDArray[np.int8] | None = None,
+        lengths: BatchLengths | None = None,
+    ) -> BatchCosts:
+        """A batch under one policy, as it is priced for any mapping.
+
+        Args:
+            lengths: of the same documents, for several policies; None = made here.
+        """
         cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
-        return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, costs=self._layer_costs)
+        lengths = lengths or BatchLengths(self._layer_costs, num_tokens)
+        return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, lengths=lengths)
 
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
         """Of mappings of one depth, one for every number of micro-batches that is tried.
@@ -191,7 +204,9 @@ class LayoutCandidates:
         the seconds that none of them beats; the most promising first. None where these are hopeless beside a limit."""
         options, (least, wide) = self._start.options, divmod(devices, depth)
         of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
-        layout = even_layout(self._model.num_layers, pp=depth, devices=of_stages)
+        if of_stages not in self._dealt_layouts:
+            self._dealt_layouts[of_stages] = even_layout(self._model.num_layers, pp=depth, devices=of_stages)
+        layout = self._dealt_layouts[of_stages]
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
         found: list[tuple[float, DealtCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):

@@ -18,7 +18,7 @@ O(stages) per mapping.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -42,7 +42,7 @@ from evenload.cost.memory import (
     trained_layer_parameters,
 )
 from evenload.cost.pack_cost import PackCosts
-from evenload.types.columns import whole_document_columns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 
@@ -81,6 +81,40 @@ def layer_costs(model: ModelSpec, coefficients: CostCoefficients, *, cp: int = 1
     return PackCosts(model, coefficients, even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp))
 
 
+class BatchLengths:
+    """What of a batch is the same under all policies; each made when it is asked for.
+
+    Args:
+        costs: `layer_costs` of the model.
+        num_tokens: int64[n], at least one document.
+    """
+
+    def __init__(self, costs: PackCosts, num_tokens: NDArray[np.int64]) -> None:
+        self.costs, self.num_tokens = costs, num_tokens
+        self._packs: dict[int, tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def packs(self, heaviest: int) -> tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]:
+        """Packs of all documents, of the heaviest alone and of none, with their forward and backward seconds under
+        replay; float64[3, layers] each."""
+        if heaviest not in self._packs:
+            everyone = list(range(len(self.num_tokens)))
+            columns = whole_document_columns([everyone, [heaviest], []], self.num_tokens, self.costs.layout.cp)
+            forward_s = self.costs.pack_seconds(columns, "forward")
+            self._packs[heaviest] = columns, forward_s, self.costs.pack_seconds(columns, "backward")
+        return self._packs[heaviest]
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """On one rank."""
+        return -(-int(self.num_tokens.max()) // self.costs.layout.cp)
+
+    @cached_property
+    def temp_bytes(self) -> NDArray[np.int64]:
+        """Of a backward pack of no tokens and of one of the longest document, layer by layer; int64[2, layers]."""
+        lengths = np.array([0, self.longest_tokens], np.int64)
+        return backward_temp_estimate(self.costs.model, self.costs.layout, lengths)
+
+
 class BatchCosts:
     """One batch under one policy, summed up per layer.
 
@@ -90,7 +124,7 @@ class BatchCosts:
         num_tokens: int64[n], at least one document.
         policy: int8[n]; None = all replay.
         cp, tp: sizes that stay as they are.
-        costs: `layer_costs` of the same, for several batches and policies; None = made here.
+        lengths: of the same documents, for several policies; None = made here.
     """
 
     def __init__(
@@ -102,21 +136,24 @@ class BatchCosts:
         *,
         cp: int = 1,
         tp: int = 1,
-        costs: PackCosts | None = None,
+        lengths: BatchLengths | None = None,
     ) -> None:
-        costs = costs or layer_costs(model, coefficients, cp=cp, tp=tp)
-        one_each = costs.layout
+        lengths = lengths or BatchLengths(layer_costs(model, coefficients, cp=cp, tp=tp), num_tokens)
+        costs = lengths.costs
         self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
         document_s = costs.document_seconds(num_tokens, policy)
         heaviest = int(document_s.argmax())
-        columns = whole_document_columns([list(range(len(num_tokens))), [heaviest], []], num_tokens, cp)
-        seconds = costs.pack_seconds(columns, "forward", policy) + costs.pack_seconds(columns, "backward", policy)
+        columns, forward_s, backward_s = lengths.packs(heaviest)
+        if policy is not None:
+            forward_s = costs.under_policy(forward_s, columns, "forward", policy)
+            backward_s = costs.under_policy(backward_s, columns, "backward", policy)
+        seconds = forward_s + backward_s
         # An empty pack is what every micro-batch costs on top of its documents.
         self.whole_s = _running(seconds[0] - seconds[2])
         self.longest_s = _running(seconds[1] - seconds[2])
         self.pack_s = _running(seconds[2])
         self.tokens = -(-self.whole_tokens // cp)
-        self.longest_tokens = -(-int(num_tokens.max()) // cp)
+        self.longest_tokens = lengths.longest_tokens
         each = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES]) + kv_bytes_per_token(
             model, tp
         )
@@ -124,7 +161,7 @@ class BatchCosts:
         kept = -(-num_tokens // cp) * each[codes]
         self.kept_bytes = float(kept.sum())
         self.kept_longest_first = np.sort(kept)[::-1].astype(float)
-        temp = backward_temp_estimate(model, one_each, np.array([0, self.longest_tokens], np.int64))
+        temp = lengths.temp_bytes
         self._logits_bytes = float((temp[1, -1] - temp[1, 0]) if model.num_layers > 1 else 0)
         per_token = float(temp[1, 0]) / self.longest_tokens
         if (codes == RECOMPUTE).any():
@@ -154,7 +191,6 @@ class MappingCosts:
         micro_batches: of a replica, at least 1.
         cap_bytes: of a device; None = no limit.
 
-    `rest_s[l]` is the work below layer l that waits while the largest micro-batch passes the other stages;
     `even_edges` are those of `even_layout`.
     """
 
@@ -177,14 +213,12 @@ class MappingCosts:
         self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
         n = self.micro_batches = max(1, min(micro_batches, -(-batch.num_documents // dp)))
-        # Work of the slowest replica and of its largest micro-batch, up to every layer.
-        whole = [value / dp for value in batch.whole_s]
-        replica = whole if whole[-1] >= batch.longest_s[-1] else batch.longest_s
-        largest = [value / n for value in replica]
-        largest = largest if largest[-1] >= batch.longest_s[-1] else batch.longest_s
-        self.rest_s = [
-            work - first + (n - 1) * pack for work, first, pack in zip(replica, largest, batch.pack_s, strict=True)
-        ]
+        # Of most numbers of micro-batches only the bound is asked, which needs sums over all layers alone.
+        self._batch = batch
+        longest_s, pack_s = float(batch.longest_s[-1]), float(batch.pack_s[-1])
+        replica_s = max(float(batch.whole_s[-1]) / dp, longest_s)
+        largest_s = max(replica_s / n, longest_s)
+        self._whole_rest_s = replica_s - largest_s + (n - 1) * pack_s
         tokens = max(batch.tokens / (dp * n), float(batch.longest_tokens))
         p2p_s = 0.0
         if depth > 1:
@@ -198,14 +232,29 @@ class MappingCosts:
         latency_s = coefficients.ring_seconds(0.0, copies)
         moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
         self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
-        self._fixed_s = largest[-1] + batch.pack_s[-1] + 2 * (depth - 1) * p2p_s + 2 * latency_s
+        self._fixed_s = largest_s + pack_s + 2 * (depth - 1) * p2p_s + 2 * latency_s
         self.even_edges = _even_edges(self.num_layers, depth)
+        self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
+
+    @cached_property
+    def rest_s(self) -> list[float]:
+        """The work below every layer that waits while the largest micro-batch passes the other stages."""
+        batch, dp, n = self._batch, self.dp, self.micro_batches
+        # Work of the slowest replica and of its largest micro-batch, up to every layer.
+        whole, longest = batch.whole_s / dp, batch.longest_s
+        replica = whole if whole[-1] >= longest[-1] else longest
+        largest = replica / n if replica[-1] / n >= longest[-1] else longest
+        return (replica - largest + (n - 1) * batch.pack_s).tolist()
+
+    @cached_property
+    def _in_flight_bytes(self) -> list[float]:
+        """Of activations of a layer, of so many micro-batches at once."""
+        batch, dp, n = self._batch, self.dp, self.micro_batches
         mean_bytes = batch.kept_bytes / (dp * n)
         largest_first = np.maximum(batch.kept_longest_first[::dp][:n], mean_bytes)
-        in_flight = np.full(min(depth, n), mean_bytes)
+        in_flight = np.full(min(self.depth, n), mean_bytes)
         in_flight[: len(largest_first)] = largest_first[: len(in_flight)]
-        self._in_flight_bytes = [0.0, *np.cumsum(in_flight).tolist()]
-        self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
+        return [0.0, *np.cumsum(in_flight).tolist()]
 
     def trained_parameters(self, first: int, last: int) -> int:
         """Of one device of a stage, those that have gradients and optimizer state."""
@@ -256,7 +305,7 @@ class MappingCosts:
 
     def least_seconds(self) -> float:
         """No mapping takes less: work spread evenly over stages, nothing to reduce."""
-        return self.seconds_of(self.rest_s[-1] / self.depth, 0)
+        return self.seconds_of(self._whole_rest_s / self.depth, 0)
 
     def step_seconds(self, edges: tuple[int, ...]) -> float:
         """Estimated T of a mapping."""
@@ -269,5 +318,6 @@ def _even_edges(num_layers: int, depth: int) -> tuple[int, ...]:
     return (0, *(last for _, last in even_layout(num_layers, pp=depth).stage_layers))
 
 
-def _running(values: NDArray[np.float64]) -> list[float]:
-    return [0.0, *accumulate(values.tolist())]
+def _running(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums up to every layer; float64[layers + 1]."""
+    return np.array([0.0, *accumulate(values.tolist())])
