@@ -38,6 +38,11 @@ def loader_of(root: Path, **changes) -> PackedLoader:
     return PackedLoader(str(root), **(settings | changes))
 
 
+def epoch_of_ranks(root: Path, world_size: int, **changes) -> list[list]:
+    """Batches of an epoch by rank; ranks that read alone plan the same."""
+    return [list(loader_of(root, rank=rank, world_size=world_size, **changes)) for rank in range(world_size)]
+
+
 def documents_of(batch: dict) -> list[tuple[int, ...]]:
     """The documents of an `hf` batch, by its cumulative lengths; zero-weight packs have none."""
     edges = batch["cu_seq_lens_q"].tolist()
