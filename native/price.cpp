@@ -242,6 +242,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     std::vector<int64_t> kept(m_f * kPolicies, 0), freed(m_b * kPolicies, 0), counts(m_b * kPolicies, 0);
     std::vector<int64_t> kept_kv(m_f, 0), gathered_forward(m_f, 0);
     std::vector<int64_t> freed_kv(m_b, 0), opened(m_b, 0), closed(m_b, 0), gathered_backward(m_b, 0), tokens(m_b, 0);
+    std::vector<int64_t> prefix_keys(m_b, 0), keys(m_b, 0);
     const SlicesOfDocument backward_slices(backward, n);
     for (int64_t k = 0; k < m_f; ++k) {
         for (int64_t i = forward.pack_offset[k]; i < forward.pack_offset[k + 1]; ++i) {
@@ -259,6 +260,8 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
             const int64_t rows = backward.rows_of(i, j), ranks = backward.ranks_of(i), share = ceil_div(rows, ranks);
             counts[j * kPolicies + policy_of(doc)] += share;
             tokens[j] += share;
+            prefix_keys[j] += backward.start[i];
+            keys[j] += backward.start[i] + rows;
             if (ranks > 1) gathered_backward[j] += rows;
             if (backward.start[i] == 0) {
                 freed_kv[j] += kv_tokens(doc);
@@ -286,6 +289,10 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     out.backward_freed_bytes.resize(m_b * P);
     out.backward_temp_bytes.resize(m_b * P);
     for (int64_t j = 0; j < m_b; ++j) {
+        const int64_t grouped = std::min(keys[j] * table.grouped_key_bytes,
+                                         std::max(table.grouped_key_most_bytes, keys[j] * table.grouped_key_head_bytes));
+        const int64_t slices = backward.pack_offset[j + 1] - backward.pack_offset[j];
+        const int64_t workspace = slices * table.slice_temp_bytes + prefix_keys[j] * table.prefix_key_bytes + grouped;
         for (int64_t s = 0; s < P; ++s) {
             out.backward_freed_bytes[j * P + s] = by_policy(freed, j, table.chunk_bytes, s) +
                                                   freed_kv[j] * table.kv_bytes[s] +
@@ -293,7 +300,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
             out.backward_temp_bytes[j * P + s] = by_policy(counts, j, table.backward_temp_bytes, s) +
                                                  std::min(tokens[j], table.head_rows) * table.logits_bytes_per_row[s] +
                                                  opened[j] * table.kv_gradient_bytes[s] +
-                                                 gathered_backward[j] * table.gathered_backward_bytes;
+                                                 gathered_backward[j] * table.gathered_backward_bytes + workspace;
         }
     }
 }

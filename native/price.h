@@ -51,6 +51,9 @@ struct CostTable {
     std::vector<int64_t> kv_bytes, kv_gradient_bytes;                // [stages] per token
     std::vector<int64_t> logits_bytes_per_row;                       // [stages]
     int64_t head_rows = 0, gathered_forward_bytes = 0, gathered_backward_bytes = 0;
+    // Workspace of attention's backward (cost/attention_workspace.py): a slice, a key before one, a key that one sees.
+    int64_t slice_temp_bytes = 0, prefix_key_bytes = 0;
+    int64_t grouped_key_bytes = 0, grouped_key_head_bytes = 0, grouped_key_most_bytes = 0;
     // Split backward (cost/split_backward.py).
     double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
     double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again

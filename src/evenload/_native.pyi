@@ -100,6 +100,11 @@ class CostTable:
     kv_gradient_bytes: list[int]
     logits_bytes_per_row: list[int]
     head_rows: int
+    slice_temp_bytes: int
+    prefix_key_bytes: int
+    grouped_key_bytes: int
+    grouped_key_head_bytes: int
+    grouped_key_most_bytes: int
     gathered_forward_bytes: int
     gathered_backward_bytes: int
     weight_token_s: float

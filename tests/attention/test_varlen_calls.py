@@ -9,16 +9,19 @@ cannot show is that the GPU's kernels keep that contract: tests/gpu does.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_samples import sample_model
 from evenload.attention import varlen_cuda
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, require_varlen
+from evenload.cost.attention_workspace import workspace_rates
 from evenload.errors import ConfigError
 from single_range import attend, attend_backward
 from single_stage import assert_bf16_as_good_as_plain
@@ -253,6 +256,19 @@ def test_gradients_for_every_query_head_stay_within_their_memory(monkeypatch, fi
     assert max(widened) <= max(limit, of_a_key_head)
     for part, expected in zip(parts, whole, strict=True):
         assert all(map(torch.equal, part, expected))
+
+
+@given(
+    keys=st.integers(1, 1 << 20), groups=st.integers(1, 16), repeat=st.integers(1, 8), dim=st.sampled_from([64, 128])
+)
+def test_gradients_for_every_query_head_are_what_plans_charge(keys, groups, repeat, dim):
+    """`cost.attention_workspace` for the model, what one call makes for the kernel."""
+    heads = groups * repeat
+    at_once = varlen_cuda._key_heads_at_once(keys * heads * dim * 2, heads, groups)
+    made = 2 * 2 * keys * at_once * repeat * dim if repeat > 1 else 0
+    model = sample_model(head_dim=dim, num_heads=heads, num_kv_heads=groups, attention_workspace=True)
+    charged = workspace_rates(model, heads, groups).of_grouped_keys(np.array([keys]))
+    assert made <= charged[0]
 
 
 def test_heads_with_keys_of_their_own_need_no_second_call(monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
+from evenload.cost.attention_workspace import WorkspaceRates
 from evenload.cost.memory import ByteRates, byte_rates
 from evenload.cost.memory_kinds import bytes_by_kind, rates_by_kind
 from evenload.cost.pack_cost import PackCosts
@@ -27,17 +28,21 @@ def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
     return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
 
 
+@pytest.mark.parametrize("workspace", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("element", [2, 4, 8])
-def test_rates_of_all_kinds_add_up(tp, element):
+def test_rates_of_all_kinds_add_up(tp, element, workspace):
     """A rate that no kind names would be memory that no picture shows."""
-    rates = byte_rates(sample_model(bytes_per_element=element), even_layout(3, pp=2, tp=tp))
+    model = sample_model(bytes_per_element=element, attention_workspace=workspace)
+    rates = byte_rates(model, even_layout(3, pp=2, tp=tp))
     kinds = rates_by_kind(rates)
     assert set(kinds) < set(MEMORY_KINDS)
     for field in dataclasses.fields(ByteRates):
-        if field.name != "static_bytes":
+        if field.name not in ("static_bytes", "attention"):
             total = sum(getattr(one, field.name) for one in kinds.values())
             np.testing.assert_array_equal(total, getattr(rates, field.name))
+    of_attention = [one.attention for one in kinds.values() if one.attention != WorkspaceRates()]
+    assert of_attention == ([rates.attention] if workspace else [])
 
 
 @settings(max_examples=100, deadline=None)

@@ -172,7 +172,11 @@ def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
             )
         return name, model_from(name)
     name = name or run.model.path
-    model = msgspec.structs.replace(model_from(name), bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype])
+    model = msgspec.structs.replace(
+        model_from(name),
+        bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype],
+        attention_workspace=run.has_attention_workspace,
+    )
     return name, with_adapters(model, run.model.lora)
 
 

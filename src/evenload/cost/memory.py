@@ -22,7 +22,8 @@ Padded packs count `pad_to` tokens for every document. Over a step kept == freed
 Temporaries are ESTIMATES (the allocator and fused kernels decide):
     forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
     backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision
-              and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8)
+              and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8);
+              on a GPU the workspace of one layer's attention (`cost.attention_workspace`)
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -51,6 +52,7 @@ from evenload.cost.activation import (
     local_kv_heads,
     recomputed_width,
 )
+from evenload.cost.attention_workspace import WorkspaceRates, workspace_rates
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -58,9 +60,6 @@ from evenload.types.pipeline import PackBytes
 
 HEAD_ROWS = 2048
 """Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
-KEY_GRADIENT_BYTES = 1 << 29
-"""Of gradients of keys and values that a GPU's kernel makes for every query head before it adds those of a key head;
-where they would be more, attention takes some key heads at a time (`attention.varlen_cuda`)."""
 OFFLOAD_BUFFERED_LAYERS = 2
 """Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
 
@@ -160,6 +159,7 @@ class TokenCounts:
         opened, closed: int64[m_b], of documents whose gradients of keys and values come and go.
         computed: int64[m_b, policies], of backward packs.
         gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose keys and values other ranks send.
+        pieces, prefix_keys, keys: int64[m_b], slices of backward packs, keys before them, and keys that they see.
     """
 
     kept_chunks: NDArray[np.int64]
@@ -171,6 +171,9 @@ class TokenCounts:
     computed: NDArray[np.int64]
     gathered_forward: NDArray[np.int64]
     gathered_backward: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    prefix_keys: NDArray[np.int64]
+    keys: NDArray[np.int64]
 
 
 def count_tokens(
@@ -206,13 +209,19 @@ def count_tokens(
         computed=_policy_sums(backward_pack, backward_tokens, m_b, backward.doc, policy),
         gathered_forward=_pack_sums(forward_pack, np.where(forward.cp > 1, forward.slice_tokens(), 0), m_f),
         gathered_backward=_pack_sums(backward_pack, np.where(backward.cp > 1, backward.slice_tokens(), 0), m_b),
+        pieces=_pack_sums(backward_pack, np.ones_like(backward.start), m_b),
+        prefix_keys=_pack_sums(backward_pack, backward.start, m_b),
+        keys=_pack_sums(backward_pack, backward.start + backward.slice_tokens(), m_b),
     )
 
 
 def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
-    """Byte columns of counted packs; linear in the rates, so that kinds of bytes can be told apart."""
+    """Byte columns of counted packs; a sum with a term a rate, so that kinds of bytes can be told apart."""
     logits_rows = np.minimum(tokens.computed.sum(axis=1), HEAD_ROWS)
     gathered = tokens.gathered_forward * rates.gathered_forward, tokens.gathered_backward * rates.gathered_backward
+    attention = rates.attention
+    workspace = tokens.pieces * attention.piece + tokens.prefix_keys * attention.prefix_key
+    workspace += attention.of_grouped_keys(tokens.keys)
     return PackBytes(
         static_bytes=rates.static_bytes,
         forward_kept_bytes=tokens.kept_chunks @ rates.chunk + np.outer(tokens.kept_kv, rates.kv),
@@ -223,7 +232,7 @@ def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
         backward_temp_bytes=tokens.computed @ rates.backward_temp
         + np.outer(logits_rows, rates.logits_per_row)
         + np.outer(tokens.opened, rates.kv_gradient)
-        + gathered[1][:, None],
+        + (gathered[1] + workspace)[:, None],
     )
 
 
@@ -237,6 +246,7 @@ class ByteRates:
         kv, kv_gradient: int64[P] a token of a document.
         logits_per_row: int64[P], rows up to `HEAD_ROWS` a pack.
         gathered_forward, gathered_backward: a token whose keys and values other ranks send.
+        attention: its workspace in backward; that of rows is in `backward_temp`.
     """
 
     static_bytes: NDArray[np.int64]
@@ -248,6 +258,7 @@ class ByteRates:
     logits_per_row: NDArray[np.int64]
     gathered_forward: int
     gathered_backward: int
+    attention: WorkspaceRates
 
 
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
@@ -266,6 +277,8 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
+    attention = workspace_rates(model, model.num_heads // tp, local_kv_heads(model, tp))
+    backward += attention.row
     forward_temp = np.full((len(POLICIES), len(layers)), forward, np.int64)
     backward_temp = np.full((len(POLICIES), len(layers)), backward, np.int64)
     backward_temp[RECOMPUTE] += element * recomputed_width(model, tp)
@@ -284,20 +297,25 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         logits_per_row=is_last * -(-model.vocab_size // tp) * (element + 8),
         gathered_forward=kv,
         gathered_backward=kv + kv_gradient,
+        attention=attention,
     )
 
 
 def backward_temp_estimate(
     model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Temporaries of backward packs, the estimated part common to all policies; int64[num_packs, P].
+    """Temporaries of backward packs of one whole document each, or of none, the estimated part common to all policies;
+    int64[num_packs, P].
 
     Args:
         pack_tokens: int64[num_packs] tokens as one rank computes them, padding included.
     """
     rates = byte_rates(model, layout)
-    return np.outer(pack_tokens, rates.backward_temp[REPLAY]) + np.outer(
-        np.minimum(pack_tokens, HEAD_ROWS), rates.logits_per_row
+    workspace = rates.attention.of_grouped_keys(pack_tokens) + (pack_tokens > 0) * rates.attention.piece
+    return (
+        np.outer(pack_tokens, rates.backward_temp[REPLAY])
+        + np.outer(np.minimum(pack_tokens, HEAD_ROWS), rates.logits_per_row)
+        + workspace[:, None]
     )
 
 

@@ -1,6 +1,6 @@
 """`bytes_by_kind`: priced packs whose bytes are told apart by kind of memory; the kinds add up to them exactly.
 
-`cost.memory.bytes_at_rates` is linear in its rates, so a kind's bytes are what it gives with all other rates at zero.
+`cost.memory.bytes_at_rates` is a sum with a term a rate, so a kind's bytes are what it gives with all other rates at 0.
 Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
 `types.timeline.MEMORY_KINDS`; their columns have one more axis, K = len(MEMORY_KINDS).
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
+from evenload.cost.attention_workspace import WorkspaceRates
 from evenload.cost.memory import (
     ByteRates,
     byte_rates,
@@ -79,7 +80,12 @@ def bytes_by_kind(
 
 def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
     """Rates of every kind that packs hold, all others at zero; they add up to `rates` (without static bytes)."""
-    zeros: dict[str, Any] = {field.name: 0 * getattr(rates, field.name) for field in dataclasses.fields(ByteRates)}
+    zeros: dict[str, Any] = {
+        field.name: 0 * getattr(rates, field.name)
+        for field in dataclasses.fields(ByteRates)
+        if field.name != "attention"
+    }
+    zeros["attention"] = WorkspaceRates()
 
     def only(**kept: Any) -> ByteRates:
         return ByteRates(**(zeros | kept))
@@ -101,7 +107,7 @@ def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
             forward_temp=row(forward_extra, RECOMPUTE), backward_temp=row(backward_extra, RECOMPUTE)
         ),
         "offload_buffers": only(forward_temp=row(forward_extra, OFFLOAD), backward_temp=row(backward_extra, OFFLOAD)),
-        "layer_buffers": only(forward_temp=forward, backward_temp=backward),
+        "layer_buffers": only(forward_temp=forward, backward_temp=backward, attention=rates.attention),
         "head_logits": only(logits_per_row=rates.logits_per_row),
     }
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
+from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import ContextTraffic, context_traffic, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
@@ -78,6 +79,12 @@ def native_table(
     table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
     table.logits_bytes_per_row = rates.logits_per_row.tolist()
     table.head_rows = HEAD_ROWS
+    table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
+    table.grouped_key_bytes, table.grouped_key_head_bytes = (
+        rates.attention.grouped_key,
+        rates.attention.grouped_key_head,
+    )
+    table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = slowness * (coefficients.backward.linear_s_per_token / layout.tp)
     table.weight_pack_s, table.weight_share = slowness * coefficients.backward.pack_s, weight_share(model)

@@ -36,6 +36,7 @@ class ModelSpec(Frozen):
             have no gradient and no optimizer state.
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
+        attention_workspace: attention runs in a GPU's kernels, whose workspace in backward counts as memory.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ModelSpec(Frozen):
     adapter_parameters_per_layer: int = 0
     causal: bool = True
     bytes_per_element: int = 2
+    attention_workspace: bool = False
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:

@@ -285,6 +285,12 @@ class TrainConfig(Frozen):
         """Token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
+    @property
+    def has_attention_workspace(self) -> bool:
+        """Attention runs in a GPU's kernels. Where the model's shape keeps `auto` from them, plans leave memory unused."""
+        runs_kernels = self.train.device == "cuda" and self.train.attention != "reference"
+        return runs_kernels and self.model.dtype == "bfloat16"
+
 
 def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
     """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.errors import ConfigError
@@ -50,6 +51,6 @@ def model_spec(config: TrainConfig) -> ModelSpec:
         require_adapters(hf)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    return with_adapters(
-        model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype]), config.model.lora
-    )
+    found = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    found = msgspec.structs.replace(found, attention_workspace=config.has_attention_workspace)
+    return with_adapters(found, config.model.lora)

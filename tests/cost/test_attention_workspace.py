@@ -1,0 +1,79 @@
+"""Memory of attention's backward beside its results, by hand for an 8B Llama: 32 heads, 8 key heads of 128, bf16."""
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import cut_documents, sample_coefficients, sample_model
+from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES, WorkspaceRates, workspace_rates
+from evenload.cost.memory import pipeline_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import even_layout
+
+LLAMA = sample_model(num_heads=32, num_kv_heads=8, head_dim=128, attention_workspace=True)
+TINY = sample_model(attention_workspace=True)
+
+
+def test_a_row_has_sums_in_fp32_and_a_document_a_block_of_rows_more():
+    rates = workspace_rates(LLAMA, 32, 8)
+    assert rates.row == 4 * 32 * 129
+    assert rates.piece == 128 * rates.row == 2_113_536
+    of_dim = {dim: sample_model(head_dim=dim, attention_workspace=True) for dim in (80, 160)}
+    assert workspace_rates(of_dim[80], 2, 1).row == 4 * 2 * 97
+    assert workspace_rates(of_dim[160], 2, 1).row == 4 * 2 * 193
+
+
+def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
+    """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
+    rates = workspace_rates(LLAMA, 32, 8)
+    assert rates.grouped_key * (1 << 18) == 1 << 32
+    found = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
+    assert found.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]
+
+
+def test_heads_with_keys_of_their_own_have_none():
+    rates = workspace_rates(LLAMA, 32, 32)
+    assert rates.grouped_key == 0
+    assert rates.of_grouped_keys(np.array([1 << 20])).tolist() == [0]
+
+
+def test_attention_elsewhere_is_charged_nothing():
+    assert workspace_rates(sample_model(), 2, 1) == WorkspaceRates()
+
+
+def test_packs_by_hand():
+    """A row 4·2·33 bytes, a slice 128 rows more, a key before it copies and gradients of K and V, a key that one sees
+    dK and dV for two heads in place of one."""
+    packs = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 3)]])
+    layout, lengths = even_layout(3, pp=2), np.array([10, 3])
+    without = pipeline_bytes(sample_model(), layout, forward, packs, lengths)
+    found = pipeline_bytes(TINY, layout, forward, packs, lengths)
+    workspace = [
+        264 * (rows + 128 * slices) + 32 * prefix_keys + 32 * keys
+        for rows, slices, prefix_keys, keys in ((2, 1, 8, 10), (4, 1, 4, 8), (7, 2, 0, 7))
+    ]
+    added = found.backward_temp_bytes - without.backward_temp_bytes
+    assert added.tolist() == [[one, one] for one in workspace]
+    np.testing.assert_array_equal(found.forward_temp_bytes, without.forward_temp_bytes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cut_documents(), st.sampled_from([1, 2]), st.sampled_from([1, 300]))
+def test_the_core_charges_the_same(case, cp, kv_heads):
+    """Also where the gradients of grouped keys are more than one call makes: 1,200 heads."""
+    lengths, forward, backward = case
+    num_tokens, layout = np.array(lengths), even_layout(3, cp=cp, pp=2)
+    forward, backward = (dataclasses.replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
+    model = sample_model(num_heads=1200, num_kv_heads=kv_heads, head_dim=2048, attention_workspace=True)
+    link = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
+    coefficients = sample_coefficients(intra_node=link, inter_node=link, devices_per_node=64)
+    costs = PackCosts(model, coefficients, layout)
+    found = pipeline_tasks(costs, forward, backward, num_tokens).held
+    expected = pipeline_bytes(model, layout, forward, backward, num_tokens)
+    np.testing.assert_array_equal(found.backward_temp_bytes, expected.backward_temp_bytes)
