@@ -287,7 +287,7 @@ class TrainConfig(Frozen):
 
     @property
     def has_attention_workspace(self) -> bool:
-        """Attention runs in a GPU's kernels. Where the model's shape keeps `auto` from them, plans leave memory unused."""
+        """Attention runs in a GPU's kernels; where its shape keeps `auto` from them, plans leave memory unused."""
         runs_kernels = self.train.device == "cuda" and self.train.attention != "reference"
         return runs_kernels and self.model.dtype == "bfloat16"
 
