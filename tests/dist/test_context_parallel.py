@@ -50,12 +50,28 @@ def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
 def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     """Documents of all replicas, of blocks inside and of single replicas in one step."""
     rules = ["per_document", "owners", "dacp"]
     plans = [merged_plan(100 * dp + 10 * pp + i, dp=dp, pp=pp, cp=cp, rule=rules[i % len(rules)]) for i in range(3)]
     assert_equal(gloo_pool, plans, exchange)
+
+
+def test_what_runs_ahead_of_shared_packs_equals_plain_training(gloo_pool):
+    """Own forwards stand before the last shared backwards."""
+    layout = even_layout(4, dp=2, pp=2)
+    lengths = [64, 64, 64, *[6] * 12]
+    plan = planned("auto", layout, PlanOptions(max_pack_tokens=64, dp_merge=True), lengths=lengths)
+    row = plan.schedules[0].ranks[0]
+    alone = {pack.index for pack in plan.pack_plans[0].forward if pack.slices[0].cp == 1}
+    shared = {pack.index for pack in plan.pack_plans[0].backward if pack.slices[0].cp > 1}
+    assert alone
+    assert shared
+    first_own = next(at for at, action in enumerate(row) if action.kind == "F" and action.pack in alone)
+    last_shared = max(at for at, action in enumerate(row) if action.kind != "F" and action.pack in shared)
+    assert first_own < last_shared
+    assert_plans_equal_plain(gloo_pool, [plan])
 
 
 def test_planned_packs_on_three_context_ranks_equal_plain_training(gloo_pool):

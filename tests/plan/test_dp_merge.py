@@ -172,7 +172,8 @@ def test_a_group_that_is_no_aligned_block_is_named() -> None:
     packs = plan.pack_plans[0]
     piece = replace(packs.forward[0].slices[0], cp=3)
     changed = replace(packs.forward[0], slices=(piece,))
-    assert "is not an aligned power of two" in _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
+    text = _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
+    assert "3 replicas share it, which does not divide dp=4 into equal blocks" in text
 
 
 def test_every_document_lies_on_one_block() -> None:

@@ -8,6 +8,7 @@ from evenload.types.document import Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import StepPlan, seal
+from evenload.types.replica_block import nested_sizes
 from evenload.types.schedule import Schedule
 from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
 
@@ -75,7 +76,7 @@ def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "pe
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp)
     lengths: dict[int, int] = {}
     phases: dict[tuple[int, int], tuple[PackPlan, Schedule]] = {}
-    sizes = [size for size in (2**k for k in range(dp.bit_length())) if dp % size == 0]
+    sizes = [1, *nested_sizes(dp)]
     for size in reversed(sizes):
         for first in range(0, dp, size):
             low = 0 if 1 < size < dp else 1

@@ -105,6 +105,13 @@ class PackCosts:
             slowness=min(self.slowness or (1.0,)),
         )
 
+    @functools.cached_property
+    def pack_constant_s(self) -> float:
+        """Seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the smallest
+        float above 0."""
+        constant_s = sum(float(matrix[2].sum()) for matrix in self.stage_seconds.values())
+        return max(constant_s, np.finfo(np.float64).tiny)
+
     def pack_seconds(
         self,
         columns: SliceColumns,

@@ -1,22 +1,19 @@
 """Invariants of slices that several replicas share (DP-Merge): what `validate_plan` checks about groups.
 
 sharing    a slice is shared by the layout's context ranks, by one of them (DACP), or by a whole block of replicas:
-           aligned, as many as a power of two
+           aligned, a number that divides all replicas
+nested     blocks that have a replica in common lie one in the other
 members    every replica of the block, and no other, has the document
 order      all members run the shared packs, larger blocks first, in the same order in both directions, with the same
            sharding, and on every rank in the same order of actions: else they meet at different collectives and hang
 """
 
+import itertools
 from collections.abc import Iterator
 
 from evenload.types.micropack import MicroPack
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
-
-
-def largest_block(dp: int) -> int:
-    """Replicas of the largest block that a plan may use: the largest power of two that divides all."""
-    return dp & -dp
 
 
 def block_of(plan: StepPlan, dp_rank: int, pack: MicroPack) -> ReplicaBlock:
@@ -34,7 +31,7 @@ def group_offences(plan: StepPlan) -> Iterator[str]:
     for dp_rank, packs in enumerate(plan.pack_plans):
         for pack in (*packs.forward, *packs.backward):
             where = f"replica {dp_rank} {pack.direction} pack {pack.index}"
-            first, size = block = block_of(plan, dp_rank, pack)
+            _, size = block = block_of(plan, dp_rank, pack)
             for piece in pack.slices:
                 if piece.cp not in (1, layout.cp, size * layout.cp) or (size > 1 and piece.cp != size * layout.cp):
                     yield (
@@ -44,10 +41,8 @@ def group_offences(plan: StepPlan) -> Iterator[str]:
                 homes.setdefault(piece.doc_id, set()).add(dp_rank)
                 if wanted.setdefault(piece.doc_id, block) != block:
                     yield f"document {piece.doc_id} lies on replicas {wanted[piece.doc_id].first} and {dp_rank}"
-            if size & (size - 1) or first + size > layout.dp:
-                yield (
-                    f"{where}: a block of {size} replicas from {first} is not an aligned power of two of dp={layout.dp}"
-                )
+            if layout.dp % size:
+                yield f"{where}: {size} replicas share it, which does not divide dp={layout.dp} into equal blocks"
             elif size > 1:
                 blocks.add(block)
     for doc_id, block in wanted.items():
@@ -56,8 +51,22 @@ def group_offences(plan: StepPlan) -> Iterator[str]:
                 f"document {doc_id} is shared by replicas {block.first} to {block.replicas[-1]}, "
                 f"but lies on {sorted(homes[doc_id])}"
             )
+    crossing = [pair for pair in itertools.combinations(sorted(blocks), 2) if _cross(*pair)]
+    for one, other in crossing:
+        yield (
+            f"replicas {one.first} to {one.replicas[-1]} share packs and so do replicas {other.first} to "
+            f"{other.replicas[-1]}; of two blocks with a replica in common one must lie in the other"
+        )
+    if crossing:
+        return  # members of crossing blocks have no common order
     for block in sorted(blocks):
         yield from _order_offences(plan, block)
+
+
+def _cross(one: ReplicaBlock, other: ReplicaBlock) -> bool:
+    """Whether two blocks have replicas in common, and each some of its own."""
+    both = set(one.replicas) & set(other.replicas)
+    return bool(both) and len(both) < min(one.size, other.size)
 
 
 def _order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """DP-Merge: replicas that join as a context-parallel group for documents too long for one (SlimPack §4.1.1, Fig. 7).
 
-A document of forward + backward time f goes to a group of g replicas, the least power of two for which its time on
-each of them is at most `threshold` of the mean replica's. The paper merges at f/g <= 1.0 of the capacity, which
-leaves pieces as large as a whole replica's work and 10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are
-aligned blocks of replicas, so they are nested: longest first, each document takes the block whose fullest member
-has the least work. The others then go longest first to the least loaded replica.
+A document of forward + backward time f goes to a group of g replicas, the least of a chain of sizes that divide each
+other (2, 4, 8, ... where dp is a power of two) for which its time on each of them is at most `threshold` of the mean
+replica's. The paper merges at f/g <= 1.0 of the capacity, which leaves pieces as large as a whole replica's work and
+10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are aligned blocks of replicas, so they are nested:
+longest first, each document takes the block whose fullest member has the least work. The others then go longest first
+to the least loaded replica. Where memory binds, all documents that a pipeline cannot hold one a stage of are outliers,
+too, however many there are (`long_merges`), in groups of one size.
 
 Order: every replica runs the documents of its largest group first, then of the next smaller one inside it, then its
 own, and finishes each phase on every pipeline rank before it starts the next. Members of a group have then run the
@@ -22,12 +24,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.paced_replicas import deal_by_pace
 from evenload.plan.problem.candidate import Candidate, candidate
 from evenload.plan.problem.step_problem import StepProblem
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.replica_block import ReplicaBlock
+from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
 
 PRINTED_THRESHOLD = 1.0
 """SlimPack's: only documents longer than a whole replica's share."""
@@ -65,7 +68,7 @@ class Merge:
 
 
 def merge_documents(problem: StepProblem) -> Merge | None:
-    """Groups for outliers; None where no document is one, or the number of replicas is odd.
+    """Groups for outliers; None where no document is one, or there is one replica.
 
     Where the replicas' work still differs by more than `EVEN_ENOUGH`, because there is too little short work to fill
     the gaps, smaller thresholds are tried too, and the one with the least work on the fullest replica is kept.
@@ -94,18 +97,43 @@ def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
     """
     found = [merge for merge, _ in _merges(problem)]
     found += [printed] if (printed := merge_above_printed(problem)) else []
-    outliers = np.concatenate(list(than.blocks.values()))
-    found += [_uniform(problem, outliers, size) for size in _group_sizes(problem.layout.dp)]
+    found += uniform_merges(problem, than)
     return [merge for merge in found if _blocks_of(merge) != _blocks_of(than)]
+
+
+def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
+    """The same outliers in groups of one size, every size."""
+    outliers = np.concatenate(list(than.blocks.values()))
+    return [_uniform(problem, outliers, size) for size in block_sizes(problem.layout.dp)]
+
+
+def long_merges(problem: StepProblem) -> list[Merge]:
+    """All documents of which memory cannot hold one for every stage of a pipeline, in groups of one size, every size.
+
+    Such documents stall a pipeline however many there are: each holds all its activations until its last forward has
+    run, so the next ones wait. Shared by enough replicas they do not. Nothing where memory is not limited.
+    """
+    most = _most_stored_tokens(problem)
+    long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
+    if not len(long):
+        return []
+    return [_uniform(problem, long, size) for size in block_sizes(problem.layout.dp)]
+
+
+def _most_stored_tokens(problem: StepProblem) -> float | None:
+    """Tokens of a document that a rank can hold for every stage, all stored; None = not limited."""
+    if problem.cap_bytes is None or problem.layout.dp == 1 or not len(problem.num_tokens):
+        return None
+    longest = int(problem.num_tokens.max())
+    whole = whole_document_columns([[0]], np.array([longest]), problem.layout.cp)
+    held = pipeline_tasks(problem.costs, whole, whole, whole.stop).held
+    temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes).max()
+    room_bytes = float((problem.cap_bytes - held.static_bytes).min() - temporary)
+    return max(0.0, room_bytes) / problem.layout.num_stages / (float(held.forward_kept_bytes.max()) / longest)
 
 
 def _blocks_of(merge: Merge) -> dict[ReplicaBlock, list[int]]:
     return {block: documents.tolist() for block, documents in merge.blocks.items()}
-
-
-def _group_sizes(dp: int) -> list[int]:
-    """Powers of two that divide the replicas."""
-    return [size for size in (2**k for k in range(1, dp.bit_length())) if dp % size == 0]
 
 
 def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Merge:
@@ -139,7 +167,7 @@ def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]
 def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
     """The groups of one threshold, with every replica's work."""
     dp, cp = problem.layout.dp, problem.layout.cp
-    sizes = _group_sizes(dp)
+    sizes = nested_sizes(dp)
     work_s = problem.document_s
     limit_s = threshold * float(work_s.sum()) / dp
     outliers = np.flatnonzero(work_s > limit_s)

@@ -47,6 +47,11 @@ class StepProblem:
         """Of the run."""
         return self.costs.layout
 
+    @functools.cached_property
+    def stored_s(self) -> float:
+        """Forward + backward seconds of all documents where every activation is stored."""
+        return float(self.costs.document_seconds(self.num_tokens, None).sum())
+
     def of_replica(self, dp_rank: int) -> "StepProblem":
         """The same step as one replica runs it: with the costs of its ranks."""
         return self if self.speeds is None else self._with_costs(self.speeds.of_replica(dp_rank))

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas
-from evenload.plan.packing.dp_merge import merge_documents
+from evenload.plan.packing.dp_merge import Merge, long_merges, merge_documents, uniform_merges
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.merge_choice import Estimate, quick_trials, rate_merges
 from evenload.plan.search.replica_search import ReplicaSearch, score
 from evenload.plan.search.step_search import SearchRules
 
@@ -19,9 +20,6 @@ CLOSE = 1.02
 """Policies are told apart by so much."""
 MOST_CLOSE = 2
 """Policies that are searched because they are close, at most."""
-
-Estimate = tuple[int, float]
-"""Bytes beyond memory, seconds."""
 
 
 def plan_under_policies(
@@ -64,11 +62,16 @@ def rank_policies(
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
         return [((0, 0.0), problem) for problem in problems], 1
+    # The same ways of sharing for all: policies move seconds, hardly which documents are long.
+    merges = _merges_to_rate(problems[0])
     boundless = replace(problems[0], cap_bytes=None)
-    least_s = _estimate(boundless, rules_of(boundless))[1]
+    least_s = _estimate(boundless, rules_of(boundless), merges)[1]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
-        estimate = _estimate(problem, rules_of(problem)) if problem.cap_bytes is not None else (0, least_s)
+        if found and (0, _work_s(problem)) >= min(found)[0]:
+            continue  # its work alone takes longer than another policy
+        bounded = problem.cap_bytes is not None
+        estimate = _estimate(problem, rules_of(problem), merges) if bounded else (0, least_s)
         found.append((estimate, index))
         if not estimate[0] and estimate[1] <= CLOSE * least_s:
             break
@@ -78,41 +81,31 @@ def rank_policies(
     return [(estimate, problems[index]) for estimate, index in found], close
 
 
-def _estimate(problem: StepProblem, rules: SearchRules) -> Estimate:
+def _work_s(problem: StepProblem) -> float:
+    """All work of a step spread evenly over all pipelines; 0 where ranks differ in speed."""
+    layout = problem.layout
+    return 0.0 if problem.speeds else float(problem.document_s.sum()) / (layout.dp * layout.pipeline_ranks)
+
+
+def _merges_to_rate(problem: StepProblem) -> list[Merge]:
+    if not problem.options.dp_merge:
+        return []
+    outliers = merge_documents(problem)
+    return [*([outliers, *uniform_merges(problem, outliers)] if outliers else []), *long_merges(problem)]
+
+
+def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> Estimate:
     """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
     assigned = assign_replicas(problem.document_s, problem.layout.dp, problem.paces)
     replicas = [
-        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth)
+        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth, known=rules.known)
         for replica, documents in enumerate(assigned)
         if len(documents)
     ]
     heaviest = max(replicas, key=lambda search: search.work_s)
     longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
-    apart = [heaviest, longest]
-    estimates = [_rated(apart if longest is not heaviest else apart[:1], rules, max)]
-    merge = merge_documents(problem) if problem.options.dp_merge else None
-    if merge:
-        fullest = max(
-            range(problem.layout.dp), key=lambda replica: sum(len(merge.blocks[b]) for b in merge.blocks_of(replica))
-        )
-        shared = [
-            ReplicaSearch(problem.of_block(block), merge.blocks[block], block[1] * problem.layout.cp, rules.worth)
-            for block in merge.blocks_of(fullest)
-        ]
-        own = [merge.own[fullest]] if len(merge.own[fullest]) else []
-        alone = problem.of_replica(fullest)
-        estimates.append(
-            _rated([*shared, *(ReplicaSearch(alone, documents, worth=rules.worth) for documents in own)], rules, sum)
-        )
-    return min(estimates)
-
-
-def _rated(searches: list[ReplicaSearch], rules: SearchRules, total: Callable[[list[float]], float]) -> Estimate:
-    """Quick trials only: the list schedule with whole backwards tells policies apart."""
-    jobs = []
-    for search in searches:
-        trials = [trial._replace(split=False) for trial in rules.first(search) if trial.order == "list"]
-        jobs.append((search, trials or rules.first(search)))
-    score(jobs)
-    best = [search.best() for search in searches]
-    return max(one.excess_bytes for one in best), total([one.makespan_s for one in best])
+    apart = list(dict.fromkeys((heaviest, longest)))
+    score([(search, quick_trials(search, rules)) for search in apart])
+    best = [search.best() for search in apart]
+    estimates = [(max(one.excess_bytes for one in best), max(one.makespan_s for one in best))]
+    return min([*estimates, *rate_merges(problem, merges, rules)])

@@ -68,6 +68,7 @@ class SearchRules:
     Args:
         first: trials that probes rate, given a replica.
         variants: of a trial, the same packs under other schedules.
+        spare: trials for a replica that nothing else fits into memory.
         worth: ranks trials.
         shared: best trials of the probe that every replica rates.
         known: scores that searches of the same problem share.
@@ -76,6 +77,7 @@ class SearchRules:
 
     first: Callable[[ReplicaSearch], list[Trial]]
     variants: Callable[[Trial], list[Trial]]
+    spare: Callable[[ReplicaSearch], list[Trial]] = lambda search: []
     worth: Callable[[TrialScore], tuple[int, float]] = by_time
     shared: int = 3
     known: KnownScores | None = None
@@ -173,12 +175,29 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
         )
         for block, documents in merge.blocks.items()
     }
-    _rate_first(list(blocks.values()), rules)
-    if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in blocks.values()):
+    if not _rate_blocks(blocks, rules):
         return None
     load_s = np.array([_start_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
     own = merge.deal_own(problem.document_s / pipeline_share, load_s, problem.paces)
     return _search(problem, own, blocks, rules)
+
+
+def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
+    """Of blocks of one size the one with most work rates the first trials and the others the best of those, as replicas
+    do; whether all have a trial."""
+    for size in dict.fromkeys(block.size for block in blocks):
+        alike = [search for block, search in blocks.items() if block.size == size]
+        probe = max(alike, key=lambda search: search.work_s)
+        _rate_first([probe], rules)
+        if not _has_trial(probe) and not _rate_more_packs(probe, rules):
+            return False
+        others = [search for search in alike if search is not probe]
+        _share(probe, others, rules.shared)
+        lacking = [search for search in others if _lacks(search, probe)]
+        _rate_first(lacking, rules)
+        if not all(_has_trial(search) or _rate_more_packs(search, rules) for search in lacking):
+            return False
+    return True
 
 
 def _search(
@@ -209,6 +228,11 @@ def _search(
         return None
     if rules.even_out:
         _even_out(found)
+    # Last, because a replica that fits by a slow trial would give its documents away.
+    if over := [search for search in found.own if search.best().excess_bytes]:
+        score([(search, rules.spare(search)) for search in over])
+        if rules.even_out:
+            _even_out(found)
     return found
 
 

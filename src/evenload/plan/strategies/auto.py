@@ -84,7 +84,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
-            plans.append(plan_slimpack(problems, lambda problem: known.get(id(problem))))
+            plans.append(plan_slimpack(problems, known))
         except (ConfigError, InfeasiblePlanError) as error:
             failure = error
     for rival in others:

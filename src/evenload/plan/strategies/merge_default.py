@@ -1,9 +1,9 @@
 """`decide_dp_merge`: whether a run's replicas share documents where nobody said so.
 
 On for the strategies that can, because a document that is too long for one replica makes all others wait, and because
-their plans share one only where that is faster by prediction. Off where nothing can be shared: one replica, a number of
-replicas that makes no aligned pairs, or costs that know no link between replicas (a cost file by hand, or one measured
-on a single replica), so that sharing cannot be priced.
+their plans share one only where that is faster by prediction. Off where nothing can be shared: one replica, or costs
+that know no link between replicas (a cost file by hand, or one measured on a single replica), so that sharing cannot
+be priced.
 """
 
 import msgspec
@@ -12,7 +12,6 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named
-from evenload.stepplan.validate_groups import largest_block
 from evenload.types.layout import ParallelLayout
 
 
@@ -32,11 +31,8 @@ def decide_dp_merge(
 
 
 def _can_share(layout: ParallelLayout, coefficients: CostCoefficients) -> tuple[bool, str]:
-    size = largest_block(layout.dp)
-    if size == 1:
-        return False, f"{layout.dp} replicas make no pairs"
     try:
-        coefficients.group_link(size * layout.cp, stride=layout.tp)
+        coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
     except ConfigError:
         return False, "the costs know no link between replicas"
     return True, "plan.options.dp_merge = false turns it off"

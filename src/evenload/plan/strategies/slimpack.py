@@ -27,11 +27,12 @@ from typing import Literal
 
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.packing.bin_packing import assign_replicas
-from evenload.plan.packing.dp_merge import merge_above_printed, merge_documents, other_merges
+from evenload.plan.packing.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
 from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.policy_choice import CLOSE, rank_policies, worst_score
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore
 from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
@@ -48,8 +49,18 @@ EFFICIENT = 0.97
 """Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
 SCHEDULES = (LIST.name, STATIC.name)
 """What `plan.options.schedule` "choose" chooses from."""
+WAITS_FOR_MEMORY = 0.9
+"""The same where memory is limited, below which replicas that end together may still gain from sharing."""
+PROMISING = 0.97
+"""Ways of sharing are searched that a few trials put this near to what was found, or below."""
+MOST_MERGES = 3
+"""Ways of sharing that are searched, at most, besides the first."""
 PUBLISHED_ORDER = "static inject"
 PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
+MOST_CONSTANT = 0.1
+"""Of the documents' time: what the constants of all packs may take."""
+FEWEST_COUNTS = 3
+"""Numbers of packs that are tried whatever their constants take."""
 SHARED_TRIALS = 6
 """Best trials of the first replica that the others rate."""
 
@@ -84,18 +95,17 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
             )
 
 
-def plan_slimpack(
-    problems: Sequence[StepProblem], known_of: Callable[[StepProblem], KnownScores | None] = lambda _: None
-) -> Planned:
-    """As `Strategy.search`; `known_of` gives scores that other searches of a problem found."""
+def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores] | None = None) -> Planned:
+    """As `Strategy.search`; `known` has scores that other searches found, by the problem's `id`."""
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
     steps = []
+    known = {id(problem): {} for problem in problems} if known is None else known
     schedules = SCHEDULES if options.schedule == CHOOSE else (options.schedule,)
     for orders in map(orders_of, schedules):
         found = search_policies(
-            problems, lambda problem, orders=orders: slimpack_rules(problem, orders, known_of(problem))
+            problems, lambda problem, orders=orders: slimpack_rules(problem, orders, known.get(id(problem)))
         )
         steps += found[:1]
     if not steps:
@@ -176,6 +186,7 @@ def slimpack_rules(
     return SearchRules(
         first=partial(_first_trials, order=orders[0]),
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
+        spare=partial(_spare_trials, order=orders[0]),
         worth=partial(_worth, most_uneven),
         shared=SHARED_TRIALS,
         known=known,
@@ -185,24 +196,32 @@ def slimpack_rules(
 def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
     """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
     apart = _search_apart(problem, rules)
-    if not problem.options.dp_merge or (apart and _is_even_and_fits(apart)):
+    if not problem.options.dp_merge or (apart and _is_good(problem, apart)):
         return apart
-    published = problem.options.own(SlimpackOptions).as_published
-    merge = merge_above_printed(problem) if published else merge_documents(problem)
-    if merge is None:
-        return apart
-    share = _pipeline_share(problem, apart)
-    best = min(
-        (found for found in (apart, search_merged(problem, merge, rules, share)) if found),
-        key=FoundStep.worth,
-        default=None,
-    )
-    if published:
+    if problem.options.own(SlimpackOptions).as_published:
+        return _better(apart, _search_merges(problem, [merge_above_printed(problem)], rules, apart))
+    merge = merge_documents(problem)
+    best = _better(apart, _search_merges(problem, [merge], rules, apart))
+    if best and _is_good(problem, best) and (merge is None or _efficiency(problem, best) >= EFFICIENT):
         return best
-    if best is None or not _is_even_and_fits(best) or _efficiency(problem, best) < EFFICIENT:
-        others = [search_merged(problem, other, rules, share) for other in other_merges(problem, merge)]
-        best = min((found for found in (best, *others) if found), key=FoundStep.worth, default=None)
-    return best
+    others = [*other_merges(problem, merge), *long_merges(problem)] if merge else long_merges(problem)
+    rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
+    worth = None if best is None else best.worth()[:2]
+    promising = [
+        others[at] for (excess, seconds), at in rated if worth is None or (excess, PROMISING * seconds) < worth
+    ]
+    return _better(best, _search_merges(problem, promising[:MOST_MERGES], rules, apart))
+
+
+def _search_merges(
+    problem: StepProblem, merges: Sequence[Merge | None], rules: SearchRules, apart: FoundStep | None
+) -> list[FoundStep | None]:
+    share = _pipeline_share(problem, apart)
+    return [search_merged(problem, merge, rules, share) for merge in merges if merge]
+
+
+def _better(one: FoundStep | None, others: Sequence[FoundStep | None]) -> FoundStep | None:
+    return min((found for found in (one, *others) if found), key=FoundStep.worth, default=None)
 
 
 def _search_apart(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
@@ -219,12 +238,12 @@ def _search_apart(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
 
 
 def _efficiency(problem: StepProblem, found: FoundStep) -> float:
-    """What the documents take on their own replicas over what all ranks take until the slowest ends."""
+    """What the documents take on their own replicas, all stored, over what all ranks take until the slowest ends."""
     paces = problem.paces
     # Replicas of a lower pace count for what they can do.
     replicas = problem.layout.dp if paces is None else float((1.0 / paces).sum())
     available_s = replicas * problem.layout.pp * float(found.seconds().max())
-    return float(problem.document_s.sum()) / available_s if available_s else 1.0
+    return problem.stored_s / available_s if available_s else 1.0
 
 
 def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
@@ -234,10 +253,11 @@ def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
     return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
 
-def _is_even_and_fits(found: FoundStep) -> bool:
-    """Merging would gain nothing: replicas end together, within memory."""
+def _is_good(problem: StepProblem, found: FoundStep) -> bool:
+    """Sharing would gain nothing: replicas end together, within memory, and memory is not what they wait for."""
     seconds = found.seconds()
-    return not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
+    is_even = not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
+    return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, found) >= WAITS_FOR_MEMORY))
 
 
 def _worth(max_imbalance: float, score: TrialScore) -> tuple[int, float]:
@@ -249,7 +269,6 @@ def _worth(max_imbalance: float, score: TrialScore) -> tuple[int, float]:
 def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
     """Every setting that the options allow."""
     options, layout = search.problem.options, search.problem.layout
-    counts = pack_counts(int(search.num_tokens.sum()), layout.pp, options.candidates, options.max_pack_tokens)
     cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
     own = options.own(SlimpackOptions)
     if own.as_published:
@@ -259,7 +278,24 @@ def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
     elif "whole" in search.cuts and (layout.num_stages == 1 or search.ranks > layout.cp):
         # A shared document that is cut keeps all its keys and values on every rank; a whole one keeps a share.
         cuts = (*cuts, "whole")
-    return [trial_under(Setting(cut, count), order) for count in counts for cut in cuts]
+    return [trial_under(Setting(cut, count), order) for count in _counts(search) for cut in cuts]
+
+
+def _counts(search: ReplicaSearch) -> list[int]:
+    """Numbers of packs, without those whose constants alone take more than `MOST_CONSTANT` of the documents' time."""
+    problem = search.problem
+    options, pp = problem.options, problem.layout.pp
+    counts = pack_counts(int(search.num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
+    most = MOST_CONSTANT * search.work_s / problem.costs.pack_constant_s
+    return [*counts[:FEWEST_COUNTS], *(count for count in counts[FEWEST_COUNTS:] if count <= most)]
+
+
+def _spare_trials(search: ReplicaSearch, order: str) -> list[Trial]:
+    """Whole documents: of a document that is cut, a rank keeps all keys and values and sums their gradients apart."""
+    options = search.problem.options
+    if "whole" not in search.cuts or options.own(SlimpackOptions).cuts != "choose":
+        return []
+    return [trial_under(Setting("whole", count), order) for count in _counts(search)]
 
 
 SLIMPACK = Strategy(

@@ -1,8 +1,9 @@
 """Groups of ranks that share documents: static context parallelism and DP-Merge.
 
-A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned
-powers of two of the replicas, so there are at most 2·dp - 1 of them a stage; all are made once at start, in the same
-order on every rank, and keyed by block. A plan only chooses among them, so no model state ever moves.
+A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned,
+of every size that divides the replicas, so a stage has as many as the divisors of dp add up to (15 of 8 replicas, 28
+of 12); all are made once at start, in the same order on every rank, and keyed by block. A plan only chooses among them,
+so no model state ever moves.
 
 Transfers are asynchronous: a caller starts one, computes, and waits. What a group moves is counted in bytes that this
 rank receives, padding included; a ring of n ranks receives as much as an all-gather among n.
@@ -22,7 +23,7 @@ from torch import Tensor
 from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
-from evenload.types.replica_block import ReplicaBlock
+from evenload.types.replica_block import ReplicaBlock, block_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +102,8 @@ def create_context_groups(
 ) -> dict[ReplicaBlock, ContextGroup]:
     """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout."""
     grid, mine = rank_grid(layout), {}
-    for size in (2**k for k in range(layout.dp.bit_length())):
-        if layout.dp % size or size * layout.cp == 1:
+    for size in (1, *block_sizes(layout.dp)):
+        if size * layout.cp == 1:
             continue
         for p, t, first in itertools.product(range(layout.pipeline_ranks), range(layout.tp), range(0, layout.dp, size)):
             members: list[int] = grid[p, first : first + size, :, t].ravel().tolist()
