@@ -28,6 +28,17 @@ def test_losses_equal_the_cpu_run(tmp_path, policy):
     assert [row["loss"] for row in gpu] == pytest.approx([row["loss"] for row in cpu], rel=TOLERANCE)
 
 
+def test_a_deterministic_run_goes_on_to_the_bit(tmp_path):
+    """Kernels that add by atomics give other last bits every time, and a resumed run other weights."""
+    config = write_run(tmp_path, LENGTHS, layers=2, vocab_size=512, batch_documents=8, steps=4)
+    whole = train(config, "train.deterministic=true")
+    parts = tmp_path / "parts"
+    train(config, "train.deterministic=true", "train.steps=2", output=parts)
+    resumed = train(config, "train.deterministic=true", output=parts)
+    for row, expected in zip(resumed, whole, strict=True):
+        assert (row["loss"], row["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+
+
 @NEEDS_TWO
 @pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.tp=2"])
 def test_two_gpus_train_the_same(tmp_path, layout):

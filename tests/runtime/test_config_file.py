@@ -91,3 +91,19 @@ def test_reading_the_file_needs_no_torch(config_file) -> None:
         f"assert load_train_config(Path({str(config_file)!r}), []).train.steps == 5\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "plan.feedback=true",
+        'plan.layouts=["pp=1"]',
+        "plan.strategy=flexpipe",
+        "plan.options.auto.time_budget_s=1.0",
+    ],
+)
+def test_deterministic_runs_plan_by_their_data_alone(config_file: Path, setting: str) -> None:
+    name = setting.partition("=")[0].replace("plan.strategy", "flexpipe")
+    with pytest.raises(ConfigError, match=rf"train.deterministic is set, and with .*{name}.* measured seconds"):
+        load_train_config(config_file, ["train.deterministic=true", setting])
+    assert load_train_config(config_file, ["train.deterministic=true"]).train.deterministic

@@ -67,6 +67,22 @@ def launches(kind, num_documents, layers):
     return counted
 
 
+# Of those that torch names where its deterministic kernels are asked for; `_flash_attention_backward` and `index_add`
+# have such kernels.
+FAILS_IF_DETERMINISTIC = {
+    *("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward", "bincount"),
+    *("histc", "kthvalue", "median", "nll_loss2d_forward", "put_", "scatter_reduce", "_embedding_bag"),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_layers_run_where_kernels_have_to_be_deterministic(kind):
+    """`train.deterministic`: torch refuses others on a GPU."""
+    used = {name for counts in launches(kind, 2, 1) for name in counts}
+    assert "_flash_attention_backward" in used
+    assert not used & FAILS_IF_DETERMINISTIC
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
 def test_documents_add_no_kernels(kind):
     few, many = launches(kind, 2, 2), launches(kind, 32, 2)

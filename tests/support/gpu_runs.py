@@ -31,13 +31,16 @@ def write_run(
     return write_token_run(directory, config, lengths, f"batch_documents = {batch_documents}", steps=steps)
 
 
-def train(config: Path, *overrides: str) -> list[dict]:
+def train(config: Path, *overrides: str, output: Path | None = None) -> list[dict]:
     """Rows of metrics.jsonl of a finished run.
+
+    Args:
+        output: of the run; default: a new directory beside the configuration.
 
     Raises:
         AssertionError: with what the run printed, where it failed.
     """
-    output = config.parent / f"run-{len(list(config.parent.glob('run*')))}"
+    output = output or config.parent / f"run-{len(list(config.parent.glob('run*')))}"
     arguments = [str(config), *overrides, f'train.output_dir="{output}"']
     command = [sys.executable, "-m", "evenload.cli.main", "train", *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from evenload.calibrate.deterministic_price import deterministic_price
 from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
@@ -296,6 +297,9 @@ def _show_start(
             f"for survivors of a lost rank: {format_bytes(kept_bytes)} of shared memory a process hold its last steps"
         )
         console.print(text, soft_wrap=True)
+    if config.train.deterministic and mesh.device.type == "cuda":
+        times = deterministic_price(next(iter(trainer.stages.values())), model, mesh.layout.tp)
+        console.print(f"deterministic kernels: attention's backward takes {times:.2f} times as long", soft_wrap=True)
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)

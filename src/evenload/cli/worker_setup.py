@@ -25,7 +25,7 @@ from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import RunConfig, TrainConfig
-from evenload.runtime.device import rank_device, require_device
+from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.transfers import ChannelChoice, channel_mode
@@ -89,7 +89,9 @@ def joined_rank(
     require_device(run.device, local_world)
     if run.device == "cuda":
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        set_cuda_defaults(os.environ)
+        set_cuda_defaults(os.environ, deterministic=run.deterministic)
+        if run.deterministic:
+            use_deterministic_kernels()
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
     with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
         meshes = create_meshes(
@@ -111,12 +113,15 @@ def joined_rank(
         dist.destroy_process_group()
 
 
-def set_cuda_defaults(environment: MutableMapping[str, str]) -> None:
+def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
     """What CUDA, its libraries and torch's allocator read when a process first uses its GPU; what a user has set stays.
 
     Queues to the device: eight by default, and streams that share one wait for each other. Packs of every step have
     other sizes, which an allocator of fixed segments answers with memory that fits nothing; growing segments do not.
+    cuBLAS adds in one order if its workspace is always the same.
     """
+    if deterministic:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not any(name in environment for name in _ALLOCATOR_SETTINGS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -42,6 +42,15 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return device
 
 
+def use_deterministic_kernels(wanted: bool = True) -> None:
+    """Have torch add in one order on GPUs too, and fail where it has no such kernel. For the whole process.
+
+    cuBLAS also wants `CUBLAS_WORKSPACE_CONFIG` before its first product (`cli.worker_setup`)."""
+    torch.use_deterministic_algorithms(wanted)
+    # Torch would also fill every tensor that is made without values; we write all of them before they are read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[bad-assignment]
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor's copy on the device, ordered in its stream; the host does not wait for a GPU. For any thread."""
     if device.type != "cuda" or tensor.device.type != "cpu":

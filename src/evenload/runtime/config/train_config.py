@@ -167,6 +167,10 @@ class RunConfig(Frozen):
         checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
         on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
             "continue" until the next one. The last one of a run has to succeed.
+        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
+            case: kernels that add in one order (attention's backward holds more memory for it, which predictions
+            leave out), and plans that follow nothing that is measured on the way: refused with `plan.feedback`,
+            `plan.layouts`, `flexpipe`, and a search that ends by the clock. What it costs on this GPU is told at start.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
         on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
@@ -208,6 +212,7 @@ class RunConfig(Frozen):
     background_checkpoints: bool = True
     checkpoint_timeout_s: float = 3600.0
     on_failed_checkpoint: Literal["stop", "continue"] = "stop"
+    deterministic: bool = False
     resume: bool = True
     on_nonfinite: Literal["stop", "skip"] = "stop"
     report_every_s: float = 60.0
@@ -273,12 +278,28 @@ class TrainConfig(Frozen):
                 f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
                 "send what moves between layouts over their own links; leave plan.twin_bytes out"
             )
+        if self.train.deterministic:
+            self._require_plans_of_data_alone()
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         if self.train.steps is None and self.optimizer.decay != "constant":
             raise ConfigError(
                 f"optimizer.decay is '{self.optimizer.decay}', which ends at train.steps, but train.steps is not set"
             )
+
+    def _require_plans_of_data_alone(self) -> None:
+        own = (msgspec.structs.asdict(one).get("time_budget_s") for one in self.plan.options.strategies)
+        for setting, is_set in (
+            ("plan.feedback", self.plan.feedback),
+            ("plan.layouts", bool(self.plan.layouts)),
+            ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
+            ("plan.options.auto.time_budget_s", any(one is not None for one in own)),
+        ):
+            if is_set:
+                raise ConfigError(
+                    f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run "
+                    "has twice; leave one of both out"
+                )
 
     @property
     def max_pack_tokens(self) -> int:
