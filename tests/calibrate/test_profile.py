@@ -19,6 +19,7 @@ from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
+from sweeps import sweep
 
 
 class _StoppedError(Exception):
@@ -106,7 +107,7 @@ def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
     assert msgspec.structs.replace(again, forward=faster).is_changed
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", sweep([{"cp": 2}, {"pp": 2}, {"tp": 2}], 2), ids=str)
 def test_links_are_measured_alone_and_beside_attention(gloo_pool, tmp_path, sizes):
     """Every rank returns the same; gathers of shared documents are tried beside attention, and only they."""
     answers = gloo_pool.run(2, profiled, tmp_path, sizes)

@@ -17,6 +17,7 @@ from evenload.runtime.model.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes
 from reference_training import tiny_config
 from small_run import write_small_run
+from sweeps import sweep
 
 PIPELINE, TENSOR = ["parallel.pp=2"], ["parallel.tp=2"]
 MERGED = ["parallel.dp=2", "plan.options.dp_merge=true"]
@@ -41,13 +42,16 @@ def agreed(verdicts: list[Verdict]) -> Verdict:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        [*PIPELINE, "plan.strategy=slimpack"],
-        [*PIPELINE, "plan.strategy=balanced", "model.lora.rank=2"],
-        TENSOR,
-        ["parallel.cp=2"],
-        MERGED,
-    ],
+    sweep(
+        [
+            [*PIPELINE, "plan.strategy=slimpack"],
+            TENSOR,
+            MERGED,
+            [*PIPELINE, "plan.strategy=balanced", "model.lora.rank=2"],
+            ["parallel.cp=2"],
+        ],
+        3,
+    ),
     ids=" ".join,
 )
 def test_documents_are_isolated_to_the_bit(gloo_pool, config_file, more):
@@ -70,14 +74,17 @@ def test_packs_of_one_document_prove_nothing(gloo_pool, config_file):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        (PIPELINE, "float64"),
-        (["parallel.dp=2"], "float32"),
-        (PIPELINE, "bfloat16"),
-        (TENSOR, "float64"),
-        (["parallel.cp=2"], "float64"),
-        (MERGED, "float64"),
-    ],
+    sweep(
+        [
+            (PIPELINE, "float64"),
+            (["parallel.dp=2"], "float32"),
+            (TENSOR, "bfloat16"),
+            (MERGED, "float64"),
+            (["parallel.cp=2"], "float64"),
+            (TENSOR, "float64"),
+        ],
+        3,
+    ),
 )
 def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype):
     more = [*layout, f"model.dtype={dtype}"]
@@ -99,7 +106,7 @@ def test_plain_training_of_adapters_is_not_there_to_compare_with(gloo_pool, conf
     assert "adapters" in verdict.why
 
 
-@pytest.mark.parametrize("more", [PIPELINE, [*TENSOR, "model.lora.rank=2"]], ids=" ".join)
+@pytest.mark.parametrize("more", sweep([[*TENSOR, "model.lora.rank=2"], PIPELINE], 1), ids=" ".join)
 def test_a_restart_is_exact(gloo_pool, config_file, more):
     verdict = agreed(gloo_pool.run(2, resume_verdict, str(config_file), more, False))
     assert verdict.outcome == "pass"

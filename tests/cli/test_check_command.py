@@ -13,6 +13,7 @@ from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.types.model_catalog import MODELS
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from sweeps import thorough
 
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
 
@@ -49,8 +50,9 @@ def verdicts(output: str) -> dict[str, str]:
 
 @pytest.mark.long
 def test_a_right_run_passes_and_nothing_is_written(project):
-    """And the one thing that does not fit is told apart: exit code 3, all else proved. Costs are measured first."""
-    code, output = run(project, "plan.memory_bytes=300000")
+    """And the one thing that does not fit is told apart: exit code 3, all else proved."""
+    write_small_costs(project, pp=2)
+    code, output = run(project, "plan.memory_bytes=300000", "train.cost_file=cost.json")
     assert verdicts(output) == {**dict.fromkeys(NAMES, "pass"), "memory": "fail"}, output
     assert code == 3
     assert "failed: memory" in output
@@ -58,6 +60,7 @@ def test_a_right_run_passes_and_nothing_is_written(project):
     assert "Traceback" not in output
 
 
+@thorough  # tests/check/test_checks.py has tensor-parallel ranks without a command
 @pytest.mark.long
 def test_a_tensor_parallel_run_is_proved_too(project):
     """Two ranks with parts of every matrix and of every row: nothing is skipped."""

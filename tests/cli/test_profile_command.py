@@ -13,6 +13,7 @@ from evenload.cli.main import main
 from evenload.cli.profile_worker import ProfileOptions, checked_profile
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from reference_training import tiny_config
+from sweeps import thorough
 
 # One pass over what coefficients need takes less than a second; the budget is over at once.
 SHORT = ("--minutes", "0.01", "--threads", "1", "--context", "1k")
@@ -103,6 +104,7 @@ def test_one_process_measures_a_file_that_plans(project, capsys):
     assert "ffn_hidden_size" in error
 
 
+@thorough  # tests/calibrate/test_profile.py measures links without a command
 @pytest.mark.long
 def test_two_processes_measure_their_links(project, capsys):
     """Under tp=2 a file says nothing about tp=1; its own layout it covers whole."""

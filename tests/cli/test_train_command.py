@@ -16,6 +16,7 @@ from evenload.report.metrics_file import METRIC_KEYS, read_metrics
 from process_tree import ranks_of
 from rank_server import rank_context
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from sweeps import thorough
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -133,6 +134,7 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 
+@thorough  # tests/dist/test_lost_ranks.py says the same of ranks that no launcher watches
 @pytest.mark.long
 def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     """SIGSTOP: nothing breaks, nothing answers. The launcher kills the stopped rank ten seconds later."""
@@ -156,6 +158,7 @@ def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
     assert "Traceback" not in output
 
 
+@thorough  # tests/dist/test_checkpoints.py has a full disk without a command
 @pytest.mark.long
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
     """A real file system without room for a second checkpoint."""

@@ -39,8 +39,16 @@ def assert_equal(pool, plans, exchange="all_gather", **options):
     return assert_plans_equal_plain(pool, plans, exchange=exchange, **options)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("cp", "pp", "dp"), [(3, 1, 1), (4, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("cp", "pp", "dp", "exchange"),
+    sweep(
+        [
+            *((3, 1, 1, "ring"), (2, 2, 1, "all_gather"), (4, 1, 1, "all_gather")),
+            *((4, 1, 1, "ring"), (2, 2, 1, "ring"), (3, 1, 1, "all_gather")),
+        ],
+        3,
+    ),
+)
 def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
     """Every sharding rule, random cuts that differ between forward and backward, any length, in a pipeline too."""
     plans = [context_plan(1000 * cp + 100 * pp + i, cp=cp, pp=pp, dp=dp, rule=rule) for i, rule in enumerate(RULES)]
@@ -49,8 +57,16 @@ def test_shared_packs_equal_plain_training(gloo_pool, cp, pp, dp, exchange):
     assert_equal(gloo_pool, plans, exchange)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("dp", "pp", "cp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("dp", "pp", "cp", "exchange"),
+    sweep(
+        [
+            *((3, 1, 1, "all_gather"), (4, 1, 1, "all_gather"), (2, 1, 2, "ring"), (2, 2, 1, "ring")),
+            *((4, 1, 1, "ring"), (2, 1, 2, "all_gather"), (2, 2, 1, "all_gather"), (3, 1, 1, "ring")),
+        ],
+        4,
+    ),
+)
 def test_dp_merge_equals_plain_training(gloo_pool, dp, pp, cp, exchange):
     """Documents of all replicas, of blocks inside and of single replicas in one step."""
     rules = ["per_document", "owners", "dacp"]

@@ -16,8 +16,9 @@ from evenload.types.rank_speeds import RankSpeeds
 from reference_training import tiny_config
 from steep_costs import STEEP_COSTS
 from sweeps import sweep
-from training_cases import STEPS, plain_losses, write_training_config
+from training_cases import plain_losses, write_training_config
 
+STEPS = 6
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 LAYOUTS = {
     "pp2 dp2": {"pp": 2, "dp": 2},
@@ -67,11 +68,12 @@ def test_a_run_with_a_slow_rank_gives_it_less_work_and_trains_the_same(
     corpus.mkdir()
     for i in range(90):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
-    file = str(write_training_config(tmp_path, corpus, data="prefetch_steps = 1"))
+    file = str(write_training_config(tmp_path, corpus, data="prefetch_steps = 1", num_layers=4))
     overrides = [
         f"plan.strategy={strategy}",
         "plan.options.dp_merge=false" if strategy == "slimpack" else "plan.options.candidates=6",
         "data.batch_documents=14",
+        f"train.steps={STEPS}",
         *(f"parallel.{key}={value}" for key, value in sizes.items()),
     ]
     world = sizes["dp"] * sizes.get("pp", 1)

@@ -18,7 +18,7 @@ RELY_ON_PREDICTIONS = "plan.options.flexpipe={known_steps=2, margin=0.0, patienc
 def config_file(tmp_path: Path) -> str:
     corpus = write_phases(tmp_path / "corpus", PHASES)
     data = "prefetch_steps = 2\nstreams = 1"
-    file = write_training_config(tmp_path, corpus, data)
+    file = write_training_config(tmp_path, corpus, data, num_layers=4)
     file.write_text(
         file.read_text().replace("batch_documents = 7", "batch_documents = 8").replace("window = 16", "window = 1")
     )

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from lost_rank_cases import run_rank
 from rank_server import rank_context
 from small_run import write_small_run
+from sweeps import sweep
 
 TIMEOUT_S = 15.0  # far more than a step takes on a loaded machine; only who is stopped is waited for so long
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("how", "exchange"), [(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")])
+@pytest.mark.parametrize(("how", "exchange"), sweep([(signal.SIGKILL, "ring"), (signal.SIGSTOP, "all_gather")], 1))
 def test_the_other_rank_names_transfer_pack_and_rank(tmp_path: Path, how, exchange):
     run = """
         max_document_tokens = 256

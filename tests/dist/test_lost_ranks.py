@@ -14,7 +14,7 @@ from rank_server import rank_context
 from small_run import write_small_run
 
 # Far more than a step takes on a loaded machine, with twelve processes; only who is stopped is waited for so long.
-TIMEOUT_S = 25.0
+TIMEOUT_S = 15.0
 LAYOUT = ["parallel.pp=2", "parallel.dp=2"]
 
 

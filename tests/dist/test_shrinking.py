@@ -31,7 +31,7 @@ from shrink_cases import (
     train_and_stick,
 )
 from small_run import write_small_costs, write_steps
-from sweeps import sweep
+from sweeps import sweep, thorough
 
 STEPS = 6
 COMMON = ["train.on_lost_rank=shrink", "train.checkpoint_every_steps=2", "train.export_hf=false", "train.timeout_s=300"]
@@ -116,6 +116,7 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
     assert any(re.match(rf"trained +{6 * STEPS} documents", entry) for entry in account), account
 
 
+@thorough
 @pytest.mark.long
 def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path):
     """There was no checkpoint yet, so it begins anew; and nobody is left whose speed could be compared."""

@@ -16,6 +16,7 @@ from evenload.types.hf_config import model_from_hf_config
 from evenload.types.plan import encode_plan
 from reference_training import make_tokens, plain_loss_and_gradients, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import LOOKS_FURTHER
 from tensor_transfer_cases import hidden_transfers_by_action
 from varied_plans import SCHEDULES, varied_plan
 
@@ -48,7 +49,7 @@ def plans_of(tp, pp, dp, virtual, count=5, seed=0):
 def test_random_cuts_equal_plain_training(gloo_pool, tp, pp, dp, virtual):
     """Under policies and schedules by turns. (Planned cuts, other layouts and architectures: test_matrix.)"""
     changes = FOUR_HEADS if tp == 4 else {}
-    plans = plans_of(tp, pp, dp, virtual, 3 if virtual > 1 else 5)
+    plans = plans_of(tp, pp, dp, virtual, 5 if LOOKS_FURTHER else 3)
     assert any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
     for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans, changes=changes), strict=True):
         model = model_from_hf_config(tiny_config("llama", **changes).to_dict(), "llama", 8)
@@ -74,7 +75,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16_training(gloo_pool):
     """Sums over ranks are rounded once, whatever tp is."""
     config, changes = tiny_config("llama", **FOUR_HEADS), FOUR_HEADS
     tp = 4
-    plans = plans_of(tp, 1, 1, 1, 2, seed=4)
+    plans = plans_of(tp, 1, 1, 1, 2 if LOOKS_FURTHER else 1, seed=4)
     tokens = [
         make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
     ]

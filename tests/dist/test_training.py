@@ -25,14 +25,14 @@ def config_file(tmp_path: Path) -> Path:
     corpus.mkdir()
     for i in range(40):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus)
+    return write_training_config(tmp_path, corpus, num_layers=3)
 
 
 @pytest.mark.parametrize(
     ("pp", "dp", "strategy"), [(1, 1, "slimpack"), (2, 1, "slimpack"), (2, 2, "balanced"), (1, 3, "best_fit")]
 )
 def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, strategy):
-    """Clipping, warm-up, weight-decay groups, sharded state, tied weights and all: six updates, to 1e-9."""
+    """Clipping, warm-up, weight-decay groups, sharded state, tied weights and all: every update, to 1e-9."""
     overrides = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
     ranks = gloo_pool.run(pp * dp, train_steps, str(config_file), overrides, STEPS)
     assert ranks[0] == pytest.approx(plain_losses(load_train_config(config_file, overrides)), rel=1e-9)
@@ -40,7 +40,7 @@ def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, stra
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stops"), [("float32", sweep((3, 1, 5), 1)), ("bfloat16", sweep((2, 4), 1))], ids=["float32", "bfloat16"]
+    ("dtype", "stops"), sweep([("bfloat16", (2,)), ("bfloat16", (1, 3)), ("float32", (1, 3))], 1), ids=str
 )
 def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, dtype, stops):
     """A new trainer after every stop: the same losses, to the last bit (bf16: master weights survive)."""
@@ -72,13 +72,13 @@ def progress_after(directory: Path, steps: int) -> Progress:
     return msgspec.json.decode(found.read_bytes(), type=Progress)
 
 
-@pytest.mark.parametrize("strategy", list(DELAYING))
+@pytest.mark.parametrize("strategy", sweep(list(DELAYING), 1))
 def test_resume_while_documents_wait_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, strategy):
     """Which documents wait, and since when, must travel with the step that is saved, not with those prepared ahead."""
     fixed = ["parallel.dp=2", *DELAYING[strategy]]
     whole = gloo_pool.run(2, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     resumed, waiting = [], []
-    for stop in (*sorted(sweep((2, 4, 1, 3, 5), 2)), STEPS):
+    for stop in (*sorted(sweep((2, 1, 3), 2)), STEPS):
         here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
         resumed += gloo_pool.run(2, train_steps, str(config_file), here, stop)[0]
         waiting.append(len(progress_after(tmp_path / "resumed", stop).planner.waiting))
@@ -108,10 +108,10 @@ def test_a_checkpoint_continues_under_another_layout(gloo_pool, config_file, tmp
 
 
 def test_layers_given_to_stages_train_the_same_and_continue_from_an_even_split(gloo_pool, config_file, tmp_path):
-    """Checkpoints know layers, not stages: 2 + 2 goes on as 3 + 1, equal up to summation order."""
+    """Checkpoints know layers, not stages: 2 + 1 goes on as 1 + 2, equal up to summation order."""
     base = [f"train.output_dir={tmp_path}/moved", "parallel.pp=2"]
-    uneven = [*base, "parallel.stage_layers=[3, 1]"]
-    assert layout_of(load_train_config(config_file, uneven), 4).stage_layers == ((0, 3), (3, 4))
+    uneven = [*base, "parallel.stage_layers=[1, 2]"]
+    assert layout_of(load_train_config(config_file, uneven), 3).stage_layers == ((0, 1), (1, 3))
     first = gloo_pool.run(2, train_steps, str(config_file), base, 3)[0]
     rest = gloo_pool.run(2, train_steps, str(config_file), uneven, STEPS)[0]
     assert first + rest == pytest.approx(plain_losses(load_train_config(config_file, base)), rel=1e-9)

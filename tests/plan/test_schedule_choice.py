@@ -13,6 +13,7 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model_catalog import MODELS
+from sweeps import sweep
 
 CONTEXT = 32_768
 MODEL, CLUSTER = MODELS["llama-7b"], cluster_from("h100x32")
@@ -30,7 +31,7 @@ def lengths(kind: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dp_merge", [False, True], ids=["apart", "merged"])
-@pytest.mark.parametrize("sizes", [{"dp": 4, "pp": 8}, {"dp": 8, "pp": 4}, {"dp": 8}, {"pp": 8}], ids=str)
+@pytest.mark.parametrize("sizes", sweep([{"dp": 4, "pp": 8}, {"pp": 8}, {"dp": 8, "pp": 4}, {"dp": 8}], 2), ids=str)
 def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, int], dp_merge: bool) -> None:
     """One search over both schedules was up to 8 % slower: it preferred even cuts to faster uneven ones."""
     layout = even_layout(MODEL.num_layers, **sizes)

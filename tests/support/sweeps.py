@@ -7,11 +7,17 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 
 Value = TypeVar("Value")
 
+LOOKS_FURTHER = settings.get_current_profile_name() == "explore"
+
+thorough = pytest.mark.skipif(not LOOKS_FURTHER, reason="the same elsewhere or at another size: make test-thorough")
+"""Tests of what others show already, through one more command, exchange or kind of loss."""
+
 
 def sweep(values: Sequence[Value], few: int) -> Sequence[Value]:
     """All of them, or in the profile that every run has the first `few`."""
-    return values if settings.get_current_profile_name() == "explore" else values[:few]
+    return values if LOOKS_FURTHER else values[:few]

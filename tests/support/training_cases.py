@@ -12,11 +12,11 @@ from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config
 
-STEPS = 6
+STEPS = 4
 
 
-def write_training_config(directory: Path, sources: Path, data: str = "") -> Path:
-    """A configuration of six steps of a tiny Llama in float64.
+def write_training_config(directory: Path, sources: Path, data: str = "", num_layers: int = 2) -> Path:
+    """A configuration of a few steps of a tiny Llama in float64.
 
     Its ranks read in a thread: a process of their own takes longer to start than all reading (tests/dist/
     test_training_data.py trains with both).
@@ -25,7 +25,7 @@ def write_training_config(directory: Path, sources: Path, data: str = "") -> Pat
         data: more lines of the data table.
     """
     model = directory / "model"
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
+    tiny_config("llama", tied=True, vocab_size=257, num_hidden_layers=num_layers).save_pretrained(model)
     file = directory / "config.toml"
     file.write_text(
         f"""
@@ -74,7 +74,7 @@ def plain_losses(config: TrainConfig) -> list[float]:
         betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
     )  # fmt: skip
     loader, losses = GlobalBatchLoader(config.data), []
-    for step in range(STEPS):
+    for step in range(config.train.steps):
         batch = loader.next_batch()
         assert batch is not None
         total = torch.zeros((), dtype=torch.float64)
@@ -86,7 +86,7 @@ def plain_losses(config: TrainConfig) -> list[float]:
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = o.rate(step, STEPS)
+            group["lr"] = o.rate(step, config.train.steps)
         adamw.step()
         losses.append(total.item())
     return losses
