@@ -1,8 +1,5 @@
 """`evenload bench` as a user runs it: real processes, the same batches under every strategy."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -42,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_the_same_batches_are_measured_under_every_strategy(project):
+def test_the_same_batches_are_measured_under_every_strategy(project, monkeypatch, command_here):
     """Losses equal, memory as predicted, a row a strategy and batch that can be predicted again; nothing else is
     written."""
     given = read_coefficients(project / "cost.json")
@@ -53,15 +50,12 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
     measured = msgspec.structs.replace(given, source="calibrated", measured_on=measured_on)
     write_coefficients(project / "cost.json", measured)
     before = {path.name for path in project.iterdir()}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "evenload.cli.main", "bench", "config.toml"),
-            *("--strategy", "best_fit,wlb,slimpack", "--steps", "2", "--rounds", "2"),
-            *("--json", "result.json", "--ledger", "accuracy.csv", "--html", "page.html"),
-        ],
-        env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setenv("COLUMNS", "80")
+    code, output, errors = command_here(
+        *("bench", "config.toml", "--strategy", "best_fit,wlb,slimpack", "--steps", "2", "--rounds", "2"),
+        *("--json", "result.json", "--ledger", "accuracy.csv", "--html", "page.html"),
+    )
+    assert code == 0, output + errors
     assert {path.name for path in project.iterdir()} - before == {
         *("result.json", "accuracy.csv", "costs", "inputs", "page.html"),
     }
@@ -87,10 +81,10 @@ def test_the_same_batches_are_measured_under_every_strategy(project):
     # Of three strategies and two batches: predicted, measured and plan.
     assert page.count('type="application/gzip"') == 3 * 2 * 3
     assert all(f"<td>{mark}</td>" in page or f"<td>▶ {mark}</td>" in page for mark in ("best_fit", "wlb", "slimpack"))
-    table = done.stdout.splitlines()
+    table = output.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
-    assert "losses of the strategies differ by at most" in done.stdout
-    assert "packs of the calibration, timed again beside the steps: " in done.stdout
+    assert "losses of the strategies differ by at most" in output
+    assert "packs of the calibration, timed again beside the steps: " in output
 
 
 def test_all_says_what_it_leaves_out(project):

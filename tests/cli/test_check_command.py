@@ -1,8 +1,5 @@
 """`evenload check` as a user runs it: real processes at the layout of the configuration."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -28,18 +25,12 @@ steps = 5
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "400")
     return tmp_path
-
-
-def run(project: Path, *arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload.cli.main", "check", "config.toml", *arguments],
-        cwd=project, env={**os.environ, "XDG_CACHE_HOME": str(project / "cache"), "COLUMNS": "400"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -49,26 +40,27 @@ def verdicts(output: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_a_right_run_passes_and_nothing_is_written(project):
+def test_a_right_run_passes_and_nothing_is_written(project, command_here):
     """And the one thing that does not fit is told apart: exit code 3, all else proved."""
     write_small_costs(project, pp=2)
-    code, output = run(project, "plan.memory_bytes=300000", "train.cost_file=cost.json")
+    code, output, errors = command_here("check", "config.toml", "plan.memory_bytes=300000", "train.cost_file=cost.json")
     assert verdicts(output) == {**dict.fromkeys(NAMES, "pass"), "memory": "fail"}, output
     assert code == 3
     assert "failed: memory" in output
     assert not (project / "run").exists()
-    assert "Traceback" not in output
+    assert "Traceback" not in output + errors
 
 
 @thorough  # tests/check/test_checks.py has tensor-parallel ranks without a command
 @pytest.mark.long
-def test_a_tensor_parallel_run_is_proved_too(project):
+def test_a_tensor_parallel_run_is_proved_too(project, command_here):
     """Two ranks with parts of every matrix and of every row: nothing is skipped."""
     write_small_costs(project, tp=2)
-    code, output = run(project, "parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
+    settings = ("parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
+    code, output, errors = command_here("check", "config.toml", *settings)
     assert verdicts(output) == dict.fromkeys(NAMES, "pass"), output
     assert code == 0
-    assert "on layout tp=2" in output
+    assert "on layout tp=2" in errors
 
 
 @pytest.mark.parametrize(
@@ -83,7 +75,6 @@ def test_a_tensor_parallel_run_is_proved_too(project):
 )
 def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
     """In this process, which has imported it all; that errors pass from another one shows test_train_command.py."""
-    monkeypatch.chdir(project)
     monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
     monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
@@ -97,7 +88,6 @@ def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, a
 
 
 def test_torchrun_is_not_needed(project, monkeypatch, capsys):
-    monkeypatch.chdir(project)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     with pytest.raises(SystemExit):
         main(["check", "config.toml"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from process_tree import family_of, has_ended
+from sweeps import sweep
 
 PROGRAM = Path(__file__).parent.parent / "support" / "launch_cases.py"
 
@@ -32,7 +33,7 @@ def _launched(case: str, grace_s: float = 3600, *, listening: int = 2) -> Iterat
             launcher.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", sweep([signal.SIGHUP, signal.SIGTERM], 1))
 def test_ranks_that_end_in_time_end_the_command_by_the_signals_number(number) -> None:
     """Also where every process gets the signal, as when a terminal is closed: the server outlives the ranks."""
     with _launched("ends") as launcher:

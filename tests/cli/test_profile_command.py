@@ -1,8 +1,5 @@
 """`evenload profile` as a user runs it, and what `evenload plan` says about the file."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -43,11 +40,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "evenload.cli.main", "profile", *arguments]
-    return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=500, check=False)
-
-
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         main([*arguments])
@@ -60,32 +52,30 @@ def plan(cost: str, *more: str, layout: str = "dp=1") -> int:
 
 
 @pytest.mark.long
-def test_one_process_measures_a_file_that_plans(project, capsys):
+def test_one_process_measures_a_file_that_plans(project, capfd, command_here):
     """The file plans the model it was measured on; another model, another precision of a run, a corrupt file and one
     changed by hand are refused or told."""
-    done = profile("--model", "tiny", *SHORT, "-o", "cost.json")
-    assert done.returncode == 0, done.stderr
-    assert "at most about 0.01 min (--minutes)" in done.stderr
-    assert "a pass takes" in done.stderr
-    assert "packs that the fit had not seen were off by" in done.stdout
+    code, output, errors = command_here("profile", "--model", "tiny", *SHORT, "-o", "cost.json")
+    assert code == 0, errors
+    assert "packs that the fit had not seen were off by" in output
     assert sorted(path.name for path in project.iterdir()) == ["cluster.toml", "cost.json", "lengths.npy", "tiny"]
 
     assert plan("cost.json") == 0
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert "cost: measured on" in shown
     assert "model tiny in float32" in shown
     assert "packs that the fit had not seen were off by" in shown
     assert "CHANGED" not in shown
     # The links of another layout are the cluster's, and it is said.
     assert plan("cost.json", layout="dp=2") == 0
-    assert "the reduction of gradients over 2 devices was not measured" in capsys.readouterr().out
+    assert "the reduction of gradients over 2 devices was not measured" in capfd.readouterr().out
     assert plan("cost.json", layout="dp=1,pp=2") == 0
-    assert "the transfer between pipeline stages over 2 devices was not measured" in capsys.readouterr().out
+    assert "the transfer between pipeline stages over 2 devices was not measured" in capfd.readouterr().out
 
     costs = read_coefficients("cost.json")
     write_coefficients("changed.json", msgspec.structs.replace(costs, head_s_per_token=1e-9))
     assert plan("changed.json") == 0
-    assert "CHANGED after it was measured" in capsys.readouterr().out
+    assert "CHANGED after it was measured" in capfd.readouterr().out
 
     for name, content, message in (
         ("cut.json", (project / "cost.json").read_bytes()[:500], "is not valid"),
@@ -93,27 +83,27 @@ def test_one_process_measures_a_file_that_plans(project, capsys):
     ):
         (project / name).write_bytes(content)
         assert plan(name) == 2
-        assert message in capsys.readouterr().err
+        assert message in capfd.readouterr().err
     assert plan("missing.json") == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "cannot be read" in capfd.readouterr().err
 
     tiny_config("llama", vocab_size=257, intermediate_size=96).save_pretrained(project / "tiny")
     assert plan("cost.json") == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert "was measured on model tiny" in error
     assert "ffn_hidden_size" in error
 
 
 @thorough  # tests/calibrate/test_profile.py measures links without a command
 @pytest.mark.long
-def test_two_processes_measure_their_links(project, capsys):
+def test_two_processes_measure_their_links(project, capfd, command_here):
     """Under tp=2 a file says nothing about tp=1; its own layout it covers whole."""
-    done = profile("--model", "tiny", "--layout", "tp=2", *SHORT, "-o", "cost.json")
-    assert done.returncode == 0, done.stderr
+    code, _, errors = command_here("profile", "--model", "tiny", "--layout", "tp=2", *SHORT, "-o", "cost.json")
+    assert code == 0, errors
     assert plan("cost.json", layout="dp=1,tp=2") == 0
-    assert "was not measured" not in capsys.readouterr().out
+    assert "was not measured" not in capfd.readouterr().out
     assert plan("cost.json", layout="dp=2") == 2
-    assert "was measured under tp=2" in capsys.readouterr().err
+    assert "was measured under tp=2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -131,14 +121,14 @@ def test_two_processes_measure_their_links(project, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_measured_is_refused_before_processes_start(project, arguments, message):
+def test_what_cannot_be_measured_is_refused_before_processes_start(project, command_here, arguments, message):
     """As the command checks it, in this process; no file is left."""
     given = {"model": "tiny", "layout": "", "device": "cpu", "attention": "auto"}
     named = dict(zip(arguments[::2], arguments[1::2], strict=True))
     if named.keys() & {"--minutes", "--context"}:
-        done = profile(*arguments, "-o", "cost.json")
-        assert done.returncode == 2
-        assert message in done.stderr
+        code, _, errors = command_here("profile", *arguments, "-o", "cost.json")
+        assert code == 2
+        assert message in errors
     else:
         given |= {name.removeprefix("--"): value for name, value in named.items()}
         options = ProfileOptions(**given, dtype="float32", minutes=1.0, longest=4096, threads=None, output="cost.json")  # type: ignore[arg-type]

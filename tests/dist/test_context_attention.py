@@ -57,7 +57,7 @@ def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, back
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", sweep([3, 4, 2], 2))
 def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
     """Every sharding rule, documents cut differently in both directions, lengths that 2·cp does not divide."""
     plans = [context_plan(100 * cp + i, cp=cp, rule=RULES[i % len(RULES)]) for i in sweep(range(12), 6)]
@@ -66,7 +66,7 @@ def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
     assert any(max(received) > 0 for received in moved)
 
 
-@pytest.mark.parametrize("window", [1, 7, 100])
+@pytest.mark.parametrize("window", sweep([7, 1, 100], 1))
 def test_sliding_windows_by_all_gather(gloo_pool, window):
     plans = [context_plan(i, cp=3, rule=RULES[i % len(RULES)]) for i in sweep(range(10), 4)]
     assert_equals_whole(gloo_pool, plans, "all_gather", window=window)
@@ -80,7 +80,7 @@ def test_the_reference_backend_too(gloo_pool, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("dp", "cp"), sweep([(4, 1), (2, 2), (2, 1)], 2))
 def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
     """DP-Merge: some documents on all replicas, some on blocks inside, some on one."""
     rules = ["per_document", "per_sequence", "owners", "dacp"]

@@ -31,11 +31,7 @@ def shared_plans(cp, pp=1, dp=1, virtual=1, count=2, rules=RULES, policies="mixe
 
 @pytest.mark.parametrize(
     ("cp", "pp", "dp", "virtual", "exchange"),
-    [
-        (2, 2, 1, 1, "ring"),
-        (2, 2, 1, 2, "all_gather"),
-        (3, 1, 1, 2, "ring"),
-    ],
+    sweep([(2, 2, 1, 1, "ring"), (3, 1, 1, 2, "ring"), (2, 2, 1, 2, "all_gather")], 1),
 )
 def test_policies_splits_and_virtual_stages_equal_plain_training(gloo_pool, cp, pp, dp, virtual, exchange):
     """A document recomputed or offloaded on each of its ranks; collectives inside I and none in W."""
@@ -44,7 +40,7 @@ def test_policies_splits_and_virtual_stages_equal_plain_training(gloo_pool, cp, 
     assert_plans_equal_plain(gloo_pool, plans, exchange=exchange)
 
 
-@pytest.mark.parametrize(("cp", "pp"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("cp", "pp"), sweep([(2, 2), (3, 1), (2, 1)], 1))
 def test_every_rank_holds_at_most_what_the_memory_model_says(gloo_pool, cp, pp):
     """Equal rows a rank, to a token a document; all keys, values and their gradients of a document that is cut."""
     plans = shared_plans(cp, pp, rules=["per_document"], max_tokens=200, num_documents=4, policies="replay")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from small_run import write_small_run
+from sweeps import sweep
 from switch_cases import Outcome, changed_by_moving, refused_layouts, scripted_run
 from training_cases import write_training_config
 
@@ -23,7 +24,7 @@ def config_file(tmp_path: Path) -> str:
     corpus.mkdir()
     for i in range(24):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5 + (12 if i % 11 == 0 else 0)))
-    return str(write_training_config(tmp_path, corpus, data="prefetch_steps = 2"))
+    return str(write_training_config(tmp_path, corpus, data="prefetch_steps = 2", num_layers=4))
 
 
 def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = LAYOUTS) -> list[str]:
@@ -63,7 +64,7 @@ def test_twenty_switches_train_what_one_layout_and_one_process_train(gloo_pool, 
     assert all(switch.weight_bytes == 0 and switch.state_bytes > 0 for switch in shrunk)
 
 
-@pytest.mark.parametrize("devices", [[1, 2, 1], [2, 1, 1]], ids=["wide in the middle", "wide at one of two tied ends"])
+@pytest.mark.parametrize("devices", sweep([[2, 1, 1], [1, 2, 1]], 1), ids=str)
 def test_stages_of_unequal_numbers_of_devices_train_what_one_process_trains(gloo_pool, config_file, tmp_path, devices):
     """Losses, norms, weights and optimizer state of a run that starts in such a layout; two share its packs."""
     wide = ["parallel.pp=3", f"parallel.stage_devices={devices}", "plan.options.micro_batches=4"]
@@ -100,7 +101,7 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", sweep(list(MOVED), 3))
 def test_no_bit_changes_on_the_way_through_all_layouts(gloo_pool, tmp_path, name):
     """Weights, moments and masters, whole, after every change; then a step is trained."""
     kind, model, overrides, layouts = MOVED[name]
@@ -110,13 +111,13 @@ def test_no_bit_changes_on_the_way_through_all_layouts(gloo_pool, tmp_path, name
 
 
 SHARED = {
-    "nothing shared": ("plan.twin_bytes=0", None),
     "a budget for some pieces": ("plan.twin_bytes=60_000", None),
     "two machines": ("plan.strategy=balanced", 2),
+    "nothing shared": ("plan.twin_bytes=0", None),
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", sweep(list(SHARED), 2))
 def test_no_bit_changes_whatever_is_shared(gloo_pool, tmp_path, name):
     """Sent, read, and what comes to a machine once and is relayed there; with frozen weights, which are read ahead."""
     limit, ranks_per_machine = SHARED[name]

@@ -21,6 +21,7 @@ from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import sweep
 from varied_plans import SCHEDULES, varied_plan
 
 LAYERS = 4
@@ -46,7 +47,7 @@ def plans_of(pp, dp, virtual, policies, count, **options):
     ]
 
 
-@pytest.mark.parametrize(("pp", "dp", "virtual"), [(1, 1, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("pp", "dp", "virtual"), sweep([(2, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 2)], 2))
 def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp, virtual):
     """Cuts that no planner makes; planned ones under every policy and schedule: test_matrix."""
     plans = plans_of(pp, dp, virtual, "mixed", 2)
@@ -57,7 +58,7 @@ def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp
 
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "virtual", "counts"),
-    [(2, 1, 1, 1, (1, 2)), (1, 1, 1, 2, (2, 0)), (2, 2, 1, 1, (0, 1)), (1, 1, 2, 1, (3,))],
+    sweep([(2, 2, 1, 1, (0, 1)), (1, 1, 2, 1, (3,)), (1, 1, 1, 2, (2, 0)), (2, 1, 1, 1, (1, 2))], 2),
 )
 def test_layers_that_recompute_for_all_documents_train_the_same_and_hold_what_is_said(
     gloo_pool, pp, dp, tp, virtual, counts

@@ -9,6 +9,7 @@ from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
+from sweeps import spread
 
 LINK = LinkSpec(bandwidth_bytes_per_s=2.0, latency_s=0.1)
 HOST = LinkSpec(bandwidth_bytes_per_s=20.0, latency_s=0.1)
@@ -39,7 +40,10 @@ def random_lengths(seed: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("layout", "strategy"),
-    [(one, name) for one in LAYOUTS for name in STRATEGIES if one.pp == 1 or not STRATEGIES[name].needs_one_stage],
+    spread(
+        [(one, name) for one in LAYOUTS for name in STRATEGIES if one.pp == 1 or not STRATEGIES[name].needs_one_stage],
+        23,
+    ),
     ids=lambda value: value if isinstance(value, str) else value.describe(),
 )
 @pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])

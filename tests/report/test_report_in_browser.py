@@ -9,9 +9,10 @@ from browser_page import draw, steps
 from evenload.data.length_profile import profile_lengths
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.run_report import RunReport, RunSection
+from sweeps import sweep
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
 def test_page_opens_draws_every_figure_and_fits_the_width(open_page, scheme):
     page = open_page(scheme=scheme)
     plots = page.locator(".plot")
@@ -89,7 +90,7 @@ def test_a_narrow_page_makes_room_for_a_wrapped_legend(open_page):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", sweep(["light", "dark"], 1))
 def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     lengths = np.random.default_rng(0).lognormal(6, 2, 3000).astype(np.int64) + 1
     write_lengths_page(tmp_path / "lengths.html", f"lengths of {EVIL}", profile_lengths(lengths))
@@ -100,7 +101,7 @@ def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
 def test_layouts_over_time_are_drawn_with_every_layout_named(open_page, scheme):
     sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS),)
     page = open_page(RunReport(title="layouts", sections=sections), scheme=scheme)

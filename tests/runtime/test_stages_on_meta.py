@@ -18,6 +18,7 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from reference_training import make_tokens, tiny_config
 from single_stage import pack_tokens, packs_of
+from sweeps import sweep
 from wide_sums import wide_sums
 
 LENGTHS = [61, 30, 1, 7, 2, 19]
@@ -75,7 +76,9 @@ class CheckedVarlen(VarlenCudaAttention):
 
 
 @pytest.mark.parametrize(
-    ("packs", "split", "policy"), [("whole", False, "replay"), ("cut", True, "recompute")], ids=["plain", "all at once"]
+    ("packs", "split", "policy"),
+    sweep([("cut", True, "recompute"), ("whole", False, "replay")], 1),
+    ids=sweep(["all at once", "plain"], 1),
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "olmo2"])
 def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):

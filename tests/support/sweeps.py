@@ -18,6 +18,11 @@ thorough = pytest.mark.skipif(not LOOKS_FURTHER, reason="the same elsewhere or a
 """Tests of what others show already, through one more command, exchange or kind of loss."""
 
 
+def spread(values: Sequence[Value], few: int) -> Sequence[Value]:
+    """All of them, or in the profile that every run has so many from the whole range."""
+    return values if LOOKS_FURTHER or len(values) <= few else [values[i * len(values) // few] for i in range(few)]
+
+
 def sweep(values: Sequence[Value], few: int) -> Sequence[Value]:
     """All of them, or in the profile that every run has the first `few`."""
     return values if LOOKS_FURTHER else values[:few]

@@ -1,0 +1,22 @@
+"""Commands from this process, whose ranks start with everything imported."""
+
+import pytest
+
+from evenload.cli.main import main
+from rank_server import rank_context
+
+
+@pytest.fixture
+def command_here(capfd: pytest.CaptureFixture[str]):
+    """Runs a command of `evenload` here, with real ranks from the tests' server: a start of its own imports for ten
+    seconds of a core, which test_train_command.py does often enough."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        """Exit code and what the command itself, not its ranks, wrote to stdout and stderr."""
+        rank_context()
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main([*arguments])
+        return int(exit.value.code or 0), *capfd.readouterr()
+
+    return run
