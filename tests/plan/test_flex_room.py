@@ -11,7 +11,7 @@ from evenload.plan.reconfiguration.switch_memory import switch_memory
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces, model_pieces
 from evenload.types.layout import even_layout
 from evenload.types.layout_decision import LayoutDecision
-from flex_cases import LONG, NARROW, PUBLISHED, ROOM, SHORT, documents, make
+from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, documents, make
 
 SENT = SwitchPieces(pieces=model_pieces(sample_model(num_layers=4), 1), shared=frozenset(), ranks_per_machine=8)
 
@@ -110,3 +110,19 @@ def test_a_resumed_run_goes_to_the_layout_of_its_checkpoint_where_that_has_room(
     assert "start in dp=4 ([parallel])" in str(told.value)
     # Where it runs already nothing changes.
     make(4, 1, plan.predicted.peak_memory_bytes).require_room(even_layout(4, dp=4), plan)
+
+
+def test_the_first_step_behind_a_switch_makes_room_for_what_it_leaves() -> None:
+    """In four replicas the step takes nearly all memory when it stores everything; beside the state that other ranks
+    still read it has less, and saves memory. The steps behind it have all."""
+    flex, cap_bytes = make(2, 2, 280_000, 1e9, **PUBLISHED), 280_000
+    usual = make(4, 1, cap_bytes).propose(0, documents(MIDDLE)).proposal.plan.predicted
+    found = flex.propose(0, documents(MIDDLE))
+    plan = found.proposal.require_feasible()
+    assert (found.told.action, plan.layout.describe()) == ("shrink", "dp=4")
+    takes = switch_memory(SENT, even_layout(4, dp=2, pp=2), plan.layout)
+    assert usual.peak_memory_bytes + takes.left_bytes > cap_bytes
+    assert plan.predicted.peak_memory_bytes + takes.left_bytes <= cap_bytes
+    assert plan.predicted.step_time_s - found.proposal.switch_s >= usual.step_time_s
+    behind = flex.propose(1, documents(MIDDLE), state=found.state).proposal.plan
+    assert behind.predicted == usual

@@ -13,8 +13,9 @@ steps that are known ahead are kept until those steps come, so a step costs a pl
 `finalists` others, however many steps are known, and HBSA (milliseconds).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -162,8 +163,11 @@ class FlexPlanner:
             measured_bytes = memory_factor * proposal.plan.predicted.peak_memory_bytes
             return proposal.feasible and (cap_bytes is None or measured_bytes <= cap_bytes)
 
+        def planned(layout: ParallelLayout, cap_bytes: int | None) -> MemoryPlans:
+            return self._planned(cap_bytes, layout, step, documents, left_out, delay, is_last=is_last)
+
         def outcome(layout: ParallelLayout) -> LayoutOutcome:
-            plans = self._planned(layout, step, documents, left_out, delay, is_last=is_last)
+            plans = planned(layout, cap_bytes)
             proposals = [
                 plans.chosen,
                 *(self._plans.ahead(layout, step + 1 + i, batch).chosen for i, batch in enumerate(known[1:])),
@@ -179,7 +183,8 @@ class FlexPlanner:
 
         found, keep = self._searched(known, state.layout), outcome(state.layout)
         layouts = self.candidates.worth_planning(found, state.layout)
-        others, without_room = self._others(map(outcome, layouts), state.layout, measured)
+        replanned = partial(self._beside_what_is_left, state.layout, planned, measured.factor)
+        others, without_room = self._others(map(outcome, layouts), state.layout, measured, replanned)
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
         outlook = _outlook(keep, best, target.switch_s if target else 0.0)
@@ -204,15 +209,26 @@ class FlexPlanner:
         return FlexProposal(proposal, after, decision, found[0], told)
 
     def _others(
-        self, outcomes: Iterable[LayoutOutcome], current: ParallelLayout, measured: MeasuredLayouts
+        self,
+        outcomes: Iterable[LayoutOutcome],
+        current: ParallelLayout,
+        measured: MeasuredLayouts,
+        replanned: Callable[[LayoutOutcome], LayoutOutcome | None],
     ) -> tuple[list[LayoutOutcome], list[str]]:
         """Up to the last finalist, layouts whose switch has room, with its seconds; and those that hold the step, but
-        not the switch, in words. What comes behind is not planned."""
+        not the switch, in words. What comes behind is not planned.
+
+        Args:
+            replanned: with a first step that leaves room; None = none does.
+        """
         others: list[LayoutOutcome] = []
         without_room: list[str] = []
-        for there in outcomes:
-            if there.proposal.feasible and not self._has_room(current, there.proposal.plan):
-                without_room.append(there.layout.describe())
+        for planned in outcomes:
+            there: LayoutOutcome | None = planned
+            if planned.proposal.feasible and not self._has_room(current, planned.proposal.plan):
+                there = replanned(planned)
+            if there is None:
+                without_room.append(planned.layout.describe())
                 continue
             factor = measured.switch_factor(switch_kind(current, there.layout))
             switch_s = factor * self.switch_seconds(current, there.proposal.plan)
@@ -220,6 +236,26 @@ class FlexPlanner:
             if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
         return others, without_room
+
+    def _beside_what_is_left(
+        self,
+        current: ParallelLayout,
+        planned: Callable[[ParallelLayout, int | None], MemoryPlans],
+        factor_of: Callable[[ParallelLayout, int], float],
+        there: LayoutOutcome,
+    ) -> LayoutOutcome | None:
+        """A layout whose first step is planned within what a switch leaves of memory; the steps behind it have all of
+        it. None where the step does not fit then, or the switch itself has no room."""
+        takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
+        if cap_bytes is None or takes.switch_bytes > cap_bytes or takes.left_bytes >= cap_bytes:
+            return None
+        plans = planned(there.layout, cap_bytes - takes.left_bytes)
+        if not plans.chosen.feasible:
+            return None
+        plan = plans.chosen.plan
+        first_s = factor_of(there.layout, plan.step) * plan.predicted.step_time_s
+        proposal = _in_generation(plans.chosen, there.layout)
+        return replace(there, proposal=proposal, plans=plans, step_s=(first_s, *there.step_s[1:]))
 
     def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
         """Of every known batch; those of the step before are kept while the layout stays."""
@@ -272,6 +308,7 @@ class FlexPlanner:
 
     def _planned(
         self,
+        cap_bytes: int | None,
         layout: ParallelLayout,
         step: int,
         documents: tuple[Document, ...],
@@ -280,11 +317,12 @@ class FlexPlanner:
         *,
         is_last: bool,
     ) -> MemoryPlans:
-        """The coming step."""
+        """The coming step, within so much memory of a device."""
+        plans = self._plans if cap_bytes == self.start.memory_cap_bytes else self._plans.within(cap_bytes)
         if not self._delays and not left_out:
-            return self._plans.ahead(layout, step, documents)
+            return plans.ahead(layout, step, documents)
         state = delay if self._delays else None
-        return self._plans.coming(layout, step, documents, left_out, state, is_last=is_last)
+        return plans.coming(layout, step, documents, left_out, state, is_last=is_last)
 
     def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
         """The closest of plans that all exceed memory, with a reason that says so."""

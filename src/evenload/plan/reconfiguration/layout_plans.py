@@ -68,10 +68,26 @@ class LayoutPlans:
         self._planners = {(start.layout.arrangement, start.options.policy): start}
         self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
         self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
+        # One for each change between two layouts whose first step has less room.
+        self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:
         """Steps before this one have come."""
         self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= step}
+        for tighter in self._within.values():
+            tighter.forget_before(step)
+
+    def within(self, cap_bytes: int | None) -> "LayoutPlans":
+        """The same with another limit of a device's memory."""
+        if cap_bytes not in self._within:
+            start = self._start
+            planner = StepPlanner(
+                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, start.host
+            )
+            self._within[cap_bytes] = LayoutPlans(
+                planner, self._strategy, self._options, self._coefficients_of, self.options_of
+            )
+        return self._within[cap_bytes]
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation, with the run's policy of activations."""
