@@ -132,6 +132,10 @@ def compare_strategies(case: Case, steps: int) -> list[Row]:
             ratio = _median(run, "tokens_per_s") / _median(padded, "tokens_per_s")
             rows.append(Row("gpu", case.name, f"{name} tokens/s", ratio, "x", "padded"))
         rows.append(Row("gpu", case.name, f"{name} MFU", _median(run, "mfu"), "", ""))
+        if run[0]["mfu_of_data_sheet"] is not None:
+            rows.append(
+                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(run, "mfu_of_data_sheet"), "", "")
+            )
         rows.append(_memory_row(case.name, name, run))
     return rows
 

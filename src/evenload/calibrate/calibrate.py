@@ -8,13 +8,15 @@ broadcasts them: one cost file for all ranks. `calibrate.profile` measures the s
 A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
 quieter of the two measurements is taken, and the caller is told.
 
+On a GPU packs go on to the largest of the run: those of 4,096 tokens do not fill it, and mostly time its host.
+
 Price: at most 16 packs of up to 4,096 tokens forward and backward, repeated for some seconds to warm up and then while
 the time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,10 +25,11 @@ import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_repeats
+from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.repeats import median_seconds
-from evenload.calibrate.rounds import QUICK_ROUNDS, Packs, Sample, longest_of, time_round
+from evenload.calibrate.rounds import QUICK_ROUNDS, Packs, Sample, longest_of, rounds_up_to, time_round
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
@@ -42,6 +45,8 @@ _MAX_REPEATS = 30
 _MAX_ATTEMPTS = 2
 # Fewer rounds than this leave coefficients undetermined, so they run even when they exceed the time budget.
 _MIN_ROUNDS = 5
+# Of a GPU's memory, which holds weights, gradients and optimizer state already.
+_MEMORY_SHARE = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +68,7 @@ def calibrate(
     max_document_tokens: int,
     device_name: str,
     demand: float = 1.0,
+    max_pack_tokens: int = 0,
 ) -> Calibration:
     """Measure and fit. Collective over all ranks; every rank returns the same.
 
@@ -72,10 +78,12 @@ def calibrate(
         stages: of this rank; layers of the first are timed, for layers of a model are alike.
         max_document_tokens: no longer documents are tried.
         demand: threads that ranks compute with for each core of the machine, see `CoreWaits`.
+        max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
     """
+    rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
     attempts: list[tuple[Disturbance, list[RankMeasurement]]] = []
     while not attempts or (attempts[-1][0].is_noisy and len(attempts) < _MAX_ATTEMPTS):
-        everyone = _measured(stages, model, mesh, max_document_tokens, demand)
+        everyone = _measured(stages, model, mesh, rounds, demand)
         attempts.append((max((rank.disturbance for rank in everyone), key=lambda found: found.size), everyone))
     disturbance, everyone = min(attempts, key=lambda attempt: attempt[0].size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
@@ -87,12 +95,12 @@ def calibrate(
 
 
 def _measured(
-    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, max_document_tokens: int, demand: float
+    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, wanted: Sequence[Packs], demand: float
 ) -> list[RankMeasurement]:
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
-    packs, spread = _time_layers(first, max_document_tokens, mesh)
+    packs, spread = _time_layers(first, wanted, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -112,18 +120,30 @@ def _measured(
     return everyone
 
 
-def _time_layers(stage: PipelineStage, max_document_tokens: int, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
+def _rounds(
+    stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
+) -> list[Packs]:
+    """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
+    shortest = max(max_document_tokens, longest_of(QUICK_ROUNDS[0]))
+    rounds = [packs for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
+    if stage.device.type == "cuda":
+        room_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
+        larger = rounds_up_to(max_pack_tokens, shortest)
+        rounds += [packs for packs in larger if kept_bytes(packs, stage, model, mesh) <= room_bytes]
+    return rounds
+
+
+def _time_layers(stage: PipelineStage, wanted: Sequence[Packs], mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
     """Median of each pack on one layer, and the spread of the repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[Packs] = []
     # The first pass tells which rounds the budget allows.
-    for packs in QUICK_ROUNDS:
-        if longest_of(packs) <= max(max_document_tokens, longest_of(QUICK_ROUNDS[0])):
-            if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):
-                break
-            rounds.append(packs)
-            for _ in time_round(stage, packs):
-                pass
+    for packs in wanted:
+        if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):
+            break
+        rounds.append(packs)
+        for _ in time_round(stage, packs):
+            pass
     _repeated(stage, rounds, 0, _WARM_UP_S, mesh)
     timings = _repeated(stage, rounds, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
     layers = len(stage.model.layers)

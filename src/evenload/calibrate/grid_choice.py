@@ -38,7 +38,7 @@ def choose_rounds(
     for index in order:
         packs, flops = GRID[index], round_flops(GRID[index], model)
         if packs not in NEEDED_ROUNDS:
-            if longest_of(packs) > longest or _kept_bytes(packs, stage, model, mesh) > _MEMORY_SHARE * free_bytes:
+            if longest_of(packs) > longest or kept_bytes(packs, stage, model, mesh) > _MEMORY_SHARE * free_bytes:
                 continue
             if spent_s + last_s * flops / last_flops > _PASS_SHARE * budget_s:
                 break
@@ -55,7 +55,8 @@ def choose_rounds(
     return sorted(chosen)
 
 
-def _kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
+def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
+    """What layers keep and make for a round."""
     tp = mesh.layout.tp
     token_bytes = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
     # Of one layer as much again, for what its backward makes.

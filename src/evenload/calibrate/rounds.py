@@ -3,7 +3,7 @@
 A round is a few documents, each cut alike: all packs forward, then backward in reverse order, as a step runs them.
 Between them rounds vary tokens, slices, pairs and prefix independently, which the fit needs. Two grids:
 
-    QUICK_ROUNDS  at the start of a run, up to 4,096 tokens
+    QUICK_ROUNDS  at the start of a run, up to 4,096 tokens; on a GPU `rounds_up_to` its largest pack too
     GRID          of `evenload profile`: these and what real packs look like (documents of mixed lengths, short ones
                   beside a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's tiles, and
                   documents of up to 32,768 tokens
@@ -109,6 +109,20 @@ GRID: tuple[Packs, ...] = (
     whole(32768),
     cut(24576, 32768),
 )
+
+
+def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
+    """What comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many tokens each,
+    up to a run's largest, of short documents, of one whole document, and of the end of one behind a long prefix."""
+    rounds: list[Packs] = []
+    tokens = 2 * longest_of(QUICK_ROUNDS[-1])
+    while tokens <= pack_tokens:
+        short = min(1024, document_tokens)
+        rounds.append(whole(*[short] * (tokens // short)))
+        if tokens <= document_tokens:
+            rounds += [whole(tokens), cut(tokens * 7 // 8, tokens)]
+        tokens *= 2
+    return tuple(rounds)
 
 
 def round_flops(packs: Packs, model: ModelSpec) -> float:

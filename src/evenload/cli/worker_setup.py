@@ -182,7 +182,8 @@ def _found_or_measured(
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
-    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, computing_demand(threads))
+    most, demand = trainer.config.max_pack_tokens, computing_demand(threads)
+    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
     if measured.disturbance.is_noisy:
         console.print(
             f"calibration was disturbed: {measured.disturbance.describe()}. Predicted seconds may be too long. These "

@@ -1,8 +1,8 @@
 """Whether measured costs speak for a model and a layout, what they lack, and completing them from a cluster.
 
 Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. How many layers a
-model has, its name, whether its embedding is tied and which layers have windows is not part of the shape: seconds are
-of one layer, and pairs of tokens are counted by window.
+model has, its name, whether its embedding is tied, which layers have windows and what memory is counted is not part of
+the shape: seconds are of one layer, and pairs of tokens are counted by window.
 
     layers      measured with matrices split over tp devices, the seconds include that group's transfers: they say
                 nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
@@ -28,7 +28,7 @@ Lack = Literal["layers", "pipeline link", "reduction link", "group link"]
 """A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
 reduced, and inside a tensor- or context-parallel group."""
 
-_NOT_SHAPE = {"name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"}
+_NOT_SHAPE = {"name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows", "attention_workspace"}
 _LINK_OF: Mapping[Lack, str] = {
     "pipeline link": "the transfer between pipeline stages",
     "reduction link": "the reduction of gradients",

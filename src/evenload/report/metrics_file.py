@@ -31,6 +31,7 @@ METRIC_KEYS = (
     "predicted_step_time_s",
     "tokens_per_s",
     "mfu",
+    "mfu_of_data_sheet",
     "bubble_fraction",
     "imbalance_forward",
     "imbalance_backward",

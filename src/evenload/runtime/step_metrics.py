@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.stages.live_stages import Switch
+from evenload.types.cluster_catalog import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
@@ -77,6 +79,21 @@ class StepMemory:
     process_bytes: int | None
     fixed_bytes: int
     predicted_process_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class DevicePeaks:
+    """What matrix products reach on devices, and what their data sheet says; None = there is none for this device or
+    precision."""
+
+    measured_flops_per_s: float
+    data_sheet_flops_per_s: float | None
+
+    @staticmethod
+    def of(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> "DevicePeaks":
+        """Of so many devices as coefficients are of, in the model's precision."""
+        sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
+        return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
 
 
 def gather_timeline(
@@ -138,7 +155,7 @@ def step_row(
     loss: float,
     grad_norm: float,
     learning_rate: float,
-    peak_flops_per_s: float,
+    peaks: DevicePeaks,
     plan_time_s: float,
     data_wait_s: float,
     memory: StepMemory,
@@ -146,7 +163,7 @@ def step_row(
     """One row.
 
     Args:
-        peak_flops_per_s: of all devices of the run together, idle ones included.
+        peaks: of all devices of the run together, idle ones included.
         data_wait_s: seconds the step waited for its batch and plan.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
@@ -166,7 +183,9 @@ def step_row(
         "step_time_s": timeline.step_time_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
-        "mfu": flops / (timeline.step_time_s * peak_flops_per_s),
+        "mfu": flops / timeline.step_time_s / peaks.measured_flops_per_s,
+        "mfu_of_data_sheet": peaks.data_sheet_flops_per_s
+        and flops / timeline.step_time_s / peaks.data_sheet_flops_per_s,
         "bubble_fraction": timeline.bubble_fraction(),
         "imbalance_forward": pack_times(timeline, "forward").imbalance(),
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),

@@ -45,7 +45,14 @@ from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switc
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.stages.step_feedback import StepFeedback
-from evenload.runtime.step_metrics import StepMemory, StepReport, gather_timeline, no_label_warning, step_row
+from evenload.runtime.step_metrics import (
+    DevicePeaks,
+    StepMemory,
+    StepReport,
+    gather_timeline,
+    no_label_warning,
+    step_row,
+)
 from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
 from evenload.types.timeline import Timeline
@@ -326,7 +333,7 @@ class Trainer:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            peak_flops_per_s=coefficients.peak_flops_per_s * mesh.num_ranks,
+            peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
             plan_time_s=planned.plan_time_s,
             data_wait_s=waited_s,
             memory=replace(memory, predicted_process_bytes=predicted_process_bytes),
