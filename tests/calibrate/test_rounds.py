@@ -1,7 +1,12 @@
 """Packs that a GPU is timed with at the start of a run."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from cost_samples import sample_model
+from evenload.calibrate.calibrate import _rounds
 from evenload.calibrate.rounds import QUICK_ROUNDS, longest_of, rounds_up_to
 
 
@@ -26,3 +31,17 @@ def test_documents_as_long_as_packs_come_whole_and_cut():
 
 def test_runs_of_small_packs_have_no_more_than_others():
     assert rounds_up_to(max(map(longest_of, QUICK_ROUNDS)), 4096) == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "largest"), [("cpu", 0, 4096), ("cuda", 80, 32_768), ("cuda", 1, 8192)]
+)
+def test_a_gpu_is_timed_with_the_packs_of_its_run_that_fit_it(monkeypatch, device, gigabytes, largest):
+    memory = SimpleNamespace(total_memory=gigabytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    model = sample_model(hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=2048)
+    stage = SimpleNamespace(device=SimpleNamespace(type=device), model=SimpleNamespace(layers={0: None}))
+    mesh = SimpleNamespace(layout=SimpleNamespace(tp=1))
+    found = _rounds(stage, model, mesh, 32_768, 32_768)
+    assert found[: len(QUICK_ROUNDS)] == list(QUICK_ROUNDS)
+    assert max(max(tokens_of(packs)) for packs in found) == largest

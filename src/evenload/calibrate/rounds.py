@@ -112,8 +112,8 @@ GRID: tuple[Packs, ...] = (
 
 
 def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
-    """What comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many tokens each,
-    up to a run's largest, of short documents, of one whole document, and of the end of one behind a long prefix."""
+    """What comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many tokens
+    each, up to a run's largest, of short documents, of one whole document, and of the end of one behind a prefix."""
     rounds: list[Packs] = []
     tokens = 2 * longest_of(QUICK_ROUNDS[-1])
     while tokens <= pack_tokens:
