@@ -34,7 +34,7 @@ def test_runs_of_small_packs_have_no_more_than_others():
 
 
 @pytest.mark.parametrize(
-    ("device", "gigabytes", "largest"), [("cpu", 0, 4096), ("cuda", 80, 32_768), ("cuda", 1, 8192)]
+    ("device", "gigabytes", "largest"), [("cpu", 0, 4096), ("cuda", 80, 32_768), ("cuda", 3, 8192)]
 )
 def test_a_gpu_is_timed_with_the_packs_of_its_run_that_fit_it(monkeypatch, device, gigabytes, largest):
     memory = SimpleNamespace(total_memory=gigabytes << 30)
