@@ -7,6 +7,7 @@ use, whose search costs far more than a look.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas
@@ -20,6 +21,20 @@ CLOSE = 1.02
 """Policies are told apart by so much."""
 MOST_CLOSE = 2
 """Policies that are searched because they are close, at most."""
+
+
+class RankedPolicies(NamedTuple):
+    """What `rank_policies` says.
+
+    Args:
+        ranked: the most promising first.
+        close: how many are too close to tell apart.
+        others: not looked at, because one of the ranked promises to be as fast as can be.
+    """
+
+    ranked: list[tuple[Estimate, StepProblem]]
+    close: int
+    others: list[StepProblem]
 
 
 def plan_under_policies(
@@ -51,24 +66,23 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
     return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
-def rank_policies(
-    problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
-) -> tuple[list[tuple[Estimate, StepProblem]], int]:
-    """Policies with what they promise, the most promising first, and how many are too close to tell apart.
+def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
+    """Policies with what they promise.
 
     It ends with the first policy that fits and is as fast as all activations stored would be without a memory limit:
     no other can be faster. (The list schedule fits almost any step by holding forwards back, at the price of an idle
     pipeline, so fitting alone says little.)
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
-        return [((0, 0.0), problem) for problem in problems], 1
+        return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
-    merges = _merges_to_rate(problems[0])
+    uneven, long = _merges_to_rate(problems[0])
+    merges = [*uneven, *long]
     boundless = replace(problems[0], cap_bytes=None)
-    least_s = _estimate(boundless, rules_of(boundless), merges)[1]
+    least_s = _estimate(boundless, rules_of(boundless), uneven)[1]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
-        if found and (0, _work_s(problem)) >= min(found)[0]:
+        if found and (0, work_s(problem)) >= min(found)[0]:
             continue  # its work alone takes longer than another policy
         bounded = problem.cap_bytes is not None
         estimate = _estimate(problem, rules_of(problem), merges) if bounded else (0, least_s)
@@ -78,20 +92,23 @@ def rank_policies(
     found.sort()
     (excess, seconds), _ = found[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
-    return [(estimate, problems[index]) for estimate, index in found], close
+    ranked = {index for _, index in found}
+    others = [problem for index, problem in enumerate(problems) if index not in ranked]
+    return RankedPolicies([(estimate, problems[index]) for estimate, index in found], close, others)
 
 
-def _work_s(problem: StepProblem) -> float:
+def work_s(problem: StepProblem) -> float:
     """All work of a step spread evenly over all pipelines; 0 where ranks differ in speed."""
     layout = problem.layout
     return 0.0 if problem.speeds else float(problem.document_s.sum()) / (layout.dp * layout.pipeline_ranks)
 
 
-def _merges_to_rate(problem: StepProblem) -> list[Merge]:
+def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
+    """Because of uneven work, and because of memory."""
     if not problem.options.dp_merge:
-        return []
+        return [], []
     outliers = merge_documents(problem)
-    return [*([outliers, *uniform_merges(problem, outliers)] if outliers else []), *long_merges(problem)]
+    return [outliers, *uniform_merges(problem, outliers)] if outliers else [], long_merges(problem)
 
 
 def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> Estimate:

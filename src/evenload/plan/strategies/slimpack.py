@@ -33,7 +33,7 @@ from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.search.merge_choice import rate_merges
-from evenload.plan.search.policy_choice import CLOSE, rank_policies, worst_score
+from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore
 from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
 from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
@@ -102,12 +102,14 @@ def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores]
         return _plan_as_published(problems)
     steps = []
     known = {id(problem): {} for problem in problems} if known is None else known
-    schedules = SCHEDULES if options.schedule == CHOOSE else (options.schedule,)
-    for orders in map(orders_of, schedules):
-        found = search_policies(
-            problems, lambda problem, orders=orders: slimpack_rules(problem, orders, known.get(id(problem)))
-        )
-        steps += found[:1]
+    policies: dict[str, RankedPolicies] = {}
+    for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
+        # Rigid orders fit memory by chance, so the list schedule ranks the policies for the static one, too.
+        by = LIST.name if schedule == STATIC.name else schedule
+        rules_of = {name: _rules_under(name, known) for name in {schedule, by}}
+        if by not in policies:
+            policies[by] = rank_policies(problems, rules_of[by])
+        steps += _search_ranked(policies[by], rules_of[schedule], rules_of[by])[:1]
     if not steps:
         raise _no_packs(problems[0])
     if any(found.blocks for _, found in steps):
@@ -116,6 +118,10 @@ def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, found = min(steps, key=lambda step: step[1].worth()[:2])
     return problem, found.choices()
+
+
+def _rules_under(schedule: str, known: dict[int, KnownScores]) -> Callable[[StepProblem], SearchRules]:
+    return lambda problem: slimpack_rules(problem, orders_of(schedule), known.get(id(problem)))
 
 
 def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
@@ -151,18 +157,33 @@ def search_policies(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
 ) -> list[tuple[StepProblem, FoundStep]]:
     """The most promising policies, and the next ones while they promise more than was found; the best first."""
+    return _search_ranked(rank_policies(problems, rules_of), rules_of, rank_rules_of=rules_of)
+
+
+def _search_ranked(
+    policies: RankedPolicies,
+    rules_of: Callable[[StepProblem], SearchRules],
+    rank_rules_of: Callable[[StepProblem], SearchRules],
+) -> list[tuple[StepProblem, FoundStep]]:
+    """As `search_policies`; under `rank_rules_of` the policies were ranked. Where those are other rules, the first
+    search tells by how much these take longer than promised, for all policies alike."""
     steps: list[tuple[StepProblem, FoundStep]] = []
-    ranked, close = rank_policies(problems, rules_of)
-    for place, (estimate, problem) in enumerate(ranked):
-        if place >= close and steps and _best_worth(steps) <= estimate:
+    longer = 1.0
+    for place, ((excess, seconds), problem) in enumerate(policies.ranked):
+        if place >= policies.close and steps and _best_worth(steps) <= (excess, longer * seconds):
             break
         found = search_with_merging(problem, rules_of(problem))
         if found:
             steps.append((problem, found))
-    (excess, seconds), _ = ranked[0]
-    if len(ranked) < len(problems) and (not steps or _best_worth(steps) > (excess, CLOSE * seconds)):
-        # All stored was not what it promised, so that the others were not looked at.
-        steps += search_policies(problems[1:], rules_of)
+            if rules_of is not rank_rules_of and len(steps) == 1 and seconds:
+                longer = max(1.0, found.worth()[1] / seconds)
+    (excess, seconds), _ = policies.ranked[0]
+    best = _best_worth(steps) if steps else None
+    if policies.others and (best is None or best > (excess, CLOSE * longer * seconds)):
+        # One was not what it promised, so that the others were not looked at.
+        others = [problem for problem in policies.others if best is None or (0, work_s(problem)) < best]
+        if others:
+            steps += _search_ranked(rank_policies(others, rank_rules_of), rules_of, rank_rules_of)
     return sorted(steps, key=lambda step: step[1].worth())
 
 
