@@ -1,0 +1,160 @@
+"""Documents that memory cannot hold one a stage of are shared, however many there are, and trials stay few."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.explore.default_layout import usable_bytes
+from evenload.plan.packing.dp_merge import long_merges
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.search import replica_search
+from evenload.plan.search.merge_choice import rate_merges
+from evenload.plan.search.step_search import search_merged
+from evenload.plan.strategies.slimpack import slimpack_rules
+from evenload.stepplan.validate import validate_plan
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.columns import whole_document_columns
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
+
+TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
+MODEL = model_from("llama-7b")
+CONTEXT = 131_072
+
+
+def planner_of(layout: dict[str, int], *, context: int = CONTEXT, limited: bool = True) -> StepPlanner:
+    sizes = even_layout(MODEL.num_layers, **layout)
+    cluster = cluster_from(f"h100x{sizes.world_size}")
+    costs = analytic_coefficients(MODEL, cluster, sizes)
+    memory = usable_bytes(cluster) if limited else None
+    return StepPlanner(MODEL, costs, sizes, memory, PlanOptions(max_pack_tokens=context, dp_merge=True))
+
+
+def batch_of(table: str, count: int, context: int = CONTEXT) -> np.ndarray:
+    """Drawn with repetition, cut to the context."""
+    return np.minimum(np.random.default_rng(0).choice(TABLES[table].astype(np.int64), count), context)
+
+
+def documents(lengths) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
+
+
+def share_of_bound(planner: StepPlanner, lengths: np.ndarray, strategy: str) -> float:
+    proposal = planner.propose(0, documents(lengths), strategy)
+    validate_plan(proposal.plan, max_pack_tokens=planner.options.max_pack_tokens)
+    assert proposal.feasible
+    return planner.costs.lower_bound_seconds(lengths) / proposal.plan.predicted.step_time_s
+
+
+@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
+def test_many_documents_as_long_as_the_context_fill_a_pipeline(strategy) -> None:
+    """None is long beside a replica's work, so none was shared: 26 % of the bound, or refused."""
+    assert share_of_bound(planner_of({"dp": 8, "pp": 4}), batch_of("books", 256), strategy) >= 0.88
+
+
+def test_a_large_batch_is_as_fast_as_its_halves() -> None:
+    planner, lengths = planner_of({"dp": 8, "pp": 4}), batch_of("github_dirs", 1024)
+    step_s = [
+        planner.propose(0, documents(part), "slimpack").plan.predicted.step_time_s
+        for part in (lengths, lengths[:512], lengths[512:])
+    ]
+    assert step_s[0] <= step_s[1] + step_s[2]
+
+
+def test_slimpack_plans_what_balanced_fits() -> None:
+    """Of a document that is cut every context rank keeps all keys and values; whole, it keeps its share."""
+    planner, lengths = planner_of({"cp": 8, "pp": 4}), batch_of("books", 64)
+    assert share_of_bound(planner, lengths, "balanced")
+    assert share_of_bound(planner, lengths, "slimpack") >= 0.75
+
+
+@pytest.mark.parametrize(
+    ("table", "count", "limited", "strategy", "most"),
+    [
+        ("books", 256, True, "slimpack", 3_000),
+        ("books", 256, True, "auto", 3_500),
+        ("docs", 512, True, "slimpack", 6_000),
+        ("docs", 512, True, "auto", 8_000),
+        ("docs", 512, False, "slimpack", 1_000),
+    ],
+)
+def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, most) -> None:
+    """Counted, because times depend on the machine."""
+    rated, score_in_core = [0], replica_search._score_in_core
+
+    def counted(jobs) -> None:
+        rated[0] += sum(len(trials) for _, trials in jobs)
+        score_in_core(jobs)
+
+    monkeypatch.setattr(replica_search, "_score_in_core", counted)
+    proposal: Proposal = planner_of({"dp": 8, "pp": 4}, limited=limited).propose(
+        0, documents(batch_of(table, count)), strategy
+    )
+    assert proposal.feasible
+    assert 50 <= rated[0] <= most
+
+
+def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:
+    """By the memory model: four of the longest short documents fit one rank, four of the shortest long ones do not."""
+    planner = planner_of({"dp": 4, "pp": 4})
+    lengths = np.arange(2_000, 64_000, 250)
+    problem = planner._problem(0, documents(lengths))
+    merges = long_merges(problem)
+    assert [{block.size for block in merge.blocks} for merge in merges] == [{2}, {4}]
+    long = np.sort(np.concatenate(list(merges[0].blocks.values())))
+    assert (np.diff(long) == 1).all()
+    assert long[-1] == len(lengths) - 1
+    columns = whole_document_columns([[index] for index in range(len(lengths))], lengths)
+    held = pipeline_tasks(planner.costs, columns, columns, lengths).held
+    temporary = max(held.forward_temp_bytes.max(), held.backward_temp_bytes.max())
+    needed = held.static_bytes.max() + temporary + 4 * held.forward_kept_bytes.max(axis=1)
+    assert planner.memory_cap_bytes is not None
+    is_long = np.isin(np.arange(len(lengths)), long)
+    clear = np.abs(needed / planner.memory_cap_bytes - 1) > 0.02
+    assert clear.sum() > 0.9 * len(lengths)
+    assert ((needed > planner.memory_cap_bytes) == is_long)[clear].all()
+    assert not long_merges(planner_of({"dp": 4, "pp": 4}, limited=False)._problem(0, documents(lengths)))
+    assert not long_merges(planner._problem(0, documents(lengths[:4])))
+
+
+@pytest.mark.parametrize(("table", "count"), [("books", 128), ("github_dirs", 512)])
+def test_a_few_trials_tell_what_a_search_finds(table, count) -> None:
+    planner = planner_of({"dp": 8, "pp": 4})
+    problem = planner._problem(0, documents(batch_of(table, count)))
+    rules, merges = slimpack_rules(problem), long_merges(problem)
+    for merge, (excess, seconds) in zip(merges, rate_merges(problem, merges, rules), strict=True):
+        found = search_merged(problem, merge, rules, 0.9)
+        assert found is not None
+        assert (found.worth()[0] == 0) >= (excess == 0)
+        if not excess:
+            assert found.worth()[1] == pytest.approx(seconds, rel=0.25)
+
+
+def test_blocks_divide_the_replicas_and_nest() -> None:
+    assert block_sizes(12) == [2, 3, 4, 6, 12]
+    assert nested_sizes(12) == [2, 4, 12]
+    assert nested_sizes(8) == [2, 4, 8]
+    assert nested_sizes(7) == [7]
+    assert nested_sizes(15) == [3, 15]
+    assert nested_sizes(1) == block_sizes(1) == []
+    for dp in range(1, 65):
+        sizes = [1, *nested_sizes(dp)]
+        assert sizes[-1] == dp
+        assert all(larger % size == 0 and dp % larger == 0 for size, larger in itertools.pairwise(sizes))
+        assert ReplicaBlock(0, dp).replicas == range(dp)
+
+
+@pytest.mark.parametrize("dp", [3, 6])
+def test_replicas_that_are_no_power_of_two_share_documents(dp) -> None:
+    planner = planner_of({"dp": dp, "tp": 8})
+    proposal = planner.propose(0, documents([CONTEXT, *[2_000] * 60]), "slimpack")
+    validate_plan(proposal.plan, max_pack_tokens=CONTEXT)
+    ranks = {piece.cp for packs in proposal.plan.pack_plans for pack in packs.forward for piece in pack.slices}
+    assert ranks == {1, dp}
