@@ -27,6 +27,7 @@ from evenload.simulate.simulate import simulate
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
+from staged_group import NAME, register_staged
 
 
 class StoredBytes(NamedTuple):
@@ -51,12 +52,22 @@ def gradients_of_plans(
     dtype: torch.dtype,
     exchange: str,
     channels: ChannelMode = "directed",
+    staged_on: str | None = None,
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
-    stored activations). `exchange`: how keys and values of shared documents travel."""
+    stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
+    device, and what they send goes through host memory."""
     with casts_of(kind, dtype):
         decoded = [decode_plan(data) for data in plans]
-        mesh = create_mesh(decoded[0].layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
+        if staged_on is not None:
+            register_staged()
+        mesh = create_mesh(
+            decoded[0].layout,
+            torch.device(staged_on or "cpu"),
+            timeout_s=TIMEOUT_S,
+            channels=channels,
+            backend=staged_on and NAME,
+        )
         rank = RankUnderTest(mesh, kind, changes, dtype)
         weights = rank.weights()
         results = []
@@ -91,7 +102,7 @@ class RankUnderTest:
         models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
         self._mesh = mesh
         self._buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
-        backend = select_backend("auto", "cpu", attention_soft_cap(config))
+        backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
         self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
         self._executor = Executor(self.stages, mesh)
 
@@ -112,7 +123,7 @@ class RankUnderTest:
             start = 0
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
-                gradients[name] = join_parts(own, split, mesh.tensor).numpy().copy()
+                gradients[name] = join_parts(own, split, mesh.tensor).cpu().numpy().copy()
                 start += parameter.numel()
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()
@@ -135,7 +146,7 @@ class RankUnderTest:
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 value = join_parts(parameter.detach(), tensor_split(parameter), self._mesh.tensor)
                 # numpy knows no bfloat16.
-                found[name] = (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+                found[name] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy().copy()
         return found
 
 

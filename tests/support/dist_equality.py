@@ -29,11 +29,13 @@ def assert_plans_equal_plain(
     tolerance=1e-10,
     channels="directed",
     exchange="all_gather",
+    staged_on=None,
 ):
     """Run the plans in one process group and compare each with transformers' sdpa.
 
     Args:
         exchange: how keys and values of shared documents travel.
+        staged_on: a device on which all ranks are (`staged_group`); None = on the CPU, over gloo.
 
     Returns:
         `StoredBytes`, [plan][rank].
@@ -44,7 +46,7 @@ def assert_plans_equal_plain(
     ]
     layout = plans[0].layout
     encoded = [encode_plan(p) for p in plans]
-    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels
+    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels, staged_on
     ranks = pool.run(layout.world_size, gradients_of_plans, *case)
     for index, batch in enumerate(tokens):
         results = [rank[index] for rank in ranks]

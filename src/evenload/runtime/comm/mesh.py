@@ -189,9 +189,12 @@ def create_mesh(
     signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
     channels: ChannelMode = "directed",
     ranks_per_machine: int | None = None,
+    backend: str | None = None,
 ) -> Mesh:
     """`create_meshes` of a run that has one layout."""
-    return create_meshes([layout], device, timeout_s, saving_timeout_s, signs, channels, ranks_per_machine).start
+    return create_meshes(
+        [layout], device, timeout_s, saving_timeout_s, signs, channels, ranks_per_machine, backend
+    ).start
 
 
 def create_meshes(
@@ -202,6 +205,7 @@ def create_meshes(
     signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
     channels: ChannelMode = "directed",
     ranks_per_machine: int | None = None,
+    backend: str | None = None,
 ) -> Meshes:
     """Make the groups of all layouts of a run. Collective: every process of the default group calls it.
 
@@ -212,6 +216,7 @@ def create_meshes(
             None = `timeout_s`.
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
+        backend: that `torch.distributed` knows, of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
 
     Raises:
         ConfigError: the number of processes does not fit.
@@ -223,7 +228,7 @@ def create_meshes(
             f"start with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
-    pool = GroupPool("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+    pool = GroupPool(backend or ("nccl" if device.type == "cuda" else "gloo"), timedelta(seconds=timeout_s))
     everyone = list(range(world_size))
     control, planning = (pool.make(everyone, "gloo") for _ in range(2))
     rank = dist.get_rank()
