@@ -2,7 +2,7 @@
 
 NCCL refuses two ranks on a GPU, so on a machine with one GPU nothing that ranks do together could be run there. These
 groups take the place of NCCL's (`create_mesh(..., backend="staged")`): a transfer copies to the host, and whoever waits
-for it copies what came to the device. Both stop the host, so nothing overlaps; results are those of any other transport.
+for it copies what came to the device. Both stop the host, so nothing overlaps; results are as of any other transport.
 
 A process group in Python has to answer what `torch.distributed`'s functions call, which torch 2.13 calls by other names
 than 2.11 and 2.12.
