@@ -28,6 +28,7 @@ _REHEARSALS = 9
 _LEAST_BYTES, _MOST_BYTES = 2**26, 2**28
 """A rank reads at least so much, if it has to read the same again, as less is noise; and not more, if its pieces let
 it."""
+_TRAINED_ON_S = 0.02
 _COMPUTED = 128
 """Rows of a product that takes a tenth of a millisecond."""
 
@@ -48,9 +49,10 @@ def measured_copies(
     """
     reading = _Reading(pieces, twins, mesh)
     first = mesh.rank % mesh.ranks_per_machine == 0
-    machine_s = [_slowest_s(reading.run, mesh, trains_on=True) for _ in range(_REPEATS)]
-    alone_s = [_slowest_s(reading.run if first else _nothing, mesh) for _ in range(_REPEATS)]
-    fresh_s = [_slowest_s(_touch_fresh, mesh) for _ in range(_REPEATS)]
+    scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
+    machine_s = [_slowest_s(reading.run, mesh, scratch, trains_on=True) for _ in range(_REPEATS)]
+    alone_s = [_slowest_s(reading.run if first else _nothing, mesh, scratch) for _ in range(_REPEATS)]
+    fresh_s = [_slowest_s(_touch_fresh, mesh, scratch) for _ in range(_REPEATS)]
     least, most = min(rehearsals), max(rehearsals)
     gained_s, left_s, least_s, most_s = _rehearsed(
         [
@@ -59,8 +61,8 @@ def measured_copies(
             rehearsals[least],
             rehearsals[most],
         ],
-        reading,
         mesh,
+        scratch,
     )
     layer_s = max(0.0, most_s - least_s) / max(1, most - least)
     read_alone = reading.num_bytes if first else 0
@@ -79,13 +81,12 @@ def measured_copies(
     )
 
 
-def _rehearsed(parts: Sequence[Callable[[], object]], reading: "_Reading", mesh: Mesh) -> list[float]:
+def _rehearsed(parts: Sequence[Callable[[], object]], mesh: Mesh, scratch: torch.Tensor) -> list[float]:
     """Median seconds of each, of the slowest rank, all in turn so that what disturbs them disturbs all."""
     seconds: list[list[float]] = [[] for _ in parts]
     for _ in range(_REHEARSALS):
         for one, part in zip(seconds, parts, strict=True):
-            reading.run()
-            one.append(_slowest_s(part, mesh, trains_on=True))
+            one.append(_slowest_s(part, mesh, scratch, trains_on=True))
     return [statistics.median(one) for one in seconds]
 
 
@@ -125,19 +126,21 @@ def _nothing() -> None:
     """Others are timed."""
 
 
-def _slowest_s(work: Callable[[], object], mesh: Mesh, *, trains_on: bool = False) -> float:
+def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *, trains_on: bool = False) -> float:
     """From when all have come until the last is done.
 
     Args:
-        trains_on: whoever is done computes for as long again, as it would in its step.
+        scratch: more than caches hold; used up before, so that they hold nothing of the work, as behind a step.
+        trains_on: whoever is done computes, as in its step, while others are not.
     """
+    scratch.add_(1)
     dist.barrier(group=mesh.control)
     from_s = time.perf_counter()
     work()
     done_s = time.perf_counter()
     if trains_on:
         matrix = torch.ones(_COMPUTED, _COMPUTED)
-        while time.perf_counter() < 2 * done_s - from_s:
+        while time.perf_counter() < done_s + max(_TRAINED_ON_S, done_s - from_s):
             torch.mm(matrix, matrix)
     took_s = torch.tensor([done_s - from_s], dtype=torch.float64)
     dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=mesh.control)

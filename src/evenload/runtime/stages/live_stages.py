@@ -248,8 +248,11 @@ class LiveStages:
         """What a switch to a layout does beside moving, and leaves everything as it is. Collective."""
         self._moves_to(mesh)
         bring_weights(self._pieces, Moves(weights=(), state=()), self.mesh, self._twin_memory, 0)
-        for model in self._modules.stage_models(mesh.layout, mesh.pp_rank).values():
+        models = tuple(self._modules.stage_models(mesh.layout, mesh.pp_rank).values())
+        for model in models:
             self._stage(model)
+        list(buffer_groups(models))
+        frozen_bytes(models)
 
     def _moves_to(self, mesh: Mesh) -> Moves:
         return self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
