@@ -1,11 +1,14 @@
 """`train.cost_file`: a file that is not of this run is refused at once; one of another device is told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from dist_training import COSTS
+from evenload.cli import worker_setup
 from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, read_coefficients, write_coefficients
@@ -140,3 +143,23 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert other_device_line(of_gpu, cluster_from("h100x8")) == ""
     of_run = measured_line(msgspec.structs.replace(costs, profile=None))
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
+
+
+def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypatch):
+    """A run of four lost two: those that are left share cores and memory with fewer. With as many ranks as before plans
+    stay the same, and where nothing is shared there are no copies."""
+    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
+    by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
+    live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
+    parallel = SimpleNamespace(cp_exchange="all_gather")
+    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=SimpleNamespace(parallel=parallel))
+
+    def found(saved: CopySpec | None) -> CopySpec | None:
+        costs = msgspec.structs.replace(COSTS, copies=saved)
+        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_: costs)
+        return worker_setup.run_coefficients(trainer, Path(), 1, Console()).copies
+
+    kept = msgspec.structs.replace(by_two, fixed_s=3e-3)
+    assert [found(saved) for saved in (None, copies, kept)] == [by_two, by_two, kept]
+    live.shares_memory = False
+    assert found(kept) is None

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from evenload.plan.reconfiguration.moves import Piece
+from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import copy_timings
 from evenload.runtime.stages.copy_timings import _Reading
+from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.sparse_memory import SparseMemory
 from evenload.runtime.stages.twin_memory import PieceMemory, placed
@@ -82,3 +85,25 @@ def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step()
     assert taken_bytes(own) == 2 * 4 * count
     assert set(state) == set(names)
     assert not any(tensor.any() for tensor in state.values())
+
+
+def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():
+    """Seven elements in two parameters, with room for those of two ranks."""
+    parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(1))]
+    group = BufferGroup(("a", "b"), tuple(parameters), decays=True, is_part=False)
+    live = LivePiece(
+        1, parameters, group, at_both_ends=False, tied_name="", data_sizes=[1, 2], device=torch.device("cpu"),
+        is_held=True,
+    )  # fmt: skip
+    like = live.stand_in()
+    assert like.piece == live.piece
+    for _ in range(2):
+        assert not like.is_held
+        assert [len(parameter) for parameter in like.parameters] == [0, 0]
+        like.gain()
+        assert [parameter.shape for parameter in like.parameters] == [(2, 3), (1,)]
+        assert [len(tensor) for tensor in like.weights()] == [7]
+        like.parameters[0].data.fill_(9.0)
+        like.drop()
+    assert live.is_held
+    assert parameters[0].tolist() == [[0, 1, 2], [3, 4, 5]]

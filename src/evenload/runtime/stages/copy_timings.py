@@ -54,16 +54,23 @@ def measured_copies(
     alone_s = [_slowest_s(reading.run if first else _nothing, mesh, scratch) for _ in range(_REPEATS)]
     fresh_s = [_slowest_s(_touch_fresh, mesh, scratch) for _ in range(_REPEATS)]
     least, most = min(rehearsals), max(rehearsals)
-    gained_s, left_s, least_s, most_s = _rehearsed(
-        [
-            lambda: [piece.gain() for piece in stand_ins],
-            lambda: [piece.drop() for piece in stand_ins],
-            rehearsals[least],
-            rehearsals[most],
-        ],
-        mesh,
-        scratch,
-    )
+    pieces_s = [
+        (
+            _slowest_s(lambda: [piece.gain() for piece in stand_ins], mesh, scratch),
+            _slowest_s(lambda: [piece.drop() for piece in stand_ins], mesh, scratch),
+        )
+        for _ in range(_REPEATS)
+    ]
+    gained_s, left_s = (statistics.median(one) for one in zip(*pieces_s, strict=True))
+    # In turn, so that what disturbs one disturbs the other.
+    switches_s = [
+        (
+            _slowest_s(rehearsals[least], mesh, scratch, trains_on=True),
+            _slowest_s(rehearsals[most], mesh, scratch, trains_on=True),
+        )
+        for _ in range(_REHEARSALS)
+    ]
+    least_s, most_s = (statistics.median(one) for one in zip(*switches_s, strict=True))
     layer_s = max(0.0, most_s - least_s) / max(1, most - least)
     read_alone = reading.num_bytes if first else 0
     read = torch.tensor([reading.num_bytes, read_alone, read_alone > 0, _LEAST_BYTES, first], dtype=torch.float64)
@@ -79,15 +86,6 @@ def measured_copies(
         left_s=left_s / len(stand_ins),
         num_ranks=mesh.num_ranks,
     )
-
-
-def _rehearsed(parts: Sequence[Callable[[], object]], mesh: Mesh, scratch: torch.Tensor) -> list[float]:
-    """Median seconds of each, of the slowest rank, all in turn so that what disturbs them disturbs all."""
-    seconds: list[list[float]] = [[] for _ in parts]
-    for _ in range(_REHEARSALS):
-        for one, part in zip(seconds, parts, strict=True):
-            one.append(_slowest_s(part, mesh, scratch, trains_on=True))
-    return [statistics.median(one) for one in seconds]
 
 
 class _Reading:
