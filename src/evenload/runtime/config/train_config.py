@@ -115,7 +115,7 @@ class PlanConfig(Frozen):
         twin_bytes: of a machine's memory, how much its processes may share so that `layouts` change fast: weights and
             optimizer state that lie there are read by a process that lacks them, and not sent. They are what training
             holds anyway, so this adds nothing. What does not fit is left out, in the order of the model; 0 = nothing is
-            shared. Default: all on CPUs. GPUs send.
+            shared. Default: all on CPUs. GPUs send. Refused where the run takes one layout.
         options: limits and search space of the planners.
     """
 
