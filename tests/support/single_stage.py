@@ -3,6 +3,7 @@
 import torch
 
 from evenload.attention.backends import select_backend
+from evenload.runtime.model.fused_norms import fuse_norms
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -35,7 +36,7 @@ def packs_of(lengths, cuts, budget, *, last_first):
     return greedy_packs(dict(enumerate(lengths)), cuts, budget, last_first=last_first)
 
 
-def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None):
+def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None, fused_norms=False):
     """Loss, gradients and the store after all forwards, then all backwards.
 
     Args:
@@ -50,6 +51,8 @@ def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", 
         seed=3,
         router_aux_loss_coef=balance_factor(config),
     )
+    if fused_norms:
+        fuse_norms([*model.layers.values(), model.norm], model.architecture)
     buffers = flatten_units(model, dp=1)
     weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
     if backend is None:
@@ -76,7 +79,7 @@ def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
         assert relative_error(gradient, plain[name]) <= tolerance, name
 
 
-def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
+def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=False):
     """Loss and gradients of asymmetric packs in bf16 err at most twice as much as plain bf16 autograd does."""
     window = {"sliding_window": 40} if kind == "mistral" else {}
     config = tiny_config(kind, hidden_size=64, **window)
@@ -86,7 +89,10 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
     forward = packs_of(lengths, [0.3, 0.6], 90, last_first=False)
     backward = packs_of(lengths, [0.5], 110, last_first=True)
     loss, gradients, weights, _ = run_single_stage(
-        config, torch.bfloat16, tokens, forward, backward, device=device, backend=backend
+        *(config, torch.bfloat16, tokens, forward, backward),
+        device=device,
+        backend=backend,
+        fused_norms=fused_norms,
     )
     weights = {name: value.cpu() for name, value in weights.items()}
     exact_loss, exact = plain_loss_and_gradients(

@@ -168,7 +168,8 @@ def _found_or_measured(
             soft_wrap=True,
         )
     name = device_name(mesh.device, threads)
-    backend = trainer.config.train.attention
+    # Whatever changes seconds is in the name of what was measured.
+    backend = trainer.config.train.attention + (", fused norms" if trainer.config.train.fuses_norms else "")
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
     found: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:

@@ -81,6 +81,7 @@ class Architecture:
         gated: three matrices in the feed-forward block.
         ffn_factor: width of the feed-forward block in hidden sizes where the configuration does not say; 0 = it must.
         post_norm: norms behind attention and feed-forward block.
+        plain_norms: norms are a weight times the row over its root mean square.
         causal: False for encoders.
         full_every: every layer whose number, from 1, this divides has no window; 0 = all have it.
         pattern_key: the key that says `full_every`, where there is one.
@@ -110,6 +111,7 @@ class Architecture:
     gated: bool = True
     ffn_factor: int = 0
     post_norm: bool = False
+    plain_norms: bool = True
     causal: bool = True
     full_every: int = 0
     pattern_key: str = ""

@@ -3,10 +3,11 @@
 from evenload.types.architectures.architecture import Architecture
 
 FAMILY = (
-    Architecture(model_type="gemma", classes="Gemma", tied=True),
+    Architecture(model_type="gemma", classes="Gemma", tied=True, plain_norms=False),
     Architecture(
         model_type="gemma2",
         classes="Gemma2",
+        plain_norms=False,
         tied=True,
         post_norm=True,
         full_every=2,
@@ -17,6 +18,7 @@ FAMILY = (
         model_type="gemma3_text",
         nested_in="gemma3",
         classes="Gemma3",
+        plain_norms=False,
         tied=True,
         post_norm=True,
         full_every=6,
