@@ -2,7 +2,8 @@
 
 import pytest
 
-from evenload.cli.worker_setup import set_cuda_defaults
+from evenload.cli.worker_setup import set_cuda_defaults, what_is_timed
+from evenload.runtime.config.train_config import load_train_config
 
 
 def test_every_stream_gets_a_queue_and_memory_can_grow():
@@ -25,3 +26,28 @@ def test_what_a_user_has_set_stays(name):
     found = dict(given)
     set_cuda_defaults(found)
     assert found == given
+
+
+def test_costs_of_a_gpu_are_kept_for_runs_with_packs_as_large(tmp_path):
+    """Those of a small trial know nothing of the packs of the run behind it."""
+    file = tmp_path / "config.toml"
+    file.write_text("""
+[model]
+path = "model"
+[data]
+sources = ["corpus"]
+max_document_tokens = 4096
+batch_documents = 6
+[train]
+output_dir = "run"
+steps = 5
+""")
+
+    def name(*overrides: str) -> str:
+        return what_is_timed(load_train_config(file, list(overrides)))
+
+    on_gpu, larger = "train.device=cuda", "plan.options.max_pack_tokens"
+    assert name() == name(f"{larger}=131072") == "auto"
+    assert name(on_gpu) == "auto, fused norms, packs of 4096 tokens"
+    assert name(on_gpu, f"{larger}=131072") == name(on_gpu, f"{larger}=100000") != name(on_gpu)
+    assert len({name(on_gpu), name(on_gpu, "train.fused_norms=false"), name(on_gpu, "train.deterministic=true")}) == 3

@@ -168,9 +168,7 @@ def _found_or_measured(
             soft_wrap=True,
         )
     name = device_name(mesh.device, threads)
-    # Whatever changes seconds is in the name of what was measured.
-    backend = trainer.config.train.attention + (", fused norms" if trainer.config.train.fuses_norms else "")
-    path = cached_path(cache, trainer.model, mesh.layout, name, threads, backend)
+    path = cached_path(cache, trainer.model, mesh.layout, name, threads, what_is_timed(trainer.config))
     found: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:
         found[0] = read_coefficients(configured) if configured is not None else None if is_anew else read_cached(path)
@@ -195,6 +193,17 @@ def _found_or_measured(
     elif mesh.rank == 0:
         write_cached(path, measured.coefficients)
     return measured.coefficients
+
+
+def what_is_timed(config: TrainConfig) -> str:
+    """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
+    found = config.train.attention + (", fused norms" if config.train.fuses_norms else "")
+    if config.train.deterministic:
+        found += ", deterministic"
+    if config.train.device == "cuda":
+        # Packs are timed up to the largest of the run, in steps of two.
+        found += f", packs of {1 << (config.max_pack_tokens - 1).bit_length()} tokens"
+    return found
 
 
 def computing_demand(threads: int) -> float:

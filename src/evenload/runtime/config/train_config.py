@@ -170,7 +170,8 @@ class RunConfig(Frozen):
         deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
             case: kernels that add in one order (attention's backward holds more memory for it, which predictions
             leave out), and plans that follow nothing that is measured on the way: refused with `plan.feedback`,
-            `plan.layouts`, `flexpipe`, and a search that ends by the clock. What it costs on this GPU is told at start.
+            `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is
+            told at start.
         fused_norms: root-mean-square norms as one kernel, equal but for rounding; default: on GPUs.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
@@ -294,12 +295,17 @@ class TrainConfig(Frozen):
             )
 
     def _require_plans_of_data_alone(self) -> None:
-        own = (msgspec.structs.asdict(one).get("time_budget_s") for one in self.plan.options.strategies)
+        by_clock = [
+            f"plan.options.{one.__struct_config__.tag}.time_budget_s"
+            for one in self.plan.options.strategies
+            if getattr(one, "time_budget_s", None) is not None
+        ]
         for setting, is_set in (
             ("plan.feedback", self.plan.feedback),
             ("plan.layouts", bool(self.plan.layouts)),
             ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
-            ("plan.options.auto.time_budget_s", any(one is not None for one in own)),
+            ("train.recalibrate", self.train.recalibrate),
+            *((name, True) for name in by_clock),
         ):
             if is_set:
                 raise ConfigError(
