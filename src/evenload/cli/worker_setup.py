@@ -86,12 +86,13 @@ def joined_rank(
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
-    require_device(run.device, local_world)
     if run.device == "cuda":
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # Before anything asks CUDA for its devices.
         set_cuda_defaults(os.environ, deterministic=run.deterministic)
         if run.deterministic:
             use_deterministic_kernels()
+    require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
     with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
         meshes = create_meshes(
