@@ -112,6 +112,7 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
         "schedule": f"plan.options.schedule={'choose' if value == 'own' else value}",
         "strategy": f"plan.strategy={value}",
         "dp_merge": f"plan.options.dp_merge={'true' if value == 'on' else 'false'}",
+        "overlap": f"train.overlap_reduction={'true' if value == 'on' else 'false'}",
         "policy": f"plan.options.policy={'choose' if value == 'mixed' else value}",
     }
     return [written[axis]] if axis in written else []
@@ -182,6 +183,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
             str(adapter) if MODELS[row.model].lora else None,
             "all_gather" if row.exchange == NONE else row.exchange,
             row.channels,
+            row.overlap == "on",
         )
         for row, plan in zip(rows, plans, strict=True)
     ]

@@ -161,20 +161,25 @@ def test_recompute_is_the_front_of_its_backward_and_what_the_plan_charges(strate
     assert total_s == pytest.approx(6 * split_proposal(proposal).recompute_s)
 
 
-def test_every_replica_reduces_and_updates_after_the_slowest() -> None:
+def test_every_replica_reduces_together_and_updates_after_the_slowest() -> None:
     proposal = propose(even_layout(3, dp=9, pp=3), "best_fit")
     timeline = detailed_timeline(*_with_costs(proposal))
     side = timeline.side
     assert side is not None
     slowest_s = max(proposal.plan.predicted.per_replica_s)
-    reduction, optimizer = side_of(timeline, "reduction"), side_of(timeline, "optimizer")
+    reduction, optimizer, gather = (side_of(timeline, name) for name in ("reduction", "optimizer", "gather"))
     lanes = {(dp_rank, rank) for dp_rank in range(9) for rank in range(3)}
-    for rows in (reduction, optimizer):
+    for rows in (reduction, optimizer, gather):
         assert set(zip(side.dp_rank[rows].tolist(), side.rank[rows].tolist(), strict=True)) == lanes
         assert (side.pack[rows] == -1).all()
-    assert (side.start_s[reduction] == slowest_s).all()
-    assert (side.start_s[optimizer] == side.end_s[reduction]).all()
-    assert side.end_s[optimizer].tolist() == pytest.approx([proposal.plan.predicted.step_time_s] * 27)
+    for rank in range(3):
+        own = reduction[side.rank[reduction] == rank]
+        packs_end_s = timeline.end_s[timeline.rank == rank].max()
+        assert side.start_s[own].min() == packs_end_s
+        assert len(set(zip(side.start_s[own].tolist(), side.end_s[own].tolist(), strict=True))) == len(own) / 9
+    assert (side.start_s[optimizer] == max(slowest_s, side.end_s[reduction].max())).all()
+    assert (side.start_s[gather] == side.end_s[optimizer][0]).all()
+    assert side.end_s[gather].tolist() == pytest.approx([proposal.plan.predicted.step_time_s] * 27)
 
 
 def test_critical_tasks_fill_the_slowest_replica_without_a_gap() -> None:

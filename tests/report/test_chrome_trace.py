@@ -166,7 +166,7 @@ def test_side_tasks_have_their_lanes_and_the_critical_path_is_marked(tmp_path):
     assert [event["name"] for event in lanes[1, "rank 0 to 1"]] == ["send_forward 0.0", "send_forward 0.2"]
     assert [event["name"] for event in lanes[1, "rank 0 to 1 (2)"]] == ["send_forward 0.1"]
     assert [event["name"] for event in lanes[1, "rank 2 copies"]] == ["offload 2.5"]
-    assert "reduction" in [event["name"] for event in lanes[1, "rank 3"]]
+    assert "reduction" in [event["name"] for event in lanes[1, "rank 3 sums"]]
     assert len({tid for _, tid in threads}) == len(threads)
     (recompute,) = [event for event in lanes[1, "rank 0"] if event["cat"] == "recompute"]
     (outer,) = [e for e in lanes[1, "rank 0"] if e["ts"] == recompute["ts"] and e["dur"] > recompute["dur"]]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evenload.stepplan.freed_sends as freed_sends_module
+import strict_queues
 from context_plans import merged_plan
 from evenload.errors import InvalidPlanError
 from evenload.schedule.gpipe import gpipe
@@ -81,6 +83,61 @@ def test_no_plan_deadlocks_if_a_rank_runs_one_transfer_at_a_time(seed, layout, s
         events = plan_events(plan)
     assert not stuck_ranks(events, one_queue=True)
     assert not stuck_ranks(events, one_queue=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.sampled_from([(2, 1), (3, 1), (2, 2), (2, 3)]),
+    schedules=st.tuples(*[st.sampled_from(SCHEDULES)] * 2),
+    counts=st.tuples(*[st.integers(1, 20)] * 2),
+)
+def test_sums_of_gradients_in_the_same_queue_do_not_deadlock(seed, sizes, schedules, counts):
+    """Of two replicas, each with packs and an order of its own, as soon as a stage is complete."""
+    parts = [
+        scheduled_plan(seed + at, sizes, schedule, count)
+        for at, (schedule, count) in enumerate(zip(schedules, counts, strict=True))
+    ]
+    plan = beside_each_other(parts)
+    assert not stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True)
+
+
+def beside_each_other(parts: list[StepPlan]) -> StepPlan:
+    """Plans of one pipeline as replicas of a step."""
+    layout = msgspec.structs.replace(parts[0].layout, dp=len(parts))
+    fields = ("pack_plans", "schedules", "times")
+    joined = {name: tuple(getattr(part, name)[0] for part in parts) for name in fields}
+    packs = tuple(msgspec.structs.replace(one, dp_rank=at) for at, one in enumerate(joined["pack_plans"]))
+    return msgspec.structs.replace(parts[0], layout=layout, **{**joined, "pack_plans": packs})
+
+
+def test_sums_in_each_replicas_own_order_do_deadlock(monkeypatch):
+    """W's may complete the stages of a rank in another order than its twin's; else the test above would say nothing."""
+    whole = scheduled_plan(1, (2, 2), "list", 12)
+    parts = [split_with_last_weights(whole, stages) for stages in ((0, 1), (2, 3))]
+    plan = beside_each_other(parts)
+    assert not stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True)
+    monkeypatch.setattr(strict_queues, "completing_actions", each_stage_with_its_last_action)
+    assert stuck_ranks(plan_events(plan, sums="as complete"), one_queue=True)
+
+
+def split_with_last_weights(plan: StepPlan, stages: tuple[int, ...]) -> StepPlan:
+    """Every backward as I, and all W's at the end of the rows, those of these stages last."""
+    (times,) = plan.times
+    half = tuple(tuple(s / 2 for s in row) for row in times.backward_s)
+    rows = []
+    for row in plan.schedules[0].ranks:
+        weights = [msgspec.structs.replace(action, kind="W") for action in row if action.kind == "B"]
+        inputs = [msgspec.structs.replace(action, kind="I") if action.kind == "B" else action for action in row]
+        rows.append((*inputs, *sorted(weights, key=lambda action: action.stage in stages)))
+    schedule = msgspec.structs.replace(plan.schedules[0], ranks=tuple(rows))
+    split = msgspec.structs.replace(times, input_s=half, weight_s=half)
+    return msgspec.structs.replace(plan, schedules=(schedule,), times=(split,))
+
+
+def each_stage_with_its_last_action(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
+    last = {stage: at for at, (kind, stage) in enumerate(actions) if kind != "F"}
+    return {at: (stage,) for stage, at in last.items()}
 
 
 @pytest.mark.parametrize(("pp", "virtual"), [(2, 2), (2, 3), (3, 2), (4, 3)])

@@ -17,12 +17,12 @@ from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
+from evenload.runtime.optim.data_parallel import GradientReduction, global_norm_and_loss
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS
-from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.simulate.simulate import simulate
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
@@ -101,20 +101,23 @@ class RankUnderTest:
         )
         models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
         self._mesh = mesh
-        self._buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
+        self.buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
         backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
         self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
         self._executor = Executor(self.stages, mesh)
 
-    def run(self, plan: StepPlan, batch: dict, exchange: str) -> tuple[float, dict, float, StoredBytes]:
+    def run(
+        self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True
+    ) -> tuple[float, dict, float, StoredBytes]:
         """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes."""
         mesh = self._mesh
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
-        run = self.run_prepared(prepare_step(plan, tokens, mesh, exchange))  # type: ignore[arg-type]
-        shards = reduce_gradients(self._buffers, mesh)
-        norm, _ = global_norm_and_loss(self._buffers, shards, torch.zeros(()), mesh)
+        with GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped) as reduction:
+            run = self.run_prepared(prepare_step(plan, tokens, mesh, exchange), reduction.release)  # type: ignore[arg-type]
+            shards = reduction.finish()
+        norm, _ = global_norm_and_loss(self.buffers, shards, torch.zeros(()), mesh)
         gradients = {}
-        for buffer, shard in zip(self._buffers, shards, strict=True):
+        for buffer, shard in zip(self.buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
             if mesh.data_size > 1:
                 all_gather_single(flat, shard, group=mesh.data)
@@ -133,16 +136,16 @@ class RankUnderTest:
         )
         return run.loss, gradients, norm, stored
 
-    def run_prepared(self, step: RankStep) -> RankRun:
+    def run_prepared(self, step: RankStep, on_final: OnFinal = lambda unit: None) -> RankRun:
         """A prepared step on a fresh gradient."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.grads.zero_()
-        return self._executor.run(step)
+        return self._executor.run(step, on_final=on_final)
 
     def weights(self) -> dict:
         """Trained weights by name."""
         found = {}
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 value = join_parts(parameter.detach(), tensor_split(parameter), self._mesh.tensor)
                 # numpy knows no bfloat16.

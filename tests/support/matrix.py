@@ -78,6 +78,7 @@ class Row(NamedTuple):
     sharding: str
     exchange: str
     channels: str
+    overlap: str
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +107,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "sharding": (NONE, "per_sequence", "per_document", "adaptive", "mixed", "dacp"),
     "exchange": (NONE, "all_gather", "ring"),
     "channels": ("directed", "fifo"),
+    "overlap": ("off", "on"),
 }
 MEANINGS: Mapping[str, str] = {
     "strategy": "`plan.strategy`",
@@ -118,6 +120,7 @@ MEANINGS: Mapping[str, str] = {
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
+    "overlap": "`train.overlap_reduction`",
 }
 
 
@@ -251,6 +254,11 @@ ABSENCES: tuple[Absence, ...] = (
         ("layout", "channels"),
         lambda layout, channels: "pp" not in LAYOUTS[layout] and channels == "fifo",
         "without pipeline ranks nothing is sent between stages",
+    ),
+    Absence(
+        ("layout", "overlap"),
+        lambda layout, overlap: not {"dp", "cp"} & LAYOUTS[layout].keys() and overlap == "on",
+        "without replicas no gradients are summed",
     ),
 )
 

@@ -56,6 +56,7 @@ class RowTask(NamedTuple):
         adapter: holds the PEFT directories of the row's model, one a precision; or None.
         exchange: how keys and values of shared documents travel.
         channels: between pipeline ranks.
+        is_overlapped: gradients are summed beside packs.
     """
 
     case: MatrixCase
@@ -63,6 +64,7 @@ class RowTask(NamedTuple):
     adapter: str | None
     exchange: str
     channels: ChannelMode
+    is_overlapped: bool
 
 
 class RankResult(NamedTuple):
@@ -98,11 +100,11 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
 
         with exact_casts(case.kind):
             rank = rank_in(torch.float64)
-            loss, gradients, norm, stored = rank.run(plan, batch, task.exchange)
+            loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
         bf16 = None
         if twice:
             rank = rank_in(torch.bfloat16)
-            bf16 = rank.run(plan, batch, task.exchange)[:2]
+            bf16 = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)[:2]
         results.append(RankResult(loss, gradients, norm, stored, bf16))
     return results
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from evenload.stepplan.transfer_order import queued_order
 from evenload.stepplan.validate_groups import block_of
 from evenload.types.plan import StepPlan
+from evenload.types.schedule import completing_actions
 from evenload.types.transfers import Channel, TransferOrder
 
 Rank = tuple[int, int]
@@ -33,12 +34,32 @@ class Event(NamedTuple):
     what: Hashable
 
 
-def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder) -> list[Event]:
-    """The events of a rank that follows `order`."""
+def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder, *, sums: str = "") -> list[Event]:
+    """The events of a rank that follows `order`.
+
+    Args:
+        sums: "downwards": gradients of a stage are summed over all replicas where its last backward completes them,
+            those of the highest stage first; "as complete": in each rank's own order. In the rank's queue a sum stands
+            behind all transfers posted before it and in front of all after it; the rank waits for it here, as if it
+            could do nothing meanwhile.
+    """
     names = node_names(plan, rank[0])
     dp_rank, pp_rank = rank
     ranks, num_stages = plan.layout.stage_to_rank, plan.layout.num_stages
-    events, sent = [], {}
+    events: list[Event] = []
+    sent: dict[Channel, list[Transfer]] = {}
+    completing = completing_actions((a.kind, a.stage) for a in plan.schedules[dp_rank].ranks[pp_rank])
+    left = [stage for stage, owner in enumerate(ranks) if owner == pp_rank] if sums else []
+    complete = set() if completing else set(left)
+
+    def sum_complete() -> None:
+        while left and (left[-1] in complete or (sums == "as complete" and complete & set(left))):
+            stage = left[-1] if sums == "downwards" else max(complete & set(left))
+            left.remove(stage)
+            events.extend([Event("wait", event.what) for event in events if event.does == "post"])
+            events.append(Event("meet", ("sum", pp_rank, stage)))
+
+    sum_complete()
     for at, action in enumerate(plan.schedules[dp_rank].ranks[pp_rank]):
         for channel, pack in order.receives[at]:
             events.append(Event("post", incoming(plan, rank, channel, pack)))
@@ -50,11 +71,14 @@ def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder) -> list[Event]
             events.append(Event("wait", incoming(plan, rank, (kind, action.stage), action.pack)))
         if action.kind != "W":
             events.append(Event("meet", names[pp_rank, at]))
+        complete |= set(completing.get(at, ()))
+        sum_complete()
         if action.kind != "W" and 0 <= action.stage + step < num_stages and ranks[action.stage + step] != pp_rank:
             channel = kind, action.stage + step
             transfer = Transfer(rank, (dp_rank, ranks[channel[1]]), channel, action.pack)
             sent.setdefault(channel, []).append(transfer)
             events.append(Event("post", transfer))
+    assert not left
     return events
 
 
@@ -66,11 +90,14 @@ def incoming(plan: StepPlan, rank: Rank, channel: Channel, pack: int) -> Transfe
 
 
 def plan_events(
-    plan: StepPlan, order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order
+    plan: StepPlan,
+    order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order,
+    *,
+    sums: str = "",
 ) -> dict[Rank, list[Event]]:
     """All ranks, as the runtime runs them with `parallel.channels = "fifo"` or in another order."""
     return {
-        (dp_rank, pp_rank): rank_events(plan, (dp_rank, pp_rank), order_of(plan, dp_rank, pp_rank))
+        (dp_rank, pp_rank): rank_events(plan, (dp_rank, pp_rank), order_of(plan, dp_rank, pp_rank), sums=sums)
         for dp_rank in range(plan.layout.dp)
         for pp_rank in range(plan.layout.pp)
     }

@@ -10,7 +10,7 @@ from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
-from evenload.cost.coefficients import CostCoefficients, MeasuredOn, MeasuredPack, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, MeasuredOn, MeasuredPack, PassCoefficients
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -29,6 +29,7 @@ class RankMeasurement:
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
+        beside: sums of gradients beside compute; None = not measured.
     """
 
     disturbance: Disturbance
@@ -39,6 +40,7 @@ class RankMeasurement:
     optimizer_s: float
     copy_s_per_byte: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
+    beside: BesideCompute | None = None
 
 
 def coefficients_of(
@@ -80,6 +82,7 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
+        reduction_beside=_beside(ranks),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -89,6 +92,15 @@ def coefficients_of(
             packs=tuple(_yardstick_packs(ranks)),
         ),
     )
+
+
+def _beside(ranks: Sequence[RankMeasurement]) -> BesideCompute | None:
+    """Medians over ranks that know."""
+    known = [rank.beside for rank in ranks if rank.beside is not None]
+    if not known:
+        return None
+    stretch, slowdown = (float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown"))
+    return BesideCompute(stretch=stretch, slowdown=slowdown)
 
 
 def pass_timings(

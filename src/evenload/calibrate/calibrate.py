@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
+from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
@@ -114,6 +115,7 @@ def _measured(
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
         links=quick_links(mesh),
+        beside=beside_compute(mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of, pass_timings
+from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
 from evenload.calibrate.grid_choice import choose_rounds, windows_of
@@ -127,6 +128,7 @@ def profile(
     mine = results.measurement(
         mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
     )
+    mine = replace(mine, beside=beside_compute(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
     disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)

@@ -23,7 +23,7 @@ from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import reduce_gradients
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange
-from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.stage import OnFinal, PackTokens, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
@@ -60,9 +60,14 @@ class ObservedStage(PipelineStage):
         return hidden
 
     def backward_layers(
-        self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
+        self,
+        pack: PackTokens,
+        grad: Tensor,
+        store: ActivationStore,
+        products: WeightProducts | None = None,
+        on_final: OnFinal = lambda unit: None,
     ) -> Tensor:
-        grad = super().backward_layers(pack, grad, store, products)
+        grad = super().backward_layers(pack, grad, store, products, on_final)
         if self.model.is_first:
             self._see("gradient", pack, grad)
         return grad

@@ -6,7 +6,7 @@ configuration, which wins over the default.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,7 @@ from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.errors import ConfigError
@@ -49,6 +49,7 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
+        overlap_reduction: a run sums gradients beside packs.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -58,6 +59,7 @@ class PlanCosts:
     measured: CostCoefficients | None = None
     origin: str = ""
     context_exchange: Literal["all_gather", "ring"] | None = None
+    overlap_reduction: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -66,9 +68,10 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
-        if self.context_exchange is None:
-            return found
-        return msgspec.structs.replace(found, context_exchange=self.context_exchange)
+        beside = (found.reduction_beside or BesideCompute()) if self.overlap_reduction else None
+        return msgspec.structs.replace(
+            found, reduction_beside=beside, context_exchange=self.context_exchange or found.context_exchange
+        )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
         """What was measured, and what was not and comes from the cluster's data sheet, one sentence each."""
@@ -210,14 +213,17 @@ def _options(asked: PlanArguments, run: TrainConfig | None) -> PlanOptions:
 def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: TrainConfig | None) -> PlanCosts:
     """With a measured file its precision becomes the model's, because the command line names none, unless the model's
     is that of a run."""
-    exchange = run.parallel.cp_exchange if run else None
-    reads_twins = False
-    if run is not None and run.train.device == "cpu" and run.plan.twin_bytes != 0:
-        reads_twins = _layouts(run, model) is not None
+    of_run: dict[str, Any] = {}
+    if run is not None:
+        reads_twins = run.train.device == "cpu" and run.plan.twin_bytes != 0 and _layouts(run, model) is not None
+        of_run = {
+            "context_exchange": run.parallel.cp_exchange,
+            "overlap_reduction": run.train.overlap_reduction,
+            "reads_twins": reads_twins,
+        }
     if cost_file is None:
-        attention = run.train.attention if run else "auto"
-        return PlanCosts(model, cluster, context_exchange=exchange, attention=attention, reads_twins=reads_twins)
+        return PlanCosts(model, cluster, attention=run.train.attention if run else "auto", **of_run)
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
     model = model if run else in_measured_precision(model, measured)
     require_measured_on(measured, model, origin)
-    return PlanCosts(model, cluster, measured, origin, exchange, reads_twins=reads_twins)
+    return PlanCosts(model, cluster, measured, origin, **of_run)

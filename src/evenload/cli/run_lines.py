@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from evenload.cost.coefficients import BesideCompute
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -25,6 +26,19 @@ _FACTOR = 1.2
 def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     shared = f"; {context_ranks} ranks share every pack" if context_ranks > 1 else ""
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
+
+
+def reduction_line(copies: int, beside: BesideCompute | None) -> str:
+    """When the gradients of so many ranks are summed; "" where each rank has its weights alone."""
+    if copies == 1:
+        return ""
+    over = f"gradients are summed over {copies} ranks"
+    if beside is None:
+        return f"{over} after the last backward (train.overlap_reduction = false)"
+    return (
+        f"{over} unit by unit beside the last backward, where a sum is taken to last {beside.stretch:.2f} times as "
+        f"long as alone and to keep computing from {beside.slowdown:.0%} of that time"
+    )
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:

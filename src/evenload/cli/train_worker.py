@@ -18,6 +18,7 @@ from evenload.cli.run_lines import (
     first_plan_line,
     interval_line,
     prediction_line,
+    reduction_line,
     resumed_line,
     strategy_line,
 )
@@ -303,6 +304,8 @@ def _show_start(
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
+    if summed := reduction_line(max(layout.data_sizes), costs.reduction_beside):
+        console.print(summed, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

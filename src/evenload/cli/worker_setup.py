@@ -17,7 +17,7 @@ from rich.console import Console
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.cli.cost_lines import cost_file_warnings
-from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
@@ -138,7 +138,8 @@ def run_coefficients(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
 ) -> CostCoefficients:
     """The checkpoint's cost file after a resume (so that plans stay the same) where it covers the layout, else the
-    configured one, else cached, else measured; for the configured way in which keys and values travel.
+    configured one, else cached, else measured; for the configured way in which keys and values travel and gradients are
+    summed.
 
     With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
     not say, or say it of another number of ranks (those before a loss, say), which share a machine in other parts.
@@ -151,7 +152,12 @@ def run_coefficients(
         found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
     elif found.copies is None or found.copies.num_ranks != trainer.mesh.num_ranks:
         found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
-    return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange)
+    config = trainer.config
+    return msgspec.structs.replace(
+        found,
+        context_exchange=config.parallel.cp_exchange,
+        reduction_beside=(found.reduction_beside or BesideCompute()) if config.train.overlap_reduction else None,
+    )
 
 
 def _found_or_measured(

@@ -95,6 +95,25 @@ class PassCoefficients(Frozen):
     pack_s: float = 0.0
 
 
+class BesideCompute(Frozen):
+    """Sums of gradients that run while packs are computed: what each costs the other.
+
+    Args:
+        stretch: seconds of a sum beside compute over its seconds alone.
+        slowdown: seconds that compute loses in each of them, 0..1. Where cores that compute move the bytes it is near
+            1, and nothing is gained; the default is for devices that copy beside their kernels, and not measured.
+    """
+
+    stretch: float = 1.0
+    slowdown: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not self.stretch > 0:
+            raise ConfigError(f"reduction_beside.stretch is {self.stretch}, must be above 0")
+        if not 0 <= self.slowdown <= 1:
+            raise ConfigError(f"reduction_beside.slowdown is {self.slowdown}, must be in 0..1")
+
+
 class CostCoefficients(Frozen):
     """What computing and communicating costs.
 
@@ -121,6 +140,8 @@ class CostCoefficients(Frozen):
             V hide; below 1 because both slow each other down.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
+        reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
+            None = after the last backward (`train.overlap_reduction`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -154,6 +175,7 @@ class CostCoefficients(Frozen):
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
+    reduction_beside: BesideCompute | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None

@@ -238,8 +238,8 @@ class PackCosts:
         return tuple(term for term in found if term[0])
 
     def reduction_seconds(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank; in full,
-        because the runtime starts it after the last backward."""
+        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank, in full:
+        what searches compare. How much of it a plan hides follows from its order (`simulate.step_end`)."""
         element = self.model.bytes_per_element
         return max(
             sum(
@@ -248,6 +248,23 @@ class PackCosts:
             )
             for copies, parameters in self._fullest_by_copies().items()
         )
+
+    def gather_seconds(self) -> float:
+        """Of these the all-gather of updated weights."""
+        element = self.model.bytes_per_element
+        return max(
+            self.coefficients.ring_seconds(element * parameters, copies)
+            for copies, parameters in self._fullest_by_copies().items()
+        )
+
+    def sum_seconds(self, rank: int, parameters: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The reduce-scatter of units with so many trained parameters each, on a pipeline rank; float64[units]. They
+        add up to one of all their bytes: latency is counted once."""
+        total = int(parameters.sum())
+        seconds = self.coefficients.ring_seconds(
+            max(self.model.bytes_per_element, 4) * total, self.layout.data_sizes[rank]
+        )
+        return seconds * parameters / max(1, total)
 
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""

@@ -5,8 +5,8 @@
     first use   what kernels load when they first run
     step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it:
                 freed tensors below its threshold stay with the process, in pieces that others do not fill
-    update      shards of reduced gradients, gloo's copy of the largest unit's gradients, and the norm's fp64 copy of a
-                shard: above the threshold on top of what is kept of the step, below it out of that
+    update      gloo's copy of the largest unit's gradients, which may come beside the last backward, and the norm's
+                fp64 copy of a shard: above the threshold on top of what is kept of the step, below it out of that
 
 The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc). What is kept of a
 step is still there in the next, so a run's prediction never falls. On a GPU nothing of this holds: the fixed part is
@@ -17,7 +17,6 @@ from evenload.cost.memory import (
     embedding_parameters,
     static_bytes,
     trained_layer_parameters,
-    trained_parameters_per_rank,
 )
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
@@ -44,7 +43,7 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
     after = [8 * -(-unit // copies)]
     if max(layout.data_sizes) > 1:
-        after += [element * (int(trained_parameters_per_rank(model, layout).max()) // copies), element * unit]
+        after.append(element * unit)
     mapped = sum(one for one in after if one > MAPPED_BYTES)
     kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
     return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped

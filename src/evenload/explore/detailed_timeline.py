@@ -8,7 +8,8 @@ With the start and end of every action and the bytes as planned:
                      of the backward (of I, where it is split). An action lasts as long as the longer of compute and
                      copy, so the copy fits inside it, and what compute does not hide is in the planners' seconds
     p2p              transfers between stages, as edge delays
-    reduction, optimizer    of every replica and rank, after the slowest replica, as the plan's step time counts them
+    reduction    sums of gradients, unit by unit, of every replica and rank; partly beside compute (`simulate.step_end`)
+    optimizer, gather    of every replica and rank, after the last sum, as the plan's step time counts them
     memory by kind   at every sample
 
 Price: some milliseconds a replica; for plans that somebody looks at.
@@ -26,12 +27,13 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import split_pack_seconds
 from evenload.simulate.critical_path import critical_path, p2p_transfers
 from evenload.simulate.simulate import Simulation, simulate
+from evenload.simulate.step_end import SimulatedReplica, StepEnd, step_end
 from evenload.simulate.timeline import join_timelines, memory_ledger, to_timeline
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan
-from evenload.types.timeline import KINDS, SIDE_KINDS, SideTasks, Timeline
+from evenload.types.timeline import KINDS, SideTasks, Timeline, side_tasks
 
 
 def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
@@ -45,12 +47,13 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     """
     parts: list[Timeline] = []
     sides: list[SideTasks] = []
-    critical, kinds = [], []
+    critical, kinds, replicas = [], [], []
     for dp_rank, schedule in enumerate(plan.schedules):
         columns, actions = replica_columns(plan, dp_rank), action_columns(schedule)
         packs = (columns.forward, columns.backward, columns.num_tokens, columns.policy, columns.owners)
         tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
         simulation = simulate(tasks, actions)
+        replicas.append(SimulatedReplica(columns.backward, actions, simulation))
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
@@ -58,15 +61,9 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, *packs), actions))
         sides += _inside(costs, columns, tasks, actions, simulation, dp_rank)
         sides += _between_stages(tasks, actions, simulation, dp_rank)
-    reduced_from_s = max(float(part.end_s.max(initial=0.0)) for part in parts)
-    updated_from_s = reduced_from_s + costs.reduction_seconds()
-    end_s = updated_from_s + costs.optimizer_seconds()
-    ranks = np.arange(costs.layout.pipeline_ranks)
+    end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
-        if updated_from_s > reduced_from_s:
-            sides.append(_side_tasks("reduction", dp_rank, ranks, -1, -1, reduced_from_s, updated_from_s))
-        if end_s > updated_from_s:
-            sides.append(_side_tasks("optimizer", dp_rank, ranks, -1, -1, updated_from_s, end_s))
+        sides += _after_packs(end, dp_rank)
     names = [field.name for field in dataclasses.fields(SideTasks)]
     return join_timelines(
         parts,
@@ -75,6 +72,18 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         side=SideTasks(**{name: np.concatenate([getattr(side, name) for side in sides]) for name in names}),
         memory_kind_bytes=np.concatenate(kinds),
     )
+
+
+def _after_packs(end: StepEnd, dp_rank: int) -> Iterator[SideTasks]:
+    """Sums of gradients, and what follows them, of one replica; what takes no time is left out."""
+    ranks = np.arange(len(end.sums))
+    for rank, sums in enumerate(end.sums):
+        runs = sums.end_s > sums.start_s
+        of_rank = np.full(int(runs.sum()), rank)
+        yield side_tasks("reduction", dp_rank, of_rank, -1, -1, sums.start_s[runs], sums.end_s[runs])
+    for name, start_s, end_s in (("optimizer", end.summed_s, end.updated_s), ("gather", end.updated_s, end.end_s)):
+        if end_s > start_s:
+            yield side_tasks(name, dp_rank, ranks, -1, -1, start_s, end_s)
 
 
 def _inside(
@@ -101,7 +110,7 @@ def _inside(
         # Out while the forward ends, in while the backward begins; both fit, as the action waits for its copies.
         start_s = simulation.end_s[at] - taken_s if name == "offload" else simulation.start_s[at]
         rank, stage, pack = actions.rank[at], actions.stage[at], actions.pack[at]
-        yield _side_tasks(name, dp_rank, rank, stage, pack, start_s, start_s + taken_s)
+        yield side_tasks(name, dp_rank, rank, stage, pack, start_s, start_s + taken_s)
 
 
 def _copy_seconds(costs: PackCosts, columns: ReplicaColumns, direction: int) -> NDArray[np.float64]:
@@ -123,28 +132,4 @@ def _between_stages(
         chosen = of_kind & (end_s > start_s)
         sent, peer = producer[chosen], actions.rank[consumer[chosen]]
         rank, stage, pack = actions.rank[sent], actions.stage[sent], actions.pack[sent]
-        yield _side_tasks(name, dp_rank, rank, stage, pack, start_s[chosen], end_s[chosen], peer)
-
-
-def _side_tasks(
-    kind: str,
-    dp_rank: int,
-    rank: NDArray,
-    stage: NDArray | int,
-    pack: NDArray | int,
-    start_s: NDArray | float,
-    end_s: NDArray | float,
-    peer: NDArray | int = -1,
-) -> SideTasks:
-    """Of one kind and replica; a number stands for all of them."""
-    count = len(rank)
-    return SideTasks(
-        dp_rank=np.full(count, dp_rank, np.int32),
-        rank=rank.astype(np.int32),
-        kind=np.full(count, SIDE_KINDS.index(kind), np.uint8),
-        stage=np.full(count, stage, np.int32),
-        pack=np.full(count, pack, np.int32),
-        peer=np.full(count, peer, np.int32),
-        start_s=np.full(count, start_s, np.float64),
-        end_s=np.full(count, end_s, np.float64),
-    )
+        yield side_tasks(name, dp_rank, rank, stage, pack, start_s[chosen], end_s[chosen], peer)

@@ -3,7 +3,7 @@
     busy time    `cost.pack_split`: useful work, tiles and constants, padding, recompute, copies, tp and cp transfers
     idle time    `simulate.bubble`, replica by replica: warm-up, cool-down, p2p transfers, imbalance, dependency
     replicas     every rank waits from its replica's end for the slowest
-    the end      gradient reduction and optimizer, which no compute hides
+    the end      what of the gradient reduction no compute hides, or what it takes from compute; update and gather
 
 Each device's step time is the sum of its four, and the split is the mean over devices: exact, not estimated. Devices
 of a tensor- or context-parallel group run the same actions, so a group counts as one. O(slices + actions) numpy,
@@ -23,6 +23,7 @@ from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
 from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
+from evenload.simulate.step_end import step_end
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import SliceColumns
@@ -52,12 +53,13 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in found) / groups
     bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
     makespan_s = np.array([one.makespan_s for one in found])
+    end = step_end(costs, [one.simulated() for one in found])
     return TimeSplit(
         **work_s,
         **{name: sum(getattr(bubble, name) for bubble in bubbles) / groups for name in Bubble._fields},
         dp_imbalance_s=float((makespan_s.max() - makespan_s).mean()),
-        reduction_s=costs.reduction_seconds(),
-        optimizer_s=costs.optimizer_seconds(),
+        reduction_s=end.summed_s - end.packs_s + end.end_s - end.updated_s,
+        optimizer_s=end.updated_s - end.summed_s,
     )
 
 

@@ -31,6 +31,7 @@ from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.simulate.critical_path import CriticalPath, critical_path
+from evenload.simulate.step_end import step_end
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
@@ -124,7 +125,6 @@ class StepPlanner:
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.host = host or HostMemory(coefficients.devices_per_node)
-        self._after_pipeline_s = self.costs.reduction_seconds() + self.costs.optimizer_seconds()
 
     def plan(
         self, step: int, documents: tuple[Document, ...], strategy: str, left_out: tuple[LeftOut, ...] = ()
@@ -287,6 +287,7 @@ class StepPlanner:
             schedules.append(found.actions.to_schedule())
             times.append(found.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
+        end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
         trained = trained_documents(choices)
         if len(trained) < len(documents):
             chosen = set(trained.tolist())
@@ -307,10 +308,12 @@ class StepPlanner:
                 schedules=tuple(schedules),
                 times=tuple(times),
                 predicted=Prediction(
-                    step_time_s=max(per_replica_s) + self._after_pipeline_s,
+                    step_time_s=end.end_s,
                     per_replica_s=per_replica_s,
                     peak_memory_bytes=max(int(c.candidate.simulation.peak_bytes.max()) for c in choices),
                     peak_host_bytes_per_node=self._host_bytes(problem, choices),
+                    reduction_s=end.reduction_s,
+                    reduction_hidden_s=end.reduction_hidden_s,
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from evenload.report.pack_label import PackKey, PackLabel
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
 
-_ON_THE_RANK = ("recompute", "reduction", "optimizer")
+_ON_THE_RANK = ("recompute", "optimizer", "gather")
 
 
 def write_chrome_trace(
@@ -102,6 +102,8 @@ def _side_events(
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
         if kind in _ON_THE_RANK:
             name = ""
+        elif kind == "reduction":
+            name = f"rank {rank} sums"
         else:
             name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
         streams.setdefault(name, []).append(row)

@@ -55,6 +55,7 @@ SIDE_STYLES = {
     "reload": ("#c2438f", "reload from the host"),
     "reduction": ("#9d7fc9", "gradient reduction"),
     "optimizer": ("#6a4f96", "optimizer"),
+    "gather": ("#b9a4d8", "gather of updated weights"),
 }
 """`SIDE_KINDS` that are drawn: colour, and the legend's name."""
 LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}

@@ -22,7 +22,7 @@ _KIB = 1024
 # The largest difference that stays within int32, whatever the order of the tasks.
 _MOST_UNITS = 2**31 - 1
 _SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
-_SIDE_KINDS_AT_END = ("reduction", "optimizer")
+_SIDE_KINDS_AT_END = ("reduction", "optimizer", "gather")
 
 DataBlock = tuple[str, dict[str, Any]]
 """(text of the data block, what the page must know to read it)."""
@@ -85,10 +85,14 @@ def _side_columns(
     order = np.flatnonzero(shown)[np.lexsort((side.start_s[shown], lane[shown]))]
     start, end = (np.rint(column[order] / unit_s).astype(np.int64) for column in (side.start_s, side.end_s))
     tail = []
+    packs_end_s = float(timeline.end_s.max(initial=0.0))
     for name in _SIDE_KINDS_AT_END:
         of_kind = side.kind == SIDE_KINDS.index(name)
+        # Sums of gradients beside packs are not what ends the step.
+        of_kind &= side.end_s > packs_end_s
         if of_kind.any():
-            tail.append((name, float(side.start_s[of_kind].min()), float(side.end_s[of_kind].max())))
+            start_s = max(packs_end_s, float(side.start_s[of_kind].min()))
+            tail.append((name, start_s, float(side.end_s[of_kind].max())))
     return {
         "laneSides": np.bincount(lane[order], minlength=len(lanes)),
         "sideKind": side.kind[order],

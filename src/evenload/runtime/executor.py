@@ -6,7 +6,8 @@
     W   add them; nothing is received or sent
 
 An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
-backward starts to come back before its gradient is waited for.
+backward starts to come back before its gradient is waited for. Who sums gradients is told of every unit as soon as no
+action will add to it.
 """
 
 import functools
@@ -26,9 +27,9 @@ from evenload.runtime.device import HostClock, step_clock
 from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
-from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.schedule import Action
+from evenload.types.schedule import Action, completing_actions
 from evenload.types.timeline import KINDS
 from evenload.types.token_range import Range
 from evenload.types.transfers import Channel
@@ -120,11 +121,17 @@ class Executor:
         empty = HeldBytes()
         return RankRun(nothing, functools.partial(_trace, [], self._clock), 0, empty.peak_by_kind, 0, 0, 0, ())
 
-    def run(self, step: RankStep, before_action: Callable[[], None] = lambda: None) -> RankRun:
+    def run(
+        self,
+        step: RankStep,
+        before_action: Callable[[], None] = lambda: None,
+        on_final: OnFinal = lambda unit: None,
+    ) -> RankRun:
         """Run this rank's actions of a step; gradients are added to `main_grad`.
 
         Args:
             before_action: called before every action; takes no time.
+            on_final: told every unit whose gradients are complete, inside of actions or after them.
         """
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
@@ -151,6 +158,7 @@ class Executor:
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
         for at, action in enumerate(actions):
             before_action()
@@ -171,11 +179,15 @@ class Executor:
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
                 products = store.defer_weights(action.pack) if action.kind == "I" else None
-                grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products)
+                tell = on_final if completing.get(at) == (action.stage,) else lambda unit: None
+                grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products, tell)
                 loss += share
                 if stage.head_row_sums is not None:
                     heads.append(HeadOutput(action.pack, batch.ranges, share, stage.head_row_sums))
                 channels.send_grad(action.stage, action.pack, grad)
+            for done in completing.get(at, ()):
+                for unit in reversed(self._stages[done].model.units):
+                    on_final(unit)
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
         channels.close()
         for store in stores.values():

@@ -13,7 +13,7 @@ included), so neither packing nor padding can inflate them.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from evenload.cost.flops import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
+from evenload.runtime.optim.data_parallel import ReductionTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.cluster_catalog import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
@@ -31,7 +32,7 @@ from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.rank_speeds import RankSpeeds
-from evenload.types.timeline import Timeline
+from evenload.types.timeline import SideTasks, Timeline, side_tasks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,7 +98,7 @@ class DevicePeaks:
 
 
 def gather_timeline(
-    trace: RankTrace, *, zero_s: float, step_time_s: float, static_bytes: int, mesh: Mesh
+    trace: RankTrace, sums: ReductionTrace, *, zero_s: float, step_time_s: float, static_bytes: int, mesh: Mesh
 ) -> Timeline | None:
     """All ranks' traces as one timeline on rank 0, None elsewhere. Collective over the control group.
 
@@ -111,18 +112,33 @@ def gather_timeline(
         end_s=trace.end_s - zero_s,
         memory_bytes=trace.memory_bytes + static_bytes,
     )
-    told = (mesh.dp_rank, mesh.pp_rank, mine)
+    summed = replace(sums, start_s=sums.start_s - zero_s, end_s=sums.end_s - zero_s)
+    told = (mesh.dp_rank, mesh.pp_rank, mine, summed)
     everyone = [told] * mesh.num_ranks
     dist.gather_object(told, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
     places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
-    for dp_rank, pp_rank, one in everyone:
+    sums_of: dict[int, list[ReductionTrace]] = defaultdict(list)
+    for dp_rank, pp_rank, one, of_rank in everyone:
         if pp_rank >= 0:  # not idle
             places[dp_rank, pp_rank].append(one)
+            sums_of[mesh.layout.leading_ranks[pp_rank]].append(of_rank)
     parts = [_columns(*place, traces) for place, traces in places.items()]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Timeline(**joined, step_time_s=step_time_s)
+    sides = [_sums_together(*place, sums_of[mesh.layout.leading_ranks[place[1]]]) for place in places]
+    names = [field.name for field in fields(SideTasks)]
+    side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
+    return Timeline(**joined, step_time_s=step_time_s, side=side)
+
+
+def _sums_together(dp_rank: int, pp_rank: int, traces: list[ReductionTrace]) -> SideTasks:
+    """Sums of all ranks that hold the same layers, which are the same sums: a sum begins when the last rank has come
+    and the sum before it is done."""
+    end_s = np.maximum.reduce([trace.end_s for trace in traces])
+    start_s = np.maximum.reduce([trace.start_s for trace in traces])
+    start_s[1:] = np.maximum(start_s[1:], end_s[:-1])
+    return side_tasks("reduction", dp_rank, np.full(len(end_s), pp_rank), -1, -1, start_s, end_s)
 
 
 def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, np.ndarray]:
@@ -170,6 +186,7 @@ def step_row(
     tokens = int(lengths.sum())
     padding = sum(pack.num_padding_tokens for packs in plan.pack_plans for pack in packs.forward)
     flops = float(training_flops(model, lengths).sum())
+    reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
@@ -182,6 +199,10 @@ def step_row(
         "documents": len(plan.documents),
         "step_time_s": timeline.step_time_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
+        "reduction_s": reduction_s,
+        "reduction_hidden_s": reduction_hidden_s,
+        "predicted_reduction_s": plan.predicted.reduction_s,
+        "predicted_reduction_hidden_s": plan.predicted.reduction_hidden_s,
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
         "mfu": flops / timeline.step_time_s / peaks.measured_flops_per_s,
         "mfu_of_data_sheet": peaks.data_sheet_flops_per_s

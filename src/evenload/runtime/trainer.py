@@ -38,7 +38,7 @@ from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_f
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
 from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.optim.data_parallel import global_norm_and_loss, reduce_gradients
+from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace, global_norm_and_loss
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
@@ -303,9 +303,11 @@ class Trainer:
             buffer.grads.zero_()
         look_ahead = self._looking_ahead(coming_layout, plan.predicted.peak_memory_bytes)
         look_ahead()
-        run = self._executor.idle() if prepared.step is None else self._executor.run(prepared.step, look_ahead)
-        with watch.waiting("the sum of gradients", replicas):
-            shards = reduce_gradients(self._buffers, mesh)
+        with GradientReduction(self._buffers, mesh, is_overlapped=self.config.train.overlap_reduction) as sums:
+            step = prepared.step
+            run = self._executor.idle() if step is None else self._executor.run(step, look_ahead, sums.release)
+            with watch.waiting("the sum of gradients", replicas):
+                shards = sums.finish()
         with watch.waiting("the gradient norm"):
             grad_norm, loss = global_norm_and_loss(self._buffers, shards, run.loss_sum, mesh)
         switch = self._settled()
@@ -317,15 +319,13 @@ class Trainer:
         else:
             warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._saves.newest)
         self.survivors.write(self.steps_done + 1, self._buffers, self._optimizer, self.mesh)
-        if not plan.num_label_tokens:
-            warning = no_label_warning(plan)
+        warning = warning if plan.num_label_tokens else no_label_warning(plan)
         step_time_s = seconds_now(mesh.device) - zero_s
-
-        told = self._tell(run, zero_s, step_time_s, data_wait_s, (stop_signal, wants_pause))
+        told = self._tell(run, sums.trace(), (zero_s, step_time_s, data_wait_s), (stop_signal, wants_pause))
         if told is None:
             return None
         measured, waited_s, memory = told
-        predicted_process_bytes = self._process.predicted_bytes(plan, memory.fixed_bytes)
+        memory = replace(memory, predicted_process_bytes=self._process.predicted_bytes(plan, memory.fixed_bytes))
         row = step_row(
             plan,
             measured,
@@ -336,7 +336,7 @@ class Trainer:
             peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
             plan_time_s=planned.plan_time_s,
             data_wait_s=waited_s,
-            memory=replace(memory, predicted_process_bytes=predicted_process_bytes),
+            memory=memory,
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
@@ -376,15 +376,17 @@ class Trainer:
         return joined_switch(switch, self.mesh)
 
     def _tell(
-        self, run: RankRun, zero_s: float, step_time_s: float, data_wait_s: float, ends: tuple[int, bool]
+        self, run: RankRun, sums: ReductionTrace, times_s: tuple[float, float, float], ends: tuple[int, bool]
     ) -> tuple[Timeline, float, StepMemory] | None:
         """What all ranks must know of a step, and its timeline, longest wait for data and memory on rank 0; None
         elsewhere. Collective.
 
         Args:
+            times_s: its clock at the step's start, what the step took, and what it waited for it.
             ends: this rank's `stop_signal` and `wants_pause`.
         """
         mesh, watch, static = self.mesh, self.mesh.watch, self._static_bytes()
+        zero_s, step_time_s, data_wait_s = times_s
         # On a CPU the store's own count, without temporary buffers.
         peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
         # Rank 0 looks at its clock; the others do as it says.
@@ -398,7 +400,7 @@ class Trainer:
         with watch.waiting("the loss and the timeline"):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
             measured = gather_timeline(
-                run.trace, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
+                run.trace, sums, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
             )
         self.stop_signal, self._is_time_to_save, self.is_paused = int(peaks[3]), bool(peaks[4]), bool(peaks[7])
         if measured is None:

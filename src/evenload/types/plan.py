@@ -38,10 +38,12 @@ class Prediction(Frozen):
     """What the simulator expects of the step.
 
     Args:
-        step_time_s: slowest replica plus gradient reduction and optimizer, and the switch of layout before the step
-            where there is one.
+        step_time_s: slowest replica plus what of the gradient reduction nothing hides, the optimizer, the gather of
+            weights, and the switch of layout before the step where there is one.
         per_replica_s: pipeline makespan of every replica.
         peak_memory_bytes: of the fullest rank, over time.
+        reduction_s: seconds in which gradients are summed over replicas, mean over pipeline ranks.
+        reduction_hidden_s: of these, while packs are computed.
         peak_host_bytes_per_node: offloaded activations in host memory, of the fullest node (`cost.host_memory`).
     """
 
@@ -49,6 +51,8 @@ class Prediction(Frozen):
     per_replica_s: tuple[float, ...]
     peak_memory_bytes: int
     peak_host_bytes_per_node: int = 0
+    reduction_s: float = 0.0
+    reduction_hidden_s: float = 0.0
 
 
 class LeftOut(Frozen):

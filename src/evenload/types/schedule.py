@@ -1,6 +1,7 @@
 """`Action` and `Schedule`: in which order every pipeline rank runs its packs."""
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 from evenload.errors import InvalidPlanError
@@ -28,6 +29,27 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise InvalidPlanError(f"'{text}' is not an action such as 2F0 (stage, one of F I W B, pack)")
     return Action(kind=match[2], stage=int(match[1]), pack=int(match[3]))  # type: ignore[arg-type]
+
+
+def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
+    """Of one rank's actions, as (kind, stage), by place: stages whose weight gradients are complete when it ends.
+
+    With the last action that is no forward, stage by stage. Where a rank has several stages and W's, whose order
+    follows from nothing but the plan, all stages with the last of them: replicas may complete stages in another order,
+    and transfers that begin there would have none (docs/decisions/0035-overlapped-reduction.md).
+    """
+    last: dict[int, int] = {}
+    has_weights = False
+    for at, (kind, stage) in enumerate(actions):
+        if kind != "F":
+            last[stage] = at
+            has_weights |= kind == "W"
+    if has_weights and len(last) > 1:
+        last = dict.fromkeys(last, max(last.values()))
+    found: dict[int, tuple[int, ...]] = {}
+    for stage, at in sorted(last.items()):
+        found[at] = (*found.get(at, ()), stage)
+    return found
 
 
 class Schedule(Frozen):

@@ -51,7 +51,7 @@ class TimeSplit(Frozen):
         dependency_s: waiting in between because of the order alone: equal actions would make the rank wait as well.
         p2p_s: waiting in between while only a transfer between stages was under way.
         dp_imbalance_s: replicas that wait for the slowest.
-        reduction_s: gradients summed and weights spread over replicas.
+        reduction_s: gradients summed and weights spread over replicas, as far as nothing hides it.
         optimizer_s: the update.
         switch_s: weights and optimizer state that move to other devices before the step (`flexpipe`).
     """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 KINDS = "FBIW"
 """Code of an action kind in `Timeline.kind` is its index here."""
 
-SIDE_KINDS = ("recompute", "offload", "reload", "send_forward", "send_backward", "reduction", "optimizer")
+SIDE_KINDS = ("recompute", "offload", "reload", "send_forward", "send_backward", "reduction", "optimizer", "gather")
 """Code of a side task's kind in `SideTasks.kind` is its index here."""
 
 MEMORY_KINDS = (
@@ -43,7 +43,8 @@ class SideTasks:
     recompute    the front of a backward task: forward work repeated; inside of the task
     offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
     send_forward, send_backward    p2p transfers from the rank to `peer`
-    reduction, optimizer    after the slowest replica
+    reduction    sums of gradients over replicas, unit by unit, beside packs and after them
+    optimizer, gather    the update and the gather of updated weights, after the last sum of all ranks
 
     Args:
         dp_rank, rank: int32[n]; `rank` is the pipeline rank.
@@ -61,6 +62,30 @@ class SideTasks:
     peer: NDArray[np.int32]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
+
+
+def side_tasks(
+    kind: str,
+    dp_rank: int,
+    rank: NDArray[np.integer],
+    stage: NDArray[np.integer] | int,
+    pack: NDArray[np.integer] | int,
+    start_s: NDArray[np.float64] | float,
+    end_s: NDArray[np.float64] | float,
+    peer: NDArray[np.integer] | int = -1,
+) -> SideTasks:
+    """Of one kind and replica; a number stands for all of them."""
+    count = len(rank)
+    return SideTasks(
+        dp_rank=np.full(count, dp_rank, np.int32),
+        rank=rank.astype(np.int32),
+        kind=np.full(count, SIDE_KINDS.index(kind), np.uint8),
+        stage=np.full(count, stage, np.int32),
+        pack=np.full(count, pack, np.int32),
+        peer=np.full(count, peer, np.int32),
+        start_s=np.full(count, start_s, np.float64),
+        end_s=np.full(count, end_s, np.float64),
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,3 +138,22 @@ class Timeline:
         if not num_ranks or self.step_time_s <= 0:
             return 0.0
         return 1.0 - float((self.end_s - self.start_s).sum()) / (num_ranks * self.step_time_s)
+
+    def reduction_seconds(self) -> tuple[float, float]:
+        """Seconds in which gradients are summed, and of these while the pipeline rank has packs to compute in some
+        replica; means over pipeline ranks. 0 where it is not known."""
+        if self.side is None:
+            return 0.0, 0.0
+        is_sum = self.side.kind == SIDE_KINDS.index("reduction")
+        ranks = np.union1d(self.rank, self.memory_rank).tolist()
+        found = np.zeros((len(ranks), 2))
+        for at, rank in enumerate(ranks):
+            # Replicas sum together: any of them stands for all.
+            own = np.flatnonzero(is_sum & (self.side.rank == rank))
+            own = own[self.side.dp_rank[own] == self.side.dp_rank[own].min(initial=2**31 - 1)]
+            packs_end_s = float(self.end_s[self.rank == rank].max(initial=0.0))
+            start_s, end_s = self.side.start_s[own], self.side.end_s[own]
+            hidden_s = np.minimum(end_s, packs_end_s) - np.minimum(start_s, packs_end_s)
+            found[at] = (end_s - start_s).sum(), hidden_s.sum()
+        total_s, hidden_s = found.mean(axis=0).tolist() if ranks else (0.0, 0.0)
+        return total_s, hidden_s

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.simulate.simulate import Simulation, simulate
+from evenload.simulate.step_end import SimulatedReplica
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -49,6 +50,10 @@ class Candidate:
     def makespan_s(self) -> float:
         """Seconds from the first forward to the last backward."""
         return self.simulation.makespan_s
+
+    def simulated(self) -> SimulatedReplica:
+        """What the end of the step follows from."""
+        return SimulatedReplica(self.backward, self.actions, self.simulation)
 
     def score(self) -> tuple[int, float]:
         """Smaller is better."""

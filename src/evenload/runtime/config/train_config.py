@@ -184,6 +184,9 @@ class RunConfig(Frozen):
             the end.
         recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
+        overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
+            the layers before it are computed. The sums are the same to the bit. False = all of them after the last
+            backward.
         timeout_s: how long a rank waits for another before it gives up.
         on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
             an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
@@ -221,6 +224,7 @@ class RunConfig(Frozen):
     report_every_s: float = 60.0
     recalibrate: bool = False
     export_hf: bool = True
+    overlap_reduction: bool = True
     timeout_s: float = 600.0
     on_lost_rank: Literal["stop", "shrink"] = "stop"
     replace_lost_ranks: int = 0

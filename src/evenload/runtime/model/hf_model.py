@@ -76,6 +76,14 @@ class StageModel:
             is_tied = self.is_first and bool(self.config.tie_word_embeddings)
             yield _trained(names.norm_path, self.norm) + ([] if is_tied else _trained("lm_head", self.head))
 
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Numbers of its units in the order of `unit_parameters`: 0 is the embedding, 1 the first layer, and the head
+        comes after the last."""
+        first = (0,) if self.is_first else ()
+        last = (1 + self.config.num_hidden_layers,) if self.is_last else ()
+        return (*first, *(1 + index for index in self.layers), *last)
+
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
         kind. `like` [1, T, hidden] is of the compute precision and device. Empty where positions are learned."""

@@ -1,50 +1,135 @@
-"""Gradients of all replicas summed into shards; the global gradient norm and the global loss.
+"""Gradients of all replicas summed into shards, beside the rest of backward; the global gradient norm and loss.
 
 The loss of every rank is already divided by the label count of the *global* batch (known from the plan),
 so gradients are summed, never averaged: ranks may hold any number of packs, tokens or labels.
+
+A unit's gradients travel as soon as the last pack has added to them: the head's first, then layer by layer downwards,
+the embedding's last. That is the order in which a stage's last backward completes them, on every replica, so all ranks
+that hold the same units sum them in one order, which nothing but the layout decides. Nobody waits for a sum before the
+last action of the step; so no action ever waits for another rank's sums, and nothing can stand in a circle
+(docs/architecture.md, "Why nothing deadlocks"). The sums are the same calls on the same tensors either way, so results
+are equal to the bit.
+
+Not beside compute: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 """
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.runtime.comm.collectives import reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.side_queue import side_queue
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
-def reduce_gradients(buffers: list[FlatBuffer], mesh: Mesh) -> list[Tensor]:
-    """Sum `grads` of every buffer over the replicas and, for tied weights, over both stages that hold them.
+@dataclass(frozen=True, eq=False)
+class ReductionTrace:
+    """When one rank's sums ran, in their order; seconds on its own monotonic clock.
+
+    Args:
+        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
+    """
+
+    unit: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+
+
+class GradientReduction:
+    """One step's sums over replicas and, for tied weights, over both stages that hold them.
 
     Where a tensor-parallel group holds a parameter whole (norms), every rank has the gradient of its rows or heads, and
-    they are summed too.
+    they are summed too. To be used as a context, which lets go of what an error leaves behind.
 
-    Returns:
-        This rank's shard of every buffer's gradient, [padded / (dp·cp)] each.
+    Args:
+        is_overlapped: sum what is released beside what is computed; else all of it in `finish`.
     """
-    shards = []
-    if mesh.layout.has_wide_stages and mesh.tie is not None:
-        _sum_tied_ends(buffers, mesh)
-    for buffer in buffers:
-        shard = buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size)
-        if mesh.data_size > 1 and not (buffer.tied and mesh.layout.has_wide_stages):
-            shard = torch.empty_like(shard)
-            reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=mesh.data)
-        shards.append(shard)
-    for buffer, shard in zip(buffers, shards, strict=True):
-        if buffer.tied and not mesh.layout.has_wide_stages:
-            assert mesh.tie is not None
-            dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
-    whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
-    if mesh.tensor is not None and whole:
-        # They are small: in one transfer.
-        summed = mesh.tensor.all_reduce(torch.cat(whole), "the sum of gradients of norms")
-        for shard, part in zip(whole, summed.split([shard.numel() for shard in whole]), strict=True):
-            shard.copy_(part)
-    return shards
+
+    def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
+        self._buffers, self._mesh = buffers, mesh
+        self._is_overlapped = is_overlapped
+        self._shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size) for buffer in buffers]
+        # From the end of the model to its start, the buffers of a unit as they stand.
+        self._left = sorted((at for at in range(len(buffers)) if self._is_summed(buffers[at])), key=self._depth)
+        self._queued: list[int] = []
+        self._released: set[int] = set()
+        self._queue = side_queue(mesh.device, is_beside=is_overlapped and bool(self._left))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._queue.close()
+
+    def release(self, unit: int) -> None:
+        """All gradients of a unit of this rank are there. Takes no time."""
+        self._released.add(unit)
+        if self._is_overlapped:
+            self._put_released()
+
+    def finish(self) -> list[Tensor]:
+        """Sum what is left and wait for all; this rank's shard of every buffer's gradient, [padded / (dp·cp)] each, in
+        its place of the buffer; the rest of the buffer is of no use any more. Collective over the groups of `mesh`."""
+        buffers, shards, mesh = self._buffers, self._shards, self._mesh
+        if mesh.layout.has_wide_stages and mesh.tie is not None:
+            _sum_tied_ends(buffers, mesh)
+        self._released |= {buffer.unit for buffer in buffers}
+        self._put_released()
+        self._spans = self._queue.wait()
+        for buffer, shard in zip(buffers, shards, strict=True):
+            if buffer.tied and not mesh.layout.has_wide_stages:
+                assert mesh.tie is not None
+                dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
+        whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
+        if mesh.tensor is not None and whole:
+            # They are small: in one transfer.
+            summed = mesh.tensor.all_reduce(torch.cat(whole), "the sum of gradients of norms")
+            for shard, part in zip(whole, summed.split([shard.numel() for shard in whole]), strict=True):
+                shard.copy_(part)
+        return shards
+
+    def trace(self) -> ReductionTrace:
+        """After `finish`. Waits for a GPU."""
+        return ReductionTrace(
+            unit=np.array([self._buffers[at].unit for at in self._queued], np.int32),
+            start_s=np.array(self._queue.clock.seconds([span.start for span in self._spans]), np.float64),
+            end_s=np.array(self._queue.clock.seconds([span.end for span in self._spans]), np.float64),
+        )
+
+    def _is_summed(self, buffer: FlatBuffer) -> bool:
+        """Over the ranks that hold the same units."""
+        return self._mesh.data_size > 1 and not (buffer.tied and self._mesh.layout.has_wide_stages)
+
+    def _depth(self, at: int) -> int:
+        return -self._buffers[at].unit
+
+    def _put_released(self) -> None:
+        while self._left and self._buffers[self._left[0]].unit in self._released:
+            at = self._left.pop(0)
+            self._queued.append(at)
+            self._queue.put(functools.partial(self._sum, at))
+
+    def _sum(self, at: int) -> None:
+        # In place, so that sums beside a backward take no memory from it.
+        reduce_scatter_single(self._shards[at], self._buffers[at].grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
 
 
-def _sum_tied_ends(buffers: list[FlatBuffer], mesh: Mesh) -> None:
+def reduce_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh) -> list[Tensor]:
+    """`GradientReduction` of gradients that are all there."""
+    with GradientReduction(buffers, mesh) as reduction:
+        return reduction.finish()
+
+
+def _sum_tied_ends(buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
     """Over all ranks of both ends at once, in place: where these are not as many at either end, their shards are not
     the same elements. Price: an all-reduce of the whole weight in place of a reduce-scatter and one of shards."""
     for buffer in buffers:
@@ -53,7 +138,7 @@ def _sum_tied_ends(buffers: list[FlatBuffer], mesh: Mesh) -> None:
 
 
 def global_norm_and_loss(
-    buffers: list[FlatBuffer], shards: list[Tensor], loss: Tensor, mesh: Mesh
+    buffers: Sequence[FlatBuffer], shards: list[Tensor], loss: Tensor, mesh: Mesh
 ) -> tuple[float, float]:
     """Euclidean norm of the gradient over all parameters of the model, each counted once, and the sum of all ranks'
     shares of the loss; the same numbers on every rank, so that all decide alike whether to take the step.

@@ -32,6 +32,7 @@ class FlatBuffer:
         tied: the buffer holds the embedding/head weight that another rank holds too, and nothing else.
         is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
             hold the same.
+        unit: its number (`StageModel.units`).
         tied_name: what a tied weight is called in checkpoints: as the embedding.
     """
 
@@ -43,6 +44,7 @@ class FlatBuffer:
     decays: bool
     tied: bool
     is_part: bool
+    unit: int
     tied_name: str = ""
 
     @property
@@ -64,6 +66,7 @@ class BufferGroup:
     parameters: tuple[nn.Parameter, ...]
     decays: bool
     is_part: bool
+    unit: int
     tied: bool = False
 
     @property
@@ -96,6 +99,7 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
                 group.decays,
                 group.tied,
                 group.is_part,
+                group.unit,
                 embedding_name(stages[0].architecture),
             )
         )
@@ -108,10 +112,10 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
     seen: set[int] = set()
     for part in stages:
         tied = tied_names(part.config, part.architecture)
-        for named in part.unit_parameters():
+        for unit, named in zip(part.units, part.unit_parameters(), strict=True):
             named = [(name, p) for name, p in named if id(p) not in seen]
             seen |= {id(p) for _, p in named}
-            for group in unit_groups(named, tied):
+            for group in unit_groups(named, tied, unit):
                 yield replace(group, tied=group.names[0] in tied and not is_within)
 
 
@@ -125,7 +129,7 @@ def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[st
     return (embedding_name(architecture), "lm_head.weight") if config.tie_word_embeddings else ()
 
 
-def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str]) -> Iterator[BufferGroup]:
+def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], unit: int) -> Iterator[BufferGroup]:
     """Of one unit's trained parameters; a `tied` embedding shares its buffer with nothing, whoever holds it."""
     for is_tied, decays, is_part in itertools.product((True, False), repeat=3):
         group = [
@@ -135,7 +139,7 @@ def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str]) 
         ]
         if group:
             names, parameters = zip(*group, strict=True)
-            yield BufferGroup(names, parameters, decays, is_part)
+            yield BufferGroup(names, parameters, decays, is_part, unit)
 
 
 def padded_size(num_elements: int, *data_sizes: int) -> int:

@@ -302,13 +302,18 @@ def join_forward(
 
 
 def join_backward(
-    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
+    shared: PackAttention | None,
+    model: StageModel,
+    layer: int,
+    backend: RangeAttention,
+    store: ActivationStore,
+    like: Tensor,
 ) -> None:
+    """As `join_forward`, of one layer."""
     if shared is not None:
-        for layer in reversed(model.layers):
-            q, _ = _no_rows(model, layer, like)
-            lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
-            shared.backward(AttentionCall(backend, store, layer, Scoring(1.0)), q, q, q, lse)
+        q, _ = _no_rows(model, layer, like)
+        lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        shared.backward(AttentionCall(backend, store, layer, Scoring(1.0)), q, q, q, lse)
 
 
 def _no_rows(model: StageModel, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ the last stage (its forward stops at the final hidden states), so the head's cos
 pack, where the cost model charges it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,6 +50,14 @@ def make_layers_replayable(
         make_replayable(layer, index, state, architecture)
         if tensor is not None:
             make_tensor_parallel(layer, state, architecture)
+
+
+OnFinal = Callable[[int], None]
+"""Told the number of a unit (`StageModel.units`) whose gradients of the step are complete; takes no time."""
+
+
+def _tell_nobody(unit: int) -> None:
+    """Gradients come on top in later packs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +197,7 @@ class PipelineStage:
         store: ActivationStore,
         num_label_tokens: int,
         products: WeightProducts | None = None,
+        on_final: OnFinal = _tell_nobody,
     ) -> tuple[Tensor | None, Tensor]:
         """Run a backward pack and add to every parameter's `main_grad`.
 
@@ -197,6 +206,7 @@ class PipelineStage:
             num_label_tokens: of the whole global batch, the loss's denominator.
             products: the weight gradients of the layers' linears wait here (I; `add_all` is W); None = they are added
                 now. Those of norms, embedding and head are added now in any case.
+            on_final: of the stage's last pack, told unit by unit from the head to the embedding.
 
         Returns:
             Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
@@ -210,22 +220,33 @@ class PipelineStage:
             grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
             self.head_row_sums = grad.sum(dim=-1)
         assert grad is not None
-        grad = self.backward_layers(pack, grad, store, products)
+        if self.model.is_last:
+            on_final(self.model.units[-1])
+        grad = self.backward_layers(pack, grad, store, products, on_final)
         if self._balance is not None:
             loss = loss + self._balance.take_loss()
         if self.model.is_first:
             if pack.ranges:
                 rows = self._exchange(pack, "gradients of embeddings")
                 add_embedding_gradient(self.model, pack.token_ids, pack.positions, grad, rows)
+            on_final(self.model.units[0])
             return None, loss
         return grad, loss
 
     def backward_layers(
-        self, pack: PackTokens, grad: Tensor, store: ActivationStore, products: WeightProducts | None = None
+        self,
+        pack: PackTokens,
+        grad: Tensor,
+        store: ActivationStore,
+        products: WeightProducts | None = None,
+        on_final: OnFinal = _tell_nobody,
     ) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
         if not pack.ranges:
-            join_backward(pack.shared, self.model, self._state.backend, store, grad)
+            # Layer by layer as where there are rows: transfers of the layers and sums of gradients have one order.
+            for layer in reversed(self.model.layers):
+                join_backward(pack.shared, self.model, layer, self._state.backend, store, grad)
+                on_final(1 + layer)
             store.close_backward(pack.closes or ())
             return grad
         self.announce_backward(pack.ranges, store)
@@ -246,6 +267,7 @@ class PipelineStage:
                 # What the layer's graph held of offloaded tensors goes with it.
                 del hidden, output
                 store.leave_layer(index)
+                on_final(1 + index)
         store.close_backward(pack.ranges if pack.closes is None else pack.closes)
         return grad
 

@@ -211,6 +211,7 @@ class LivePiece:
             group.decays,
             group.tied,
             group.is_part,
+            group.unit,
             self._tied_name,
         )
         return self.buffer
@@ -239,7 +240,7 @@ def live_pieces(
     for unit, named in enumerate(modules.named_units()):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         groups: list[tuple[Sequence[nn.Parameter], BufferGroup | None]] = [
-            (group.parameters, group) for group in unit_groups(trained, tied)
+            (group.parameters, group) for group in unit_groups(trained, tied, unit)
         ]
         for is_matrix in (True, False):
             frozen = [p for name, p in named if not p.requires_grad and (name in tied) == is_matrix]

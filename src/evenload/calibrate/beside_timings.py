@@ -1,0 +1,80 @@
+"""What sums of gradients and packs cost each other when they run at once, on a CPU.
+
+gloo moves bytes with the cores that compute, so neither is free: a sum takes longer, and compute loses time. Both are
+read from one trial: a few sums in a thread, as a step runs them, and products of matrices until they are done. All
+groups of the layout at once, as in a step. Not on a GPU: its sums have copy engines and a few of its processors, and
+what they take from kernels has not been measured yet (`BesideCompute` has the assumption).
+
+Price: some 0.1 s.
+"""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from evenload.cost.coefficients import BesideCompute
+from evenload.runtime.comm.collectives import reduce_scatter_single
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.side_queue import side_queue
+
+_NUM_SUMS = 6
+_NUM_TRIALS = 3
+_SUM_ELEMENTS = 1 << 19
+_PRODUCT_SIZE = 256
+
+
+class _Trial(NamedTuple):
+    sum_s: float
+    product_s: float
+    beside_s: float
+    products: int
+
+
+def beside_compute(mesh: Mesh) -> BesideCompute | None:
+    """Medians of one rank; None on a GPU, and where nothing is summed. Collective over the data group."""
+    if mesh.data_size == 1 or mesh.device.type != "cpu":
+        return None
+    trials = [_trial(mesh) for _ in range(1 + _NUM_TRIALS)][1:]
+    stretch = statistics.median(one.beside_s / (_NUM_SUMS * one.sum_s) for one in trials)
+    # What compute lost of the time in which sums ran; below 0 where the trial alone was disturbed.
+    slowdown = statistics.median(1 - one.products * one.product_s / one.beside_s for one in trials)
+    return BesideCompute(stretch=stretch, slowdown=min(1.0, max(0.0, slowdown)))
+
+
+def _trial(mesh: Mesh) -> _Trial:
+    count = -(-_SUM_ELEMENTS // mesh.data_size) * mesh.data_size
+    whole = torch.zeros(count)
+    shard = whole[: count // mesh.data_size]
+    square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
+
+    def one_sum() -> None:
+        reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+
+    dist.barrier(group=mesh.data)
+    from_s = time.perf_counter()
+    for _ in range(_NUM_SUMS):
+        one_sum()
+    sum_s = (time.perf_counter() - from_s) / _NUM_SUMS
+    dist.barrier(group=mesh.data)
+    num_alone = 0
+    from_s = time.perf_counter()
+    while time.perf_counter() - from_s < _NUM_SUMS * sum_s:
+        square @ square
+        num_alone += 1
+    product_s = (time.perf_counter() - from_s) / num_alone
+    dist.barrier(group=mesh.data)
+    queue = side_queue(mesh.device, is_beside=True)
+    done: list[float] = []
+    from_s = time.perf_counter()
+    for _ in range(_NUM_SUMS):
+        queue.put(one_sum)
+    queue.put(lambda: done.append(time.perf_counter()))
+    products = 0
+    while not done:
+        square @ square
+        products += 1
+    queue.wait()
+    return _Trial(sum_s, product_s, done[0] - from_s, products)

@@ -1,0 +1,129 @@
+"""Collectives beside compute: calls that run one after the other, in the order in which they were put.
+
+On a GPU in a stream of their own, which waits for what the computing stream was given before; elsewhere in a thread,
+because gloo's collectives block their caller. Only one group's collectives may be in a queue: then their order is that
+of all its ranks, whatever else these do.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from evenload.runtime.device import HostClock, step_clock
+
+
+class Span(NamedTuple):
+    """Start and end of a call, as marks of the queue's clock."""
+
+    start: Any
+    end: Any
+
+
+class SideQueue(Protocol):
+    """One step's calls."""
+
+    clock: HostClock
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Run a call after those before it. Does not wait."""
+
+    def wait(self) -> list[Span]:
+        """Until all calls are done, on a GPU for whatever is computed next; raises what one of them raised."""
+        ...
+
+    def close(self) -> None:
+        """No more calls; those that have not begun never will. Waits for nothing."""
+
+
+def side_queue(device: torch.device, *, is_beside: bool) -> SideQueue:
+    """For calls of one step on a device; not `is_beside` compute = they run where they are put."""
+    if not is_beside:
+        return InlineQueue(device)
+    return StreamQueue(device) if device.type == "cuda" else ThreadQueue(device)
+
+
+class InlineQueue:
+    """Runs calls at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._spans: list[Span] = []
+
+    def put(self, call: Callable[[], object]) -> None:
+        start = self.clock.mark()
+        call()
+        self._spans.append(Span(start, self.clock.mark()))
+
+    def wait(self) -> list[Span]:
+        return self._spans
+
+    def close(self) -> None:
+        """There is nothing to be let go."""
+
+
+class StreamQueue:
+    """Runs calls in a stream of their own. Not run on hardware yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._spans: list[Span] = []
+
+    def put(self, call: Callable[[], object]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            start = self.clock.mark()
+            call()
+            self._spans.append(Span(start, self.clock.mark()))
+
+    def wait(self) -> list[Span]:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return self._spans
+
+    def close(self) -> None:
+        """The stream goes with its last call."""
+
+
+class ThreadQueue:
+    """Runs calls in a thread, which ends with the queue, or with the first call that fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._spans: list[Span] = []
+        self._error: BaseException | None = None
+        self._is_closed = False
+        # A daemon: a collective whose other ranks are gone must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="evenload-side-queue", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], object]) -> None:
+        self._calls.put(call)
+
+    def wait(self) -> list[Span]:
+        self._calls.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._spans
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None and not self._is_closed:
+            start = self.clock.mark()
+            try:
+                call()
+            except BaseException as error:  # whatever it is, `wait` raises it
+                self._error = error
+                return
+            self._spans.append(Span(start, self.clock.mark()))

@@ -1,0 +1,167 @@
+"""The end of a step: sums of gradients beside packs and after them, by hand, by a plain clock, and in whole plans."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.coefficients import BesideCompute
+from evenload.cost.last_backward import shares_left
+from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
+from evenload.cost.pack_cost import PackCosts
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.time_split import split_proposal
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.simulate.step_end import run_sums
+from evenload.types.columns import SliceColumns
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.schedule import completing_actions
+
+FREE = BesideCompute(slowdown=0.0)
+
+
+def sums(released, alone, compute_end, beside=FREE):
+    start, end, compute = run_sums(np.array(released, float), np.array(alone, float), compute_end, beside)
+    return start.tolist(), end.tolist(), compute
+
+
+def test_a_sum_waits_for_its_gradients_and_for_the_sum_before() -> None:
+    assert sums([2, 3, 9], [4, 1, 2], 10.0) == ([2, 6, 9], [6, 7, 11], 10.0)
+
+
+def test_compute_beside_a_sum_is_slower_and_completes_later() -> None:
+    """At half speed: from 2 to 6 compute comes to 4 of its own 10 seconds, so the second unit is there at 7."""
+    assert sums([2, 5], [4, 1], 10.0, BesideCompute(slowdown=0.5)) == ([2, 7], [6, 8], 12.5)
+
+
+def test_a_sum_beside_compute_is_stretched_and_after_it_is_not() -> None:
+    """Of 4 seconds alone the 4 before compute ends do 2, and 2 follow."""
+    assert sums([6], [4], 10.0, BesideCompute(stretch=2.0, slowdown=0.0)) == ([6], [12], 10.0)
+
+
+def test_where_nothing_is_gained_both_take_their_turn() -> None:
+    """Compute that stands still beside sums: as if they came first."""
+    assert sums([2, 2], [3, 1], 5.0, BesideCompute(slowdown=1.0)) == ([2, 5], [5, 6], 9.0)
+
+
+def test_sums_of_complete_gradients_follow_compute() -> None:
+    assert sums([10, 10], [3, 1], 10.0) == ([10, 13], [13, 14], 10.0)
+    assert sums([], [], 10.0) == ([], [], 10.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=5),
+    st.integers(0, 4),
+    st.sampled_from([(1.0, 0.0), (2.0, 0.5), (1.0, 0.5), (1.5, 0.25), (1.0, 1.0)]),
+)
+def test_times_are_those_of_a_plain_clock(units, more, rates) -> None:
+    """A loop over small ticks, in which compute and one sum go on at their rates."""
+    released = np.cumsum([gap for gap, _ in units]).tolist()
+    alone, compute_end = [seconds for _, seconds in units], float(max(released, default=0) + more)
+    beside = BesideCompute(stretch=rates[0], slowdown=rates[1])
+    start, end, compute = sums(released, alone, compute_end, beside)
+    tick, now, computed, at, left = 2**-8, 0.0, 0.0, 0, None
+    ended, starts, ends = None, [], []
+    while ended is None or at < len(alone):
+        if ended is None and computed >= compute_end - 1e-9:
+            ended = now
+        while at < len(alone) and computed >= released[at] - 1e-9:
+            if left is None:
+                starts.append(now)
+                left = float(alone[at])
+            if left > 1e-9:
+                break
+            ends.append(now)
+            at, left = at + 1, None
+        runs = left is not None
+        if ended is None:
+            computed += tick * (1 - beside.slowdown if runs else 1)
+        if runs:
+            left -= tick / (beside.stretch if ended is None else 1)
+        now += tick
+    assert start == pytest.approx(starts, abs=0.1)
+    assert end == pytest.approx(ends, abs=0.1)
+    assert compute == pytest.approx(ended, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("row", "completing"),
+    [
+        ("0F0 0F1 0B0 0B1", {3: (0,)}),
+        ("0F0 2F0 2B0 0B0", {2: (2,), 3: (0,)}),
+        ("0F0 0I0 0W0 0F1 0I1 0W1", {5: (0,)}),
+        ("0F0 2F0 2I0 0I0 2W0 0W0", {5: (0, 2)}),
+        ("", {}),
+    ],
+)
+def test_a_stage_is_complete_with_its_last_backward(row, completing) -> None:
+    """Several stages of a rank whose backwards are split all at once: their order differs between replicas."""
+    assert completing_actions((action[1], int(action[0])) for action in row.split()) == completing
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 2, "virtual": 2}, {"tp": 2}, {"pp": 3, "devices": [1, 2, 1]}])
+def test_parameters_of_units_are_those_of_their_rank(sizes, tied) -> None:
+    for adapters in (0, 24):
+        model = sample_model(num_layers=4, num_kv_heads=2, tied_embeddings=tied, adapter_parameters_per_layer=adapters)
+        layout = even_layout(4, **sizes)
+        found = [sum(trained_unit_parameters(model, layout, rank).values()) for rank in range(layout.pipeline_ranks)]
+        assert found == trained_parameters_per_rank(model, layout).tolist()
+
+
+def test_units_are_complete_from_the_head_to_the_embedding() -> None:
+    """A backward of 4 tokens: head 11 + 12, each layer 7 + 8 + 0.02 + pairs, the embedding 2."""
+    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    left = shares_left(costs, SliceColumns.from_ranges([[(0, 0, 4)]]), 0, 0)
+    layer = 15.02 + 0.25 * 10
+    total = 23 + 3 * layer + 2
+    assert list(left) == [4, 3, 2, 1, 0]
+    assert list(left.values()) == pytest.approx(
+        [(3 * layer + 2) / total, (2 * layer + 2) / total, (layer + 2) / total, 2 / total, 0]
+    )
+
+
+def planner_of(beside, **sizes):
+    model = sample_model(num_layers=4)
+    coefficients = sample_coefficients(reduction_beside=beside, reduce_bandwidth_bytes_per_s=1e2)
+    return StepPlanner(model, coefficients, even_layout(4, **sizes), None, PlanOptions(max_pack_tokens=64))
+
+
+BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for at in range(8))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "virtual": 2}])
+@pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
+def test_a_plan_says_what_it_hides(strategy, sizes) -> None:
+    """Step time, causes, timeline and account agree; without sums beside compute nothing is hidden."""
+    steps = {}
+    for name, beside in (("after", None), ("free", FREE), ("slow", BesideCompute(slowdown=1.0))):
+        planner = planner_of(beside, **sizes)
+        proposal = planner.propose(0, BATCH, strategy)
+        predicted = steps[name] = proposal.plan.predicted
+        assert split_proposal(proposal).total_s() == pytest.approx(predicted.step_time_s)
+        timeline = detailed_timeline(proposal.plan, planner.costs)
+        told = timeline.reduction_seconds()
+        assert told[0] == pytest.approx(predicted.reduction_s)
+        if name != "slow":  # its packs end later than the simulation of packs alone says
+            assert told[1] == pytest.approx(predicted.reduction_hidden_s, abs=1e-9)
+        assert float(timeline.side.end_s.max()) == pytest.approx(predicted.step_time_s)
+    assert steps["after"].reduction_hidden_s == 0
+    assert 0 < steps["free"].reduction_hidden_s <= steps["free"].reduction_s
+    assert steps["free"].reduction_s == pytest.approx(steps["after"].reduction_s)
+    assert steps["free"].step_time_s < steps["after"].step_time_s
+    assert steps["slow"].step_time_s == pytest.approx(steps["after"].step_time_s)
+
+
+def test_on_the_way_to_the_bound_a_reduction_disappears() -> None:
+    """A long backward and a fast link: only the embedding's sum is left, which nothing can hide."""
+    fast = msgspec.structs.replace(planner_of(FREE, dp=2).costs.coefficients, reduce_bandwidth_bytes_per_s=1e6)
+    planner = StepPlanner(sample_model(num_layers=4), fast, even_layout(4, dp=2), None, PlanOptions(max_pack_tokens=64))
+    predicted = planner.plan(0, BATCH, "slimpack").predicted
+    share = trained_unit_parameters(planner.costs.model, planner.layout, 0)
+    last = share[0] / sum(share.values())
+    assert predicted.reduction_hidden_s / predicted.reduction_s == pytest.approx(1 - last)
