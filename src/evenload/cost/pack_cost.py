@@ -257,15 +257,6 @@ class PackCosts:
             for copies, parameters in self._fullest_by_copies().items()
         )
 
-    def sum_seconds(self, rank: int, parameters: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The reduce-scatter of units with so many trained parameters each, on a pipeline rank; float64[units]. They
-        add up to one of all their bytes: latency is counted once."""
-        total = int(parameters.sum())
-        seconds = self.coefficients.ring_seconds(
-            max(self.model.bytes_per_element, 4) * total, self.layout.data_sizes[rank]
-        )
-        return seconds * parameters / max(1, total)
-
     def optimizer_seconds(self) -> float:
         """The update of one rank's shard, fullest rank."""
         seconds = self.coefficients.optimizer_s_per_parameter

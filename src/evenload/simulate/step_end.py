@@ -115,7 +115,10 @@ def _rank_sums(costs: PackCosts, replicas: Sequence[SimulatedReplica], rank: int
             for unit, seconds in own_s.items():
                 if unit in completed_s:
                     completed_s[unit] = max(completed_s[unit], seconds)
-    alone_s = costs.sum_seconds(rank, np.array([parameters[unit] for unit in units], np.int64))
+    sizes = np.array([parameters[unit] for unit in units], np.float64)
+    # Together as long as one sum of all their bytes: latency is counted once.
+    num_bytes = max(costs.model.bytes_per_element, 4) * float(sizes.sum())
+    alone_s = costs.coefficients.ring_seconds(num_bytes, layout.data_sizes[rank]) * sizes / max(1.0, sizes.sum())
     beside = costs.coefficients.reduction_beside
     released_s = np.array([completed_s[unit] if beside else compute_end_s for unit in units])
     start_s, end_s, compute_end_s = run_sums(released_s, alone_s, compute_end_s, beside or BesideCompute())
