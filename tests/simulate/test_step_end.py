@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideCompute
-from evenload.cost.last_backward import shares_left
+from evenload.cost.last_backward import pack_features, shares_left
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.detailed_timeline import detailed_timeline
@@ -116,7 +116,7 @@ def test_parameters_of_units_are_those_of_their_rank(sizes, tied) -> None:
 def test_units_are_complete_from_the_head_to_the_embedding() -> None:
     """A backward of 4 tokens: head 11 + 12, each layer 7 + 8 + 0.02 + pairs, the embedding 2."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    left = shares_left(costs, SliceColumns.from_ranges([[(0, 0, 4)]]), 0, 0)
+    left = shares_left(costs, pack_features(costs, SliceColumns.from_ranges([[(0, 0, 4)]]), 0), 0)
     layer = 15.02 + 0.25 * 10
     total = 23 + 3 * layer + 2
     assert list(left) == [4, 3, 2, 1, 0]

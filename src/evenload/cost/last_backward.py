@@ -4,18 +4,26 @@ A backward runs the head, then the layers downwards, then the embedding, and eac
 pack. Waiting for other ranks and what is computed again are not told apart: they are spread like the rest.
 """
 
-import numpy as np
+from collections.abc import Sequence
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.slice_features import pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
 
 
-def shares_left(costs: PackCosts, backward: SliceColumns, pack: int, stage: int) -> dict[int, float]:
-    """Of every unit of a stage, by number (`cost.memory.trained_unit_parameters`), the share of a backward pack's
-    seconds that is left when its gradients are complete, from the head's to the embedding's."""
+def pack_features(costs: PackCosts, backward: SliceColumns, pack: int) -> list[float]:
+    """Of one backward pack, as `cost.slice_features` has them."""
+    return costs.features.of_packs(backward.pack_range(pack, pack + 1))[0].tolist()
+
+
+def shares_left(costs: PackCosts, features: Sequence[float], stage: int) -> dict[int, float]:
+    """Of every unit of a stage, by number (`cost.memory.trained_unit_parameters`), the share of a backward's seconds
+    that is left when its gradients are complete, from the head's to the embedding's.
+
+    Args:
+        features: of the pack.
+    """
     coefficients, tp, windows = costs.coefficients, costs.layout.tp, costs.windows
-    features = costs.features.of_packs(backward.pack_range(pack, pack + 1))[0]
     layer = coefficients.backward
     common_s = features[0] * layer.linear_s_per_token / tp + features[1] * layer.slice_s + features[2] * layer.pack_s
     window_s = {
@@ -30,11 +38,13 @@ def shares_left(costs: PackCosts, backward: SliceColumns, pack: int, stage: int)
     parts: list[tuple[int, float]] = []
     if stage == costs.layout.num_stages - 1:
         head_s = features[0] * coefficients.head_s_per_token / tp + coefficients.head_pack_s
-        parts.append((1 + costs.model.num_layers, float(head_s)))
-    parts += [(1 + at, float(common_s + window_s[costs.model.windows[at]])) for at in reversed(range(first, last))]
+        parts.append((1 + costs.model.num_layers, head_s))
+    parts += [(1 + at, common_s + window_s[costs.model.windows[at]]) for at in reversed(range(first, last))]
     if stage == 0:
-        parts.append((0, float(features[0] * coefficients.embedding_s_per_token / tp)))
-    left_s = np.cumsum([seconds for _, seconds in parts][::-1])[::-1]
-    total_s = float(left_s[0])
-    after_s = [*left_s[1:].tolist(), 0.0]
-    return {unit: one / total_s if total_s else 0.0 for (unit, _), one in zip(parts, after_s, strict=True)}
+        parts.append((0, features[0] * coefficients.embedding_s_per_token / tp))
+    total_s = sum(seconds for _, seconds in parts)
+    found, left_s = {}, total_s
+    for unit, seconds in parts:
+        left_s -= seconds
+        found[unit] = max(0.0, left_s / total_s) if total_s else 0.0
+    return found

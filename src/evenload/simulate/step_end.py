@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import BesideCompute
-from evenload.cost.last_backward import shares_left
+from evenload.cost.last_backward import pack_features, shares_left
 from evenload.cost.memory import trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.simulate.simulate import Simulation
@@ -93,14 +93,18 @@ class StepEnd:
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     """Of all replicas of a step together."""
-    sums = tuple(_rank_sums(costs, replicas, rank) for rank in range(costs.layout.pipeline_ranks))
+    known: dict[tuple[int, int], list[float]] = {}
+    sums = tuple(_rank_sums(costs, replicas, rank, known) for rank in range(costs.layout.pipeline_ranks))
     packs_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
     updated_s = summed_s + costs.optimizer_seconds()
     return StepEnd(sums, packs_s, summed_s, updated_s, updated_s + costs.gather_seconds())
 
 
-def _rank_sums(costs: PackCosts, replicas: Sequence[SimulatedReplica], rank: int) -> RankSums:
+def _rank_sums(
+    costs: PackCosts, replicas: Sequence[SimulatedReplica], rank: int, known: dict[tuple[int, int], list[float]]
+) -> RankSums:
+    """`known` are features of packs by (replica, pack); they grow."""
     layout = costs.layout
     parameters = trained_unit_parameters(costs.model, layout, rank)
     units = sorted(parameters, reverse=True)
@@ -108,9 +112,9 @@ def _rank_sums(costs: PackCosts, replicas: Sequence[SimulatedReplica], rank: int
     twins = [twin for twin in range(layout.pipeline_ranks) if layout.leading_ranks[twin] == leading]
     completed_s = dict.fromkeys(units, 0.0)
     compute_end_s = 0.0
-    for replica in replicas:
+    for number, replica in enumerate(replicas):
         for twin in twins:
-            own_s, end_s = _completed_seconds(costs, replica, twin)
+            own_s, end_s = _completed_seconds(costs, replica, twin, number, known)
             compute_end_s = max(compute_end_s, end_s)
             for unit, seconds in own_s.items():
                 if unit in completed_s:
@@ -125,21 +129,34 @@ def _rank_sums(costs: PackCosts, replicas: Sequence[SimulatedReplica], rank: int
     return RankSums(np.array(units, np.int64), start_s, end_s, compute_end_s)
 
 
-def _completed_seconds(costs: PackCosts, replica: SimulatedReplica, rank: int) -> tuple[dict[int, float], float]:
+def _completed_seconds(
+    costs: PackCosts, replica: SimulatedReplica, rank: int, number: int, known: dict[tuple[int, int], list[float]]
+) -> tuple[dict[int, float], float]:
     """When a rank has completed the gradients of its units, and its last action; nothing of a rank without packs."""
     actions, own = replica.actions, replica.actions.of_rank(rank)
-    kinds, stages = [KINDS[kind] for kind in actions.kind[own].tolist()], actions.stage[own].tolist()
+    ends_s = replica.simulation.end_s[own]
+    if not len(ends_s):
+        return {}, 0.0
     found: dict[int, float] = {}
-    for at, completing in completing_actions(zip(kinds, stages, strict=True)).items():
-        place = own.start + at
+    kind, stage_of = actions.kind[own], actions.stage[own]
+    # All others add nothing to the answer: the last action of every stage, and one W if there is one.
+    told = [int(np.flatnonzero(kind == KINDS.index("W"))[-1])] if (kind == KINDS.index("W")).any() else []
+    for stage in costs.layout.stages_of_rank(rank):
+        told += np.flatnonzero((stage_of == stage) & (kind != KINDS.index("F")))[-1:].tolist()
+    told = sorted(set(told))
+    pairs = [(KINDS[kind[at]], int(stage_of[at])) for at in told]
+    for index, completing in completing_actions(pairs).items():
+        place = own.start + told[index]
+        pack = int(actions.pack[place])
         start_s, end_s = float(replica.simulation.start_s[place]), float(replica.simulation.end_s[place])
         for stage in completing:
-            left = shares_left(costs, replica.backward, int(actions.pack[place]), stage)
             # Told unit by unit where one whole backward completes one stage, as the executor does.
-            is_told = kinds[at] == "B" and completing == (stages[at],)
-            found |= {unit: end_s - (share if is_told else 0.0) * (end_s - start_s) for unit, share in left.items()}
-    ends_s = replica.simulation.end_s[own]
-    return found, float(ends_s[-1]) if len(ends_s) else 0.0
+            is_whole = pairs[index][0] == "B" and completing == (pairs[index][1],)
+            if (number, pack) not in known:
+                known[number, pack] = pack_features(costs, replica.backward, pack)
+            left = shares_left(costs, known[number, pack], stage)
+            found |= {unit: end_s - (share if is_whole else 0.0) * (end_s - start_s) for unit, share in left.items()}
+    return found, float(ends_s[-1])
 
 
 def run_sums(

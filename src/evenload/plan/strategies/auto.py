@@ -36,6 +36,7 @@ from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
+from evenload.simulate.step_end import step_end
 
 CLOSE_POLICIES = 1.06
 """Refining gains so much, so policies within it of the best are refined too."""
@@ -104,7 +105,11 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
     as_run = [(problem, choices_as_run(problem, choices)) for problem, choices in plans]
-    return min(as_run, key=lambda planned: step_score(planned[1]))
+    best = min(as_run, key=lambda planned: step_score(planned[1]))
+    # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
+    excess, limit_s = step_score(best[1])[0], _summed_s(*best)
+    close = [planned for planned in as_run if step_score(planned[1])[:2] <= (excess, limit_s)]
+    return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
 
 
 def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:
@@ -122,18 +127,18 @@ def _may_win(rival: Strategy, problems: Sequence[StepProblem], found: tuple[Repl
     (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
     searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack.
     """
-    excess, makespan_s, _ = step_score(found)
+    excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
     if excess:
         return True
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
     speeds = problems[0].speeds
     least_s = float(problems[0].document_s.max(initial=0.0)) * (1.0 if speeds is None else speeds.speeds.least_factor())
-    if rival.keeps_whole and not splits and least_s >= makespan_s:
+    if rival.keeps_whole and not splits and least_s >= summed_s:
         return False
     if len(problems) == 1 or not rival.ignores_memory:
         return True
     _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
-    return step_score(boundless.choices)[1] < makespan_s
+    return step_score(boundless.choices)[1] < summed_s
 
 
 def rules_of(problem: StepProblem) -> SearchRules:
@@ -164,6 +169,11 @@ def refine_rules(problem: StepProblem) -> RefineRules:
         budget=options.max_candidates,
         time_budget_s=options.time_budget_s,
     )
+
+
+def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
+    """When all gradients are summed; what comes then takes the same after every plan."""
+    return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
 
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
