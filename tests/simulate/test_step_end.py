@@ -8,20 +8,25 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideCompute
-from evenload.cost.last_backward import pack_features, shares_left
+from evenload.cost.last_backward import pack_features, shares_left, stage_units
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.simulate.step_end import run_sums
+from evenload.simulate.simulate import simulate
+from evenload.simulate.step_end import SimulatedReplica, _completing_places, run_sums
+from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
+from evenload.types.pipeline import action_columns
 from evenload.types.schedule import completing_actions
+from varied_plans import varied_plan
 
 FREE = BesideCompute(slowdown=0.0)
+SCHEDULE_OF = {"1f1b": "static"}
 
 
 def sums(released, alone, compute_end, beside=FREE):
@@ -116,13 +121,32 @@ def test_parameters_of_units_are_those_of_their_rank(sizes, tied) -> None:
 def test_units_are_complete_from_the_head_to_the_embedding() -> None:
     """A backward of 4 tokens: head 11 + 12, each layer 7 + 8 + 0.02 + pairs, the embedding 2."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    left = shares_left(costs, pack_features(costs, SliceColumns.from_ranges([[(0, 0, 4)]]), 0), 0)
+    features = pack_features(costs, [(SliceColumns.from_ranges([[(0, 0, 4)]]), 0)])
     layer = 15.02 + 0.25 * 10
     total = 23 + 3 * layer + 2
-    assert list(left) == [4, 3, 2, 1, 0]
-    assert list(left.values()) == pytest.approx(
-        [(3 * layer + 2) / total, (2 * layer + 2) / total, (layer + 2) / total, 2 / total, 0]
-    )
+    left = [(3 * layer + 2) / total, (2 * layer + 2) / total, (layer + 2) / total, 2 / total, 0]
+    assert stage_units(costs, 0) == [4, 3, 2, 1, 0]
+    assert shares_left(costs, features, 0)[0].tolist() == pytest.approx(left)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "list_split", "zb_h1"])
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule, virtual) -> None:
+    if virtual > 1 and schedule != "list_split":
+        schedule = "list"
+    plan = varied_plan(3, num_layers=8, pp=2, virtual=virtual, schedule=SCHEDULE_OF.get(schedule, schedule))
+    actions = action_columns(plan.schedules[0])
+    costs = PackCosts(sample_model(num_layers=8), sample_coefficients(), plan.layout)
+    simulation = simulate(timed_tasks(plan, 0), actions)
+    place, is_whole = _completing_places(costs, SimulatedReplica(SliceColumns.from_ranges([]), actions, simulation))
+    expected, whole = np.full((2, plan.layout.num_stages), -1), np.zeros((2, plan.layout.num_stages), bool)
+    for rank, row in enumerate(plan.schedules[0].ranks):
+        for at, stages in completing_actions((action.kind, action.stage) for action in row).items():
+            for stage in stages:
+                expected[rank, stage] = actions.rank_offset[rank] + at
+                whole[rank, stage] = row[at].kind == "B" and stages == (row[at].stage,)
+    assert place.tolist() == expected.tolist()
+    assert is_whole.tolist() == whole.tolist()
 
 
 def planner_of(beside, **sizes):

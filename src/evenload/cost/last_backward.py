@@ -6,45 +6,49 @@ pack. Waiting for other ranks and what is computed again are not told apart: the
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.slice_features import pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
 
 
-def pack_features(costs: PackCosts, backward: SliceColumns, pack: int) -> list[float]:
-    """Of one backward pack, as `cost.slice_features` has them."""
-    return costs.features.of_packs(backward.pack_range(pack, pack + 1))[0].tolist()
+def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
+    """Of packs by their columns and number, as `cost.slice_features` has them; float64[n, features]."""
+    parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
+    return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
 
 
-def shares_left(costs: PackCosts, features: Sequence[float], stage: int) -> dict[int, float]:
-    """Of every unit of a stage, by number (`cost.memory.trained_unit_parameters`), the share of a backward's seconds
-    that is left when its gradients are complete, from the head's to the embedding's.
+def stage_units(costs: PackCosts, stage: int) -> list[int]:
+    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward completes
+    them."""
+    first, last = costs.layout.stage_layers[stage]
+    head = [1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []
+    return [*head, *(1 + layer for layer in reversed(range(first, last))), *([0] if stage == 0 else [])]
+
+
+def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
+    """Of every pack and unit (`stage_units`) the share of the backward's seconds that is left when the unit's gradients
+    are complete; float64[n, units].
 
     Args:
-        features: of the pack.
+        features: of the packs.
     """
-    coefficients, tp, windows = costs.coefficients, costs.layout.tp, costs.windows
-    layer = coefficients.backward
-    common_s = features[0] * layer.linear_s_per_token / tp + features[1] * layer.slice_s + features[2] * layer.pack_s
-    window_s = {
-        window: (
-            features[pairs_column(index)] * layer.attention_s_per_pair
-            + features[prefix_column(index)] * layer.prefix_s_per_token
-        )
-        / tp
-        for index, window in enumerate(windows)
-    }
-    first, last = costs.layout.stage_layers[stage]
-    parts: list[tuple[int, float]] = []
-    if stage == costs.layout.num_stages - 1:
-        head_s = features[0] * coefficients.head_s_per_token / tp + coefficients.head_pack_s
-        parts.append((1 + costs.model.num_layers, head_s))
-    parts += [(1 + at, common_s + window_s[costs.model.windows[at]]) for at in reversed(range(first, last))]
-    if stage == 0:
-        parts.append((0, features[0] * coefficients.embedding_s_per_token / tp))
-    total_s = sum(seconds for _, seconds in parts)
-    found, left_s = {}, total_s
-    for unit, seconds in parts:
-        left_s -= seconds
-        found[unit] = max(0.0, left_s / total_s) if total_s else 0.0
-    return found
+    coefficients, tp = costs.coefficients, costs.layout.tp
+    layer, units = coefficients.backward, stage_units(costs, stage)
+    rates = np.zeros((features.shape[1], len(units)))
+    for at, unit in enumerate(units):
+        if unit == 0:
+            rates[0, at] = coefficients.embedding_s_per_token / tp
+        elif unit == 1 + costs.model.num_layers:
+            rates[0, at], rates[2, at] = coefficients.head_s_per_token / tp, coefficients.head_pack_s
+        else:
+            window = costs.windows.index(costs.model.windows[unit - 1])
+            rates[:3, at] = layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
+            rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
+            rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
+    seconds = features @ rates
+    total_s = seconds.sum(axis=1, keepdims=True)
+    left_s = total_s - np.cumsum(seconds, axis=1)
+    return np.maximum(0.0, np.divide(left_s, total_s, out=np.zeros_like(left_s), where=total_s > 0))
