@@ -13,6 +13,7 @@ cores take turns, so that times show work and messages, not what overlap hides.
     python benchmarks/context_parallel.py [--quick] [--append]
 """
 
+import functools
 import statistics
 import tempfile
 import time
@@ -31,7 +32,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage
@@ -109,9 +110,8 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
     variants = plans_of(name, num_documents)
     layout = next(iter(variants.values()))[0].layout
     mesh = create_mesh(layout, torch.device("cpu"), timeout_s=300)
-    models = build_rank_models(
-        model_config(), layout=layout, pp_rank=0, dtype=torch.float32, device=mesh.device, weights=None, seed=0
-    )
+    build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
+    models = build_rank_models(model_config(), layout, 0, build)
     flatten_units(tuple(models.values()), dp=mesh.data_size)
     stages = {stage: PipelineStage(model, select_backend("auto", "cpu")) for stage, model in models.items()}
     generator = np.random.default_rng(0)

@@ -15,6 +15,7 @@ not wait may still compute slower: only the step's time tells what is gained.
     python benchmarks/overlap.py [--quick] [--append]
 """
 
+import functools
 import statistics
 import tempfile
 import time
@@ -36,7 +37,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage
@@ -111,9 +112,8 @@ def run_rank(rank: int, directory: str, repeats: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=CP)
     plan = planned_step()
     mesh = create_mesh(plan.layout, torch.device("cpu"), timeout_s=300)
-    models = build_rank_models(
-        model_config(), layout=plan.layout, pp_rank=0, dtype=torch.float32, device=mesh.device, weights=None, seed=0
-    )
+    build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
+    models = build_rank_models(model_config(), plan.layout, 0, build)
     flatten_units(tuple(models.values()), dp=mesh.data_size)
     stages = {stage: PipelineStage(model, select_backend("auto", "cpu")) for stage, model in models.items()}
     generator = np.random.default_rng(0)

@@ -18,6 +18,7 @@ import loader_training
 import overlap
 import planning
 import planning_memory
+import reduction
 import replay
 import sharding
 import simulator
@@ -30,6 +31,7 @@ def main() -> None:
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
     for module in (simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
+    run_benchmark(reduction.measure, reduction.__doc__ or "", arguments)
     run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)

@@ -19,6 +19,7 @@ backward together. Times are the process's CPU time, except that of `outside`.
     python benchmarks/step_overhead.py [--quick] [--append]
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evenload.attention.backends import select_backend
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.hf_model import build_rank_models
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage
@@ -163,16 +164,8 @@ def model_config(width: int, layers: int) -> LlamaConfig:
 
 def make_executor(mesh: Mesh, width: int, layers: int) -> Executor:
     """Of a model of that width, all layers on one stage."""
-    models = build_rank_models(
-        model_config(width, layers),
-        layout=mesh.layout,
-        pp_rank=0,
-        tp_rank=0,
-        dtype=torch.float32,
-        device=mesh.device,
-        weights=None,
-        seed=0,
-    )
+    build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
+    models = build_rank_models(model_config(width, layers), mesh.layout, 0, build)
     flatten_units(tuple(models.values()), dp=1)
     backend = select_backend("auto", "cpu")
     return Executor({stage: PipelineStage(model, backend) for stage, model in models.items()}, mesh)
