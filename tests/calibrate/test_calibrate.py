@@ -6,6 +6,7 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
@@ -58,6 +59,19 @@ def test_calibration_measures_a_real_stage(gloo_pool):
 
 def _links_of_a_rank(sizes):
     return quick_links(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
+
+
+def _beside_of_a_rank(sizes):
+    found = beside_compute(create_mesh(even_layout(2, **sizes), torch.device("cpu"), TIMEOUT_S))
+    return None if found is None else (found.stretch, found.slowdown)
+
+
+def test_sums_beside_compute_are_timed_where_gradients_are_summed(gloo_pool):
+    """How much they cost each other is this machine's; that both go on at once is not."""
+    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"dp": 2}):
+        assert stretch > 0
+        assert 0 <= slowdown < 1, "products were computed while sums ran"
+    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}) == [None, None]
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from evenload.cli.run_lines import data_line, first_plan_line, interval_line, strategy_line
+from evenload.cli.run_lines import data_line, first_plan_line, interval_line, reduction_line, strategy_line
 from evenload.cli.worker_setup import device_name
+from evenload.cost.coefficients import BesideCompute
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval, processor_of
 from evenload.plan.strategies.registry import STRATEGIES
@@ -16,6 +17,15 @@ def test_every_strategy_says_what_it_does():
     assert all(strategy_line(name, 1) == f"strategy {name}: {one.description}" for name, one in STRATEGIES.items())
     assert "2 ranks share" in strategy_line("skrull", 2)
     assert strategy_line("slimpack", 1, "replicas share documents").endswith("by simulation; replicas share documents")
+
+
+def test_a_run_says_when_gradients_are_summed():
+    assert reduction_line(1, None) == ""
+    assert reduction_line(4, None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
+    beside = reduction_line(4, BesideCompute(stretch=1.5, slowdown=0.25))
+    assert "beside the last backward" in beside
+    assert "1.50 times" in beside
+    assert "25%" in beside
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

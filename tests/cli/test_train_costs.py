@@ -11,7 +11,7 @@ from dist_training import COSTS
 from evenload.cli import worker_setup
 from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
-from evenload.cost.coefficients import MeasuredOn, read_coefficients, write_coefficients
+from evenload.cost.coefficients import BesideCompute, MeasuredOn, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import FitError, Profile, digest_of
 from evenload.types.cluster_catalog import cluster_from
@@ -126,6 +126,7 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "CHANGED" not in line
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
+    assert not msgspec.structs.replace(costs, reduction_beside=BesideCompute()).is_changed
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
     assert costs.profile is not None
@@ -151,8 +152,9 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    parallel = SimpleNamespace(cp_exchange="all_gather")
-    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=SimpleNamespace(parallel=parallel))
+    parallel, train = SimpleNamespace(cp_exchange="all_gather"), SimpleNamespace(overlap_reduction=True)
+    config = SimpleNamespace(parallel=parallel, train=train)
+    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
         costs = msgspec.structs.replace(COSTS, copies=saved)
@@ -163,3 +165,21 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     assert [found(saved) for saved in (None, copies, kept)] == [by_two, by_two, kept]
     live.shares_memory = False
     assert found(kept) is None
+
+
+def test_gradients_are_summed_as_configured_whatever_the_costs_say(monkeypatch) -> None:
+    """Costs that know nothing of it assume the data sheets' figures; measured ones stay."""
+    measured = BesideCompute(stretch=2.0, slowdown=0.5)
+    for known, is_overlapped, expected in (
+        (None, True, BesideCompute()),
+        (measured, True, measured),
+        (measured, False, None),
+        (None, False, None),
+    ):
+        config = SimpleNamespace(
+            parallel=SimpleNamespace(cp_exchange="all_gather"), train=SimpleNamespace(overlap_reduction=is_overlapped)
+        )
+        costs = msgspec.structs.replace(COSTS, reduction_beside=known)
+        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
+        trainer = SimpleNamespace(live=None, config=config)
+        assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).reduction_beside == expected
