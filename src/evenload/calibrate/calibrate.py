@@ -8,10 +8,11 @@ broadcasts them: one cost file for all ranks. `calibrate.profile` measures the s
 A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
 quieter of the two measurements is taken, and the caller is told.
 
-On a GPU packs go on to the largest of the run: those of 4,096 tokens do not fill it, and mostly time its host.
+On a GPU packs of more tokens follow, up to the largest of the run as far as a fifth of its memory holds what all layers
+of the stage keep of them: those of 4,096 tokens do not fill it, and mostly time its host. The caller is told how far.
 
-Price: at most 16 packs of up to 4,096 tokens forward and backward, repeated for some seconds to warm up and then while
-the time budget lasts; the longer ones are left out where the budget is gone before them.
+Price: at most 16 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
+to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
 import statistics
@@ -56,10 +57,12 @@ class Calibration:
 
     Args:
         disturbance: of the rank that was disturbed most; a noisy measurement is good for this run at best.
+        largest_pack_tokens: that every rank timed.
     """
 
     coefficients: CostCoefficients
     disturbance: Disturbance
+    largest_pack_tokens: int
 
 
 def calibrate(
@@ -92,7 +95,8 @@ def calibrate(
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
         # compute, so that what hides varies with the load (benchmarks/overlap.py). None is counted.
         fitted = msgspec.structs.replace(fitted, context_hidden_share=0.0)
-    return Calibration(fitted, disturbance)
+    largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
+    return Calibration(fitted, disturbance, largest)
 
 
 def _measured(

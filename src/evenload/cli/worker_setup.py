@@ -190,6 +190,12 @@ def _found_or_measured(
     longest = max_document_tokens or trainer.config.data.max_document_tokens
     most, demand = trainer.config.max_pack_tokens, computing_demand(threads)
     measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
+    if mesh.device.type == "cuda" and 2 * measured.largest_pack_tokens <= most:
+        console.print(
+            f"packs of up to {measured.largest_pack_tokens:,} tokens were timed, as time and memory allowed; the run's "
+            f"may have {most:,}, whose seconds are extrapolated",
+            soft_wrap=True,
+        )
     if measured.disturbance.is_noisy:
         console.print(
             f"calibration was disturbed: {measured.disturbance.describe()}. Predicted seconds may be too long. These "
@@ -208,8 +214,9 @@ def what_is_timed(config: TrainConfig) -> str:
     if config.train.deterministic:
         found += ", deterministic"
     if config.train.device == "cuda":
-        # Packs are timed up to the largest of the run, in steps of two.
-        found += f", packs of {1 << (config.max_pack_tokens - 1).bit_length()} tokens"
+        # Packs of 2, 4, 8, ... times as many tokens are timed up to these.
+        pack, document = (1 << (n.bit_length() - 1) for n in (config.max_pack_tokens, config.data.max_document_tokens))
+        found += f", packs of {pack} tokens, documents of {document}"
     return found
 
 
