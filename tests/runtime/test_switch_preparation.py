@@ -90,7 +90,7 @@ def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step()
 def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():
     """Seven elements in two parameters, with room for those of two ranks."""
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(1))]
-    group = BufferGroup(("a", "b"), tuple(parameters), decays=True, is_part=False)
+    group = BufferGroup(("a", "b"), tuple(parameters), decays=True, is_part=False, unit=1)
     live = LivePiece(
         1, parameters, group, at_both_ends=False, tied_name="", data_sizes=[1, 2], device=torch.device("cpu"),
         is_held=True,
