@@ -53,7 +53,9 @@ MOVED_TRIALS = 3
 """Best trials of a replica that are rated again when its documents change."""
 VARIED = 4
 """Best settings of a probe whose packs are tried under other schedules."""
-REFINED_SHARED = 4
+TAPERED = 2
+"""Best settings of the improved probe that are tried with smaller packs at both ends."""
+REFINED_SHARED = 8
 """Best trials of the improved probe that every replica rates."""
 WORTH_IT = 0.999
 """Of the best time: what another schedule must get below to be taken."""
@@ -90,6 +92,7 @@ class RefineRules:
 
     Args:
         variants: of a trial, the same packs under other schedules.
+        tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
         others: of a trial, the same packs under schedules that are tried at the end, on what was found.
         may_split: backwards may run as I and W.
         may_reorder: other settings of the list schedule may be tried.
@@ -98,6 +101,7 @@ class RefineRules:
     """
 
     variants: Callable[[Trial], list[Trial]]
+    tapered: Callable[[Trial], list[Trial]]
     others: Callable[[Trial], list[Trial]]
     may_split: bool
     may_reorder: bool
@@ -247,6 +251,8 @@ def refine(found: FoundStep, rules: RefineRules) -> None:
     probe = max(busy, key=lambda search: search.work_s)
     varied = [probe, *found.blocks.values()]
     score([(search, [v for trial in _best_packs(search) for v in rules.variants(trial)]) for search in varied])
+    if not probe.is_near_bound():
+        score([(probe, [v for trial in _best_packs(probe)[:TAPERED] for v in rules.tapered(trial)])])
     _improve(probe, budget, rules, PROBE_SHARE)
     _share(probe, [search for search in busy if search is not probe], REFINED_SHARED)
     _even_out(found)

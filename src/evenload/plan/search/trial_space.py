@@ -27,7 +27,7 @@ Cut = Literal["symmetric", "asymmetric", "whole"]
 CUTS: tuple[Cut, ...] = ("symmetric", "asymmetric", "whole")
 ORDERS = ("list", "list alternate", "static", "static inject")
 LOOKAHEADS: tuple[int | None, ...] = (None, 3, 0)
-TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 3))
+TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3))
 UNLIMITED_LOOKAHEAD = 2**31 - 1
 
 

@@ -44,6 +44,10 @@ MOST_REFINED = 3
 """Policies that are refined, at most."""
 
 
+BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
+"""Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
+
+
 class AutoOptions(StrategyOptions, tag="auto"):
     """How far `auto` searches.
 
@@ -163,6 +167,7 @@ def refine_rules(problem: StepProblem) -> RefineRules:
     ]
     return RefineRules(
         variants=lambda trial: [trial._replace(order=LIST.name, split=True)] if may_split else [],
+        tapered=lambda trial: _tapered(trial, layout.pp) if may_split else [],
         others=lambda trial: [trial_under(trial.setting, name) for name in others],
         may_split=may_split,
         may_reorder=may_reorder,
@@ -174,6 +179,22 @@ def refine_rules(problem: StepProblem) -> RefineRules:
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
     """When all gradients are summed; what comes then takes the same after every plan."""
     return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
+
+
+def _tapered(trial: Trial, pp: int) -> list[Trial]:
+    """Smaller packs where the pipeline fills and drains, and I and W: several steps of the search at once, because one
+    alone rarely pays. Few packs then do, which helps where documents are short."""
+    setting = trial.setting
+    if setting.cut == "whole":
+        return []
+    counts = dict.fromkeys(
+        max(pp, count // pp * pp) for count in (setting.num_packs * part // 4 for part in (3, 4, 5, 6))
+    )
+    return [
+        Trial(setting._replace(num_packs=count, token_weight=weight, taper=taper), LIST.name, split=True)
+        for count in counts
+        for taper, weight in BOTH_ENDS
+    ]
 
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
