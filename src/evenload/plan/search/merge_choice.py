@@ -17,8 +17,8 @@ from evenload.plan.search.trial_space import CUTS, Trial
 Estimate = tuple[int, float]
 """Bytes beyond memory, seconds."""
 
-FEW_SLICED = slice(1, 4)
-"""Pack counts that are tried of slices: more packs fill a pipeline, the most cost more constants than they save."""
+FEW_SLICED = slice(1, None, 2)
+"""Pack counts that are tried of slices: few and many, which memory may ask for."""
 FEW_WHOLE = 2
 """Pack counts that are tried of whole documents, up to one document a pack."""
 FEW_DOCUMENTS = 8

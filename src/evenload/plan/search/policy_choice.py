@@ -21,6 +21,8 @@ CLOSE = 1.02
 """Policies are told apart by so much."""
 MOST_CLOSE = 2
 """Policies that are searched because they are close, at most."""
+MOST_RATED = 2
+"""Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least."""
 
 
 class RankedPolicies(NamedTuple):
@@ -77,18 +79,26 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
         return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
     uneven, long = _merges_to_rate(problems[0])
-    merges = [*uneven, *long]
     boundless = replace(problems[0], cap_bytes=None)
-    least_s = _estimate(boundless, rules_of(boundless), uneven)[1]
+    least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
+    merges = [*uneven, *long]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
         if found and (0, work_s(problem)) >= min(found)[0]:
             continue  # its work alone takes longer than another policy
-        bounded = problem.cap_bytes is not None
-        estimate = _estimate(problem, rules_of(problem), merges) if bounded else (0, least_s)
+        if problem.cap_bytes is None:
+            found.append(((0, least_s), index))
+            break
+        estimate, rated = _estimate(problem, rules_of(problem), merges)
         found.append((estimate, index))
         if not estimate[0] and estimate[1] <= CLOSE * least_s:
             break
+        if not index and len(merges) > 2 * MOST_RATED:
+            # Large groups are best with everything stored, small ones with as little as can be.
+            frugal = problems[-1]
+            merges = [
+                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
+            ]
     found.sort()
     (excess, seconds), _ = found[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
@@ -111,8 +121,9 @@ def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
     return [outliers, *uniform_merges(problem, outliers)] if outliers else [], long_merges(problem)
 
 
-def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> Estimate:
-    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better."""
+def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
+    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better; and of all
+    merges."""
     assigned = assign_replicas(problem.document_s, problem.layout.dp, problem.paces)
     replicas = [
         ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth, known=rules.known)
@@ -124,5 +135,10 @@ def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> 
     apart = list(dict.fromkeys((heaviest, longest)))
     score([(search, quick_trials(search, rules)) for search in apart])
     best = [search.best() for search in apart]
-    estimates = [(max(one.excess_bytes for one in best), max(one.makespan_s for one in best))]
-    return min([*estimates, *rate_merges(problem, merges, rules)])
+    rated = rate_merges(problem, merges, rules)
+    return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
+
+
+def _best(rated: list[Estimate]) -> list[int]:
+    """Places of the best few."""
+    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

@@ -57,6 +57,11 @@ TAPERED = 2
 """Best settings of the improved probe that are tried with smaller packs at both ends."""
 REFINED_SHARED = 8
 """Best trials of the improved probe that every replica rates."""
+LATE = 1.01
+"""Of the median time of replicas: above it one rates more of the improved probe's trials, because memory ruled out, or
+its documents do not suit, what suited the probe best."""
+LATE_SHARED = 24
+"""How many more at most."""
 WORTH_IT = 0.999
 """Of the best time: what another schedule must get below to be taken."""
 MORE_PACKS = 12
@@ -255,6 +260,9 @@ def refine(found: FoundStep, rules: RefineRules) -> None:
         score([(probe, [v for trial in _best_packs(probe)[:TAPERED] for v in rules.tapered(trial)])])
     _improve(probe, budget, rules, PROBE_SHARE)
     _share(probe, [search for search in busy if search is not probe], REFINED_SHARED)
+    seconds = found.seconds()
+    late = seconds > LATE * np.median(seconds)
+    _share(probe, [one for one, is_late in zip(found.own, late, strict=True) if is_late and one in busy], LATE_SHARED)
     _even_out(found)
     stuck: set[int] = set()
     while budget.left():
