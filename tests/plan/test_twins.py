@@ -95,6 +95,20 @@ def test_reading_is_bounded_by_a_rank_and_by_the_machine():
     assert stall(Moves(weights=(), state=()), set()) == pytest.approx(AROUND_S)
 
 
+def test_all_tensor_parallel_places_read_at_once():
+    """Two places of two ranks on the machine of four: each rank reads at its rate alone, but the machine copies what
+    both places read."""
+    stages, replicas = split_layout([2, 2], pp=2, tp=2), split_layout([4], dp=2, tp=2)
+    both = msgspec.structs.replace(moved(set(range(6))), tp=2)
+    moves = both.moves(stages, replicas)
+    read = 2 * sum(PIECES[move.piece].num_elements * PIECES[move.piece].weight_bytes for move in moves.weights)
+    quiet = msgspec.structs.replace(COPIES, fixed_s=0.0, layer_s=0.0, gained_s=0.0, left_s=0.0)
+    costs = msgspec.structs.replace(COSTS, copies=quiet)
+    for is_taken, a_byte_s in ((True, 1 / 150), (False, 1 / 150 + 1 / 50)):
+        found = stall_seconds(moves, both, costs, stages, replicas, is_taken=is_taken)
+        assert found == pytest.approx(read * a_byte_s)
+
+
 def test_a_switch_that_reads_nothing_takes_what_surrounds_it():
     """Four replicas become four stages: each rank keeps one layer; those in the middle leave five pieces, those at the
     ends four. Three stages of 2 + 1 + 1 layers: the first rank arranges two, the last, idle now, leaves six."""

@@ -107,7 +107,7 @@ def joined_rank(
         )
         if device.type == "cuda" or len(layouts) > 1:
             warm_up(meshes)
-        cap = memory_bytes or memory_for_rank(device, local_world)
+        cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
         yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
         # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
         meshes.start.watch.close()
@@ -230,6 +230,14 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False)  # type: ignore[reportPrivateImportUsage]
     return dist.PrefixStore("evenload", store)  # type: ignore[reportPrivateImportUsage]
+
+
+def least_of_all(num_bytes: int, mesh: Mesh) -> int:
+    """What the rank with least has: plans are for all ranks, and those of machines with less memory have to hold them,
+    too. Collective."""
+    least = torch.tensor([num_bytes], dtype=torch.int64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.control)
+    return int(least)
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:

@@ -48,13 +48,17 @@ class CopySpec(Frozen):
         leaves so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
-    def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int) -> float:
-        """Until every rank has read what it lacks, by rank; without `arranging_seconds`."""
+    def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
+        """Until every rank has read what it lacks; without `arranging_seconds`.
+
+        Args:
+            read_bytes: by rank, of one tensor-parallel place; each of the `tp` reads as much beside it.
+        """
         machines: dict[int, float] = {}
         for rank, count in read_bytes.items():
             machines[rank // ranks_per_machine] = machines.get(rank // ranks_per_machine, 0.0) + count
         alone_s = max(read_bytes.values(), default=0.0) / self.rank_bytes_per_s
-        return max(alone_s, max(machines.values(), default=0.0) / self.machine_bytes_per_s)
+        return max(alone_s, tp * max(machines.values(), default=0.0) / self.machine_bytes_per_s)
 
 
 def most_layers(layout: ParallelLayout) -> int:

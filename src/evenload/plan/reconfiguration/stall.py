@@ -39,7 +39,7 @@ def stall_seconds(
         return both_s + relayed_s
     machines: dict[int, float] = defaultdict(float)
     for rank, count in _received([*moves.weights, *moves.relayed], moved.pieces, of_state=False).items():
-        machines[rank // moved.ranks_per_machine] += count
+        machines[rank // moved.ranks_per_machine] += count * moved.tp
     taking_s = 0.0 if is_taken else max(machines.values(), default=0.0) / copies.taken_bytes_per_s
     return _arranging_seconds(copies, moved.pieces, old, new) + both_s + relayed_s + taking_s
 
@@ -76,7 +76,7 @@ def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoe
     if copies is None:
         return sent_s
     received = _received(read, moved.pieces, of_state=of_state)
-    return max(sent_s, copies.seconds(received, moved.ranks_per_machine))
+    return max(sent_s, copies.seconds(received, moved.ranks_per_machine, moved.tp))
 
 
 def _received(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool) -> Mapping[int, float]:

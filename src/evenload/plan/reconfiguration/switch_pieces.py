@@ -22,11 +22,13 @@ class SwitchPieces(Frozen):
     Args:
         shared: indices of the pieces that the ranks of a machine read from each other's memory; others are sent.
         ranks_per_machine: which are neighbours in the order of ranks.
+        tp: tensor-parallel places, which all move their pieces at once and are neighbours.
     """
 
     pieces: tuple[Piece, ...]
     shared: frozenset[int]
     ranks_per_machine: int
+    tp: int = 1
 
     def moves(self, old: ParallelLayout, new: ParallelLayout, tp_rank: int = 0) -> Moves:
         """What travels between two layouts; errors as `plan_moves`."""

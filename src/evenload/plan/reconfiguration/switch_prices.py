@@ -38,6 +38,7 @@ class SwitchPrices:
                 pieces=pieces,
                 shared=frozenset(range(len(pieces))) if is_shared else frozenset(),
                 ranks_per_machine=coefficients.devices_per_node,
+                tp=start.tp,
             )
         self._moved = moved
         self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[float, float]] = {}

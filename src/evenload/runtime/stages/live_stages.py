@@ -134,6 +134,7 @@ class LiveStages:
             pieces=tuple(live.piece for live in self._pieces),
             shared=frozenset(shared),
             ranks_per_machine=mesh.ranks_per_machine,
+            tp=mesh.layout.tp,
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
