@@ -77,6 +77,8 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
         return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
+    if problems[0].cap_bytes is None:  # every other policy costs time to save memory
+        return RankedPolicies([((0, 0.0), problems[0])], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
     uneven, long = _merges_to_rate(problems[0])
     boundless = replace(problems[0], cap_bytes=None)
@@ -86,9 +88,6 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
     for index, problem in enumerate(problems):
         if found and (0, work_s(problem)) >= min(found)[0]:
             continue  # its work alone takes longer than another policy
-        if problem.cap_bytes is None:
-            found.append(((0, least_s), index))
-            break
         estimate, rated = _estimate(problem, rules_of(problem), merges)
         found.append((estimate, index))
         if not estimate[0] and estimate[1] <= CLOSE * least_s:
