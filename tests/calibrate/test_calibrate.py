@@ -1,16 +1,19 @@
 """Calibration at the start of a run: of a real stage, of links between ranks, and where its results are kept."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.beside_timings import beside_compute
+from evenload.calibrate.beside_timings import beside_compute, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_mesh, create_meshes
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -72,6 +75,34 @@ def test_sums_beside_compute_are_timed_where_gradients_are_summed(gloo_pool):
         assert stretch > 0
         assert 0 <= slowdown < 1, "products were computed while sums ran"
     assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}) == [None, None]
+
+
+def _beside_of_a_run(sizes_of_layouts):
+    layouts = [even_layout(3, **sizes) for sizes in sizes_of_layouts]
+    found = measured_beside(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S))
+    return None if found is None else (found.stretch, found.slowdown)
+
+
+def test_a_run_that_starts_without_replicas_times_the_layout_in_which_most_ranks_sum(gloo_pool):
+    """Every rank has the same answer, the idle one too."""
+    (found,) = set(gloo_pool.run(3, _beside_of_a_run, [{"pp": 3}, {"dp": 2}]))
+    assert found is not None
+    assert gloo_pool.run(2, _beside_of_a_run, [{"pp": 2}]) == [None, None]
+
+
+def test_a_sum_that_fails_ends_the_trial(monkeypatch):
+    """A rank that is lost meanwhile: the others must not compute for ever."""
+    calls = []
+
+    def sum_or_fail(*_, **__):
+        calls.append(1)
+        if len(calls) > 8:
+            raise RuntimeError("the connection broke")
+
+    monkeypatch.setattr("evenload.calibrate.beside_timings.reduce_scatter_single", sum_or_fail)
+    monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
+    with pytest.raises(RuntimeError, match="the connection broke"):
+        beside_compute(SimpleNamespace(data_size=2, data=None, device=torch.device("cpu")))
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

@@ -21,11 +21,15 @@ def test_every_strategy_says_what_it_does():
 
 def test_a_run_says_when_gradients_are_summed():
     assert reduction_line(1, None) == ""
-    assert reduction_line(4, None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
+    assert reduction_line(4, None).endswith(
+        "4 ranks after the last backward (train.overlap_reduction = false, or plan.feedback)"
+    )
     beside = reduction_line(4, BesideCompute(stretch=1.5, slowdown=0.25))
     assert "beside the last backward" in beside
     assert "1.50 times" in beside
     assert "25%" in beside
+    costly = reduction_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "4 ranks after the last backward: beside it a sum lasts 2.50 times as long as alone" in costly
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -152,8 +152,7 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    parallel, train = SimpleNamespace(cp_exchange="all_gather"), SimpleNamespace(overlap_reduction=True)
-    config = SimpleNamespace(parallel=parallel, train=train)
+    config = SimpleNamespace(parallel=SimpleNamespace(cp_exchange="all_gather"), sums_beside_packs=False)
     trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
@@ -168,18 +167,18 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
 
 
 def test_gradients_are_summed_as_configured_whatever_the_costs_say(monkeypatch) -> None:
-    """Costs that know nothing of it assume the data sheets' figures; measured ones stay."""
-    measured = BesideCompute(stretch=2.0, slowdown=0.5)
-    for known, is_overlapped, expected in (
-        (None, True, BesideCompute()),
-        (measured, True, measured),
-        (measured, False, None),
-        (None, False, None),
+    """What costs do not say is measured, and where that cannot be, on a GPU, assumed as for data sheets."""
+    measured, anew = BesideCompute(stretch=2.0, slowdown=0.4), BesideCompute(stretch=1.5, slowdown=0.5)
+    for known, told, is_overlapped, expected in (
+        (None, anew, True, anew),
+        (None, None, True, BesideCompute()),
+        (measured, anew, True, measured),
+        (measured, anew, False, None),
+        (None, anew, False, None),
     ):
-        config = SimpleNamespace(
-            parallel=SimpleNamespace(cp_exchange="all_gather"), train=SimpleNamespace(overlap_reduction=is_overlapped)
-        )
+        monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, told=told: told)
+        config = SimpleNamespace(parallel=SimpleNamespace(cp_exchange="all_gather"), sums_beside_packs=is_overlapped)
         costs = msgspec.structs.replace(COSTS, reduction_beside=known)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        trainer = SimpleNamespace(live=None, config=config)
+        trainer = SimpleNamespace(live=None, config=config, meshes=SimpleNamespace(sum_gradients=True))
         assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).reduction_beside == expected

@@ -89,10 +89,10 @@ def check(case: Case, messages: dict[int, str]) -> None:
     for rank, message in messages.items():
         assert message.startswith(f"RankLostError: rank {rank} (dp {rank % 2}, stage {rank // 2}) waited for "), message
         assert re.search(r"of step \d+ from (rank \d|all ranks|the ranks)", message), message
-        assert "nothing for 25 s" in message or "the connection broke" in message, message
+        assert f"nothing for {TIMEOUT_S:.0f} s" in message or "the connection broke" in message, message
     for rank, what in case.waits.items():
         assert re.search(what, messages[rank]), messages[rank]
-        assert "nothing for 25 s" in messages[rank] or case.how == signal.SIGKILL, messages[rank]
+        assert f"nothing for {TIMEOUT_S:.0f} s" in messages[rank] or case.how == signal.SIGKILL, messages[rank]
     # The first to give up sees who is silent; those after it may name whoever gave up before them.
     cause = f"{'and not waiting is' if case.how == STUCK else 'no sign of life from'} rank {case.lost} ("
     assert any(cause in message.lower() for message in messages.values()), "\n".join(messages.values())

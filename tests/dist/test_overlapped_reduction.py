@@ -33,6 +33,7 @@ def test_what_is_summed_early_is_complete_and_equal_to_the_bit(gloo_pool, name):
         assert told.equal
         assert list(told.order) == sorted(told.order, reverse=True), "from the head to the embedding"
         assert set(told.order) <= set(told.units)
+        assert told.early == len(told.order) > 0, "nothing waits for the end of the step"
 
 
 @pytest.mark.parametrize(("pp", "dp", "count"), [(1, 3, 8), (2, 2, 8)])

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=[True, False], ids=["sums at once", "sums late"])
 def device(request, monkeypatch):
     monkeypatch.setattr(module, "step_clock", lambda device: HostClock())
+    monkeypatch.setattr(module, "_streams", {})
     return Device(copies_at_once=request.param).replace(monkeypatch)
 
 
@@ -58,6 +59,7 @@ def test_the_error_of_a_call_is_raised_where_somebody_waits_and_nothing_runs_aft
     queue.put(lambda: done.append(1))
     with pytest.raises(RuntimeError, match="the connection broke"):
         queue.wait()
+    assert queue.has_failed
     assert not done
 
 

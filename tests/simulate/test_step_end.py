@@ -181,6 +181,16 @@ def test_a_plan_says_what_it_hides(strategy, sizes) -> None:
     assert steps["slow"].step_time_s == pytest.approx(steps["after"].step_time_s)
 
 
+def test_sums_that_keep_more_from_computing_than_they_take_wait_for_the_last_backward() -> None:
+    """As the run does: two and a half times as long, in which nine tenths of computing are lost."""
+    found = {
+        name: planner_of(beside, dp=2).plan(0, BATCH, "slimpack").predicted
+        for name, beside in (("after", None), ("costly", BesideCompute(stretch=2.5, slowdown=0.9)))
+    }
+    assert found["costly"] == found["after"]
+    assert found["costly"].reduction_hidden_s == 0
+
+
 def test_on_the_way_to_the_bound_a_reduction_disappears() -> None:
     """A long backward and a fast link: only the embedding's sum is left, which nothing can hide."""
     fast = msgspec.structs.replace(planner_of(FREE, dp=2).costs.coefficients, reduce_bandwidth_bytes_per_s=1e6)

@@ -21,12 +21,14 @@ class Told(NamedTuple):
         changed: of these, units that something was added to afterwards.
         equal: shards are the same to the bit, whether they were summed beside packs or after them.
         order: of the sums beside packs, by unit.
+        early: of these, those that were on their way when the last pack was done.
     """
 
     units: tuple[int, ...]
     changed: tuple[int, ...]
     equal: bool
     order: tuple[int, ...]
+    early: int
 
 
 def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[Told]:
@@ -54,6 +56,7 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
             expected = [shard.clone() for shard in after.finish()]
         with GradientReduction(rank.buffers, mesh, is_overlapped=True) as beside:
             rank.run_prepared(step, beside.release)
+            early = len(beside._queued)
             shards = beside.finish()
         found.append(
             Told(
@@ -61,6 +64,7 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
                 changed=changed,
                 equal=all(torch.equal(one, other) for one, other in zip(shards, expected, strict=True)),
                 order=tuple(beside.trace().unit.tolist()),
+                early=early,
             )
         )
     return found

@@ -8,17 +8,19 @@ what they take from kernels has not been measured yet (`BesideCompute` has the a
 Price: some 0.1 s.
 """
 
+import math
 import statistics
 import time
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import BesideCompute
-from evenload.runtime.comm.collectives import reduce_scatter_single
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.side_queue import side_queue
+from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.side_queue import ThreadQueue
 
 _NUM_SUMS = 6
 _NUM_TRIALS = 3
@@ -44,6 +46,21 @@ def beside_compute(mesh: Mesh) -> BesideCompute | None:
     return BesideCompute(stretch=stretch, slowdown=min(1.0, max(0.0, slowdown)))
 
 
+def measured_beside(meshes: Meshes) -> BesideCompute | None:
+    """Of the layout in which most ranks sum, medians over all ranks, which have the same answer; None as
+    `beside_compute`. Collective over all ranks of the run, idle ones too."""
+    mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
+    own = None if mesh.is_idle else beside_compute(mesh)
+    told = torch.tensor([math.nan, math.nan] if own is None else [own.stretch, own.slowdown], dtype=torch.float64)
+    everyone = told.new_empty(2 * mesh.num_ranks)
+    all_gather_single(everyone, told, group=mesh.control)
+    known = [row for row in everyone.view(-1, 2).tolist() if not math.isnan(row[0])]
+    if not known:
+        return None
+    stretch, slowdown = np.median(known, axis=0).tolist()
+    return BesideCompute(stretch=stretch, slowdown=slowdown)
+
+
 def _trial(mesh: Mesh) -> _Trial:
     count = -(-_SUM_ELEMENTS // mesh.data_size) * mesh.data_size
     whole = torch.zeros(count)
@@ -61,19 +78,19 @@ def _trial(mesh: Mesh) -> _Trial:
     dist.barrier(group=mesh.data)
     num_alone = 0
     from_s = time.perf_counter()
-    while time.perf_counter() - from_s < _NUM_SUMS * sum_s:
+    while not num_alone or time.perf_counter() - from_s < _NUM_SUMS * sum_s:
         square @ square
         num_alone += 1
     product_s = (time.perf_counter() - from_s) / num_alone
     dist.barrier(group=mesh.data)
-    queue = side_queue(mesh.device, is_beside=True)
+    queue = ThreadQueue(mesh.device)
     done: list[float] = []
     from_s = time.perf_counter()
     for _ in range(_NUM_SUMS):
         queue.put(one_sum)
     queue.put(lambda: done.append(time.perf_counter()))
     products = 0
-    while not done:
+    while not (done or queue.has_failed):
         square @ square
         products += 1
     queue.wait()

@@ -218,7 +218,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
         reads_twins = run.train.device == "cpu" and run.plan.twin_bytes != 0 and _layouts(run, model) is not None
         of_run = {
             "context_exchange": run.parallel.cp_exchange,
-            "overlap_reduction": run.train.overlap_reduction,
+            "overlap_reduction": run.sums_beside_packs,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

@@ -34,7 +34,12 @@ def reduction_line(copies: int, beside: BesideCompute | None) -> str:
         return ""
     over = f"gradients are summed over {copies} ranks"
     if beside is None:
-        return f"{over} after the last backward (train.overlap_reduction = false)"
+        return f"{over} after the last backward (train.overlap_reduction = false, or plan.feedback)"
+    if not beside.pays:
+        return (
+            f"{over} after the last backward: beside it a sum lasts {beside.stretch:.2f} times as long as alone and "
+            f"keeps computing from {beside.slowdown:.0%} of that time, as measured"
+        )
     return (
         f"{over} unit by unit beside the last backward, where a sum is taken to last {beside.stretch:.2f} times as "
         f"long as alone and to keep computing from {beside.slowdown:.0%} of that time"

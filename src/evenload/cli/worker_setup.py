@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from evenload.calibrate.beside_timings import measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.cli.cost_lines import cost_file_warnings
@@ -152,12 +153,11 @@ def run_coefficients(
         found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
     elif found.copies is None or found.copies.num_ranks != trainer.mesh.num_ranks:
         found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
-    config = trainer.config
-    return msgspec.structs.replace(
-        found,
-        context_exchange=config.parallel.cp_exchange,
-        reduction_beside=(found.reduction_beside or BesideCompute()) if config.train.overlap_reduction else None,
-    )
+    beside = found.reduction_beside if trainer.config.sums_beside_packs else None
+    if trainer.config.sums_beside_packs and beside is None and trainer.meshes.sum_gradients:
+        # A file of a layout in which nothing was summed, or of a run without overlap, does not say.
+        beside = measured_beside(trainer.meshes) or BesideCompute()
+    return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange, reduction_beside=beside)
 
 
 def _found_or_measured(

@@ -113,6 +113,11 @@ class BesideCompute(Frozen):
         if not 0 <= self.slowdown <= 1:
             raise ConfigError(f"reduction_beside.slowdown is {self.slowdown}, must be in 0..1")
 
+    @property
+    def pays(self) -> bool:
+        """A sum keeps less from computing than it takes alone; else it had better wait for the last backward."""
+        return self.stretch * self.slowdown < 1
+
 
 class CostCoefficients(Frozen):
     """What computing and communicating costs.

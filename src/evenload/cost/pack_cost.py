@@ -239,7 +239,7 @@ class PackCosts:
 
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank, in full:
-        what searches compare. How much of it a plan hides follows from its order (`simulate.step_end`)."""
+        the most that a plan pays. How much of it one hides follows from its order (`simulate.step_end`)."""
         element = self.model.bytes_per_element
         return max(
             sum(

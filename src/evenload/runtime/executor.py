@@ -140,20 +140,8 @@ class Executor:
         for stage in self._stages.values():
             stage.begin_step(document_tokens)
         held = HeldBytes()
-        backward_packs = [mine.ranges(pack) for pack in packs.backward]
         before_bytes = self._context_bytes()
-        stores = {
-            stage: ActivationStore(
-                mine.stored_tokens(),
-                backward_packs,
-                policies=packs.policies,
-                recomputed_layers=plan.layout.recomputed_layers(stage),
-                held=held,
-                copies=self._copies,
-                shard=self._stages[stage].row_shard,
-            )
-            for stage in self._stages
-        }
+        stores = self._open_stores(step, held)
         channels = self._open_channels(step, actions)
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
@@ -203,6 +191,23 @@ class Executor:
             self._context_bytes() - before_bytes,
             tuple(heads),
         )
+
+    def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
+        """By stage; all count what they hold together."""
+        packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
+        backward_packs = [mine.ranges(pack) for pack in packs.backward]
+        return {
+            number: ActivationStore(
+                mine.stored_tokens(),
+                backward_packs,
+                policies=packs.policies,
+                recomputed_layers=step.plan.layout.recomputed_layers(number),
+                held=held,
+                copies=self._copies,
+                shard=stage.row_shard,
+            )
+            for number, stage in self._stages.items()
+        }
 
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())

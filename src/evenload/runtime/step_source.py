@@ -5,6 +5,7 @@ thread on a process group of its own, so its traffic never meets that of trainin
 checkpoint holds what was trained, not what was made ahead.
 """
 
+import functools
 from dataclasses import dataclass
 
 from evenload.data.batch.loader import GlobalBatchLoader
@@ -29,6 +30,13 @@ class PreparedStep:
 
     planned: PlannedStep
     step: RankStep | None
+
+    @functools.cached_property
+    def shares_packs(self) -> bool:
+        """Replicas share packs of the step (DP-Merge)."""
+        plan = self.planned.plan
+        packs = (pack for part in plan.pack_plans for pack in part.backward)
+        return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 
 
 def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:

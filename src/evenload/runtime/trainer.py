@@ -177,17 +177,7 @@ class Trainer:
             known=self._layouts_known,
             last_step=last_step,
         )
-        source = StepSource(
-            self._loader,
-            planner,
-            self.config.plan.strategy,
-            self.meshes,
-            self.config.parallel.cp_exchange,
-            left=StepsLeft.after(self.steps_done, last_step, run_steps),
-            planner_state=self._planner_state,
-            track=feedback.speeds,
-            layouts=feedback.layouts,
-        )
+        source = self._source(planner, feedback, StepsLeft.after(self.steps_done, last_step, run_steps))
         self.survivors.write(self.steps_done, self._buffers, self._optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
@@ -221,6 +211,20 @@ class Trainer:
             yield None if report is None else replace(report, saved=saved, failed_save=failed_save)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         source.close()
+
+    def _source(self, planner: StepPlanner | FlexPlanner, feedback: StepFeedback, left: StepsLeft) -> StepSource:
+        """Of the steps from here on."""
+        return StepSource(
+            self._loader,
+            planner,
+            self.config.plan.strategy,
+            self.meshes,
+            self.config.parallel.cp_exchange,
+            left=left,
+            planner_state=self._planner_state,
+            track=feedback.speeds,
+            layouts=feedback.layouts,
+        )
 
     def _noted(self, report: StepReport, planned: PlannedStep, feedback: StepFeedback) -> StepReport:
         """With what the step changes in coming plans."""
@@ -303,7 +307,9 @@ class Trainer:
             buffer.grads.zero_()
         look_ahead = self._looking_ahead(coming_layout, plan.predicted.peak_memory_bytes)
         look_ahead()
-        with GradientReduction(self._buffers, mesh, is_overlapped=self.config.train.overlap_reduction) as sums:
+        beside = coefficients.reduction_beside
+        is_overlapped = self.config.sums_beside_packs and (beside is None or beside.pays) and not prepared.shares_packs
+        with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
             step = prepared.step
             run = self._executor.idle() if step is None else self._executor.run(step, look_ahead, sums.release)
             with watch.waiting("the sum of gradients", replicas):

@@ -92,9 +92,13 @@ class StepEnd:
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     """Of all replicas of a step together."""
+    beside = costs.coefficients.reduction_beside
+    # As the trainer decides: not where it costs more than it hides, nor where replicas wait for each other in packs.
+    if beside is not None and (not beside.pays or any((one.backward.cp > costs.layout.cp).any() for one in replicas)):
+        beside = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
-    sums = tuple(_rank_sums(costs, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
+    sums = tuple(_rank_sums(costs, beside, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
     packs_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
     updated_s = summed_s + costs.optimizer_seconds()
@@ -102,10 +106,14 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
 
 
 def _rank_sums(
-    costs: PackCosts, completed_s: dict[tuple[int, int], float], ends_s: NDArray[np.float64], rank: int
+    costs: PackCosts,
+    beside: BesideCompute | None,
+    completed_s: dict[tuple[int, int], float],
+    ends_s: NDArray[np.float64],
+    rank: int,
 ) -> RankSums:
     """Over all ranks that hold the layers of one; `completed_s` by rank and unit."""
-    layout, beside = costs.layout, costs.coefficients.reduction_beside
+    layout = costs.layout
     parameters = trained_unit_parameters(costs.model, layout, rank)
     units = sorted(parameters, reverse=True)
     twins = [twin for twin, leading in enumerate(layout.leading_ranks) if leading == layout.leading_ranks[rank]]

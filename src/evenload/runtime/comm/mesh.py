@@ -155,6 +155,11 @@ class Meshes:
         """The first is that in which the run starts."""
         return tuple(self._by_layout)
 
+    @property
+    def sum_gradients(self) -> bool:
+        """In some layout several ranks hold the same weights."""
+        return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
+
     def of(self, layout: ParallelLayout) -> Mesh:
         """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
         found = self._by_layout.get(layout.arrangement)

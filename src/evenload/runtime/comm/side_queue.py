@@ -65,6 +65,11 @@ class InlineQueue:
         """There is nothing to be let go."""
 
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""One a device for the whole process: torch has a pool of 32, and a new one every step would soon be that of receives
+or of copies to the host, behind which sums must not stand."""
+
+
 class StreamQueue:
     """Runs calls in a stream of their own. Not run on hardware yet."""
 
@@ -72,7 +77,9 @@ class StreamQueue:
         self.clock = step_clock(device)
         self.clock.start()
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        self._stream = _streams[device]
         self._spans: list[Span] = []
 
     def put(self, call: Callable[[], object]) -> None:
@@ -113,6 +120,11 @@ class ThreadQueue:
         if self._error is not None:
             raise self._error
         return self._spans
+
+    @property
+    def has_failed(self) -> bool:
+        """A call has raised, so those behind it never run; `wait` says what."""
+        return self._error is not None
 
     def close(self) -> None:
         self._is_closed = True

@@ -186,7 +186,8 @@ class RunConfig(Frozen):
         export_hf: write the trained model as a Hugging Face directory at the end.
         overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
             the layers before it are computed. The sums are the same to the bit. False = all of them after the last
-            backward.
+            backward, as where a run measures at its start that sums keep packs longer than they take alone, in steps
+            whose packs replicas share, and with `plan.feedback`.
         timeout_s: how long a rank waits for another before it gives up.
         on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
             an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
@@ -282,6 +283,12 @@ class TrainConfig(Frozen):
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: RunConfig
+
+    @property
+    def sums_beside_packs(self) -> bool:
+        """Gradients may be summed while packs are computed. Not with feedback: what sums take from computing would
+        count as slowness of the rank, and once more beside it."""
+        return self.train.overlap_reduction and not self.plan.feedback
 
     def __post_init__(self) -> None:
         if self.plan.twin_bytes and self.train.device != "cpu":

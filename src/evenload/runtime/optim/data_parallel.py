@@ -6,9 +6,10 @@ so gradients are summed, never averaged: ranks may hold any number of packs, tok
 A unit's gradients travel as soon as the last pack has added to them: the head's first, then layer by layer downwards,
 the embedding's last. That is the order in which a stage's last backward completes them, on every replica, so all ranks
 that hold the same units sum them in one order, which nothing but the layout decides. Nobody waits for a sum before the
-last action of the step; so no action ever waits for another rank's sums, and nothing can stand in a circle
-(docs/architecture.md, "Why nothing deadlocks"). The sums are the same calls on the same tensors either way, so results
-are equal to the bit.
+last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in one
+queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits for
+another inside a pack (docs/decisions/0036). Steps whose packs replicas share sum after the last action. The sums are the
+same calls on the same tensors either way, so results are equal to the bit.
 
 Not beside compute: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 """
@@ -80,11 +81,11 @@ class GradientReduction:
         """Sum what is left and wait for all; this rank's shard of every buffer's gradient, [padded / (dp·cp)] each, in
         its place of the buffer; the rest of the buffer is of no use any more. Collective over the groups of `mesh`."""
         buffers, shards, mesh = self._buffers, self._shards, self._mesh
-        if mesh.layout.has_wide_stages and mesh.tie is not None:
-            _sum_tied_ends(buffers, mesh)
         self._released |= {buffer.unit for buffer in buffers}
         self._put_released()
         self._spans = self._queue.wait()
+        if mesh.layout.has_wide_stages and mesh.tie is not None:
+            _sum_tied_ends(buffers, mesh)
         for buffer, shard in zip(buffers, shards, strict=True):
             if buffer.tied and not mesh.layout.has_wide_stages:
                 assert mesh.tie is not None
