@@ -13,7 +13,7 @@ endef
 define INSTALLS_DEV
 @echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 1.9 GB on"
 @echo "disk, 2 minutes on 2 cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs,"
-@echo "several GB more. (make test then takes 13 to 20 minutes.)"
+@echo "several GB more. (make test then takes about 10 minutes.)"
 endef
 
 .PHONY: demo test test-fast test-thorough test-torch check bench accuracy gpu wheels docs clean
