@@ -4,7 +4,7 @@ EVERYTHING HERE IS SIMULATED by Evenload's analytic cost model of H100. Lengths 
 `examples/lengths/commoncrawl_like.py`, 1,024 documents a step, cut to the context; 80 GB of which some is reserved.
 A figure is the lower bound (all useful work, spread evenly over all devices) over the step time, mean over batches.
 
-The base is the planner's own search (`plan.step_search`) held to symmetric cuts under the list schedule (without a
+The base is the planner's own search (`plan.search`) held to symmetric cuts under the list schedule (without a
 pipeline: to whole documents). It still chooses the number of packs, shared documents, moves between replicas and,
 of all activation policies, the fastest. Every other row changes one of these things. Three tests leave the search:
 
@@ -42,9 +42,11 @@ from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import ReplicaSearch, score
-from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
+from evenload.plan.search.step_search import search_merged, search_step
 from evenload.plan.search.trial_space import ORDERS, TAPERS, Cut, Setting, Trial
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import search_with_merging

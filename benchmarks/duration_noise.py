@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from evenload.plan.search.step_search import FoundStep
+from evenload.plan.search.found_step import FoundStep
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.simulate.simulate import simulate
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from evenload.plan.packing.dp_merge import Merge
 from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import ReplicaSearch, score
-from evenload.plan.search.step_search import SearchRules
 from evenload.plan.search.trial_space import CUTS, Trial
 
 Estimate = tuple[int, float]

@@ -14,8 +14,8 @@ from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import Merge, long_merges, merge_documents, uniform_merges
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.merge_choice import Estimate, quick_trials, rate_merges
+from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import ReplicaSearch, score
-from evenload.plan.search.step_search import SearchRules
 
 CLOSE = 1.02
 """Policies are told apart by so much."""

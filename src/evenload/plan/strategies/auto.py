@@ -1,7 +1,7 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
-    2  where several activation policies come close, each of the best (`plan.search.step_search.refine`): split
+    2  where several activation policies come close, each of the best (`plan.search.refine_step`): split
        backwards and other schedules of the best packs, then neighbours of the best trials (`plan.search.trial_space`):
        look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
        ZB-H1
@@ -26,9 +26,11 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.policy_choice import worst_score
+from evenload.plan.search.probe_rating import SearchRules
+from evenload.plan.search.refine_step import RefineRules, refine
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
-from evenload.plan.search.step_search import FoundStep, RefineRules, SearchRules, refine
 from evenload.plan.search.trial_space import Setting, Trial, trial_under
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules

@@ -32,10 +32,12 @@ from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
+from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore
-from evenload.plan.search.step_search import FoundStep, SearchRules, search_merged, search_step
+from evenload.plan.search.step_search import search_merged, search_step
 from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC

@@ -1,0 +1,28 @@
+// What price.cpp puts together: seconds of packs (price_seconds.cpp) and their bytes (price_bytes.cpp).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "price.h"
+
+namespace evenload {
+
+inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+struct Direction {
+    std::vector<double> seconds, p2p_s;  // [packs][stages], [packs]
+    std::vector<double> copy_s;          // of offloaded tokens, as `seconds`; empty without policies
+};
+
+// `cut`: documents that have several slices in either direction.
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+                          std::span<const int8_t> policy, std::span<const uint8_t> cut, bool is_backward);
+
+// Fills the columns of bytes of whole backwards. `gathered_whole`: documents of which a rank keeps all keys and values.
+void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
+                 std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
+                 std::span<const uint8_t> gathered_whole, Priced& out);
+
+}  // namespace evenload

@@ -1,0 +1,166 @@
+// Seconds of packs on every stage, one direction at a time, as cost/pack_cost.py defines them.
+#include <algorithm>
+#include <array>
+
+#include "pairs.h"
+#include "price_parts.h"
+
+namespace evenload {
+namespace {
+
+// What a multiple of `of` lacks; Python's -value % of.
+int64_t missing_to(int64_t value, int64_t of) {
+    const int64_t over = value % of;
+    return over ? of - over : 0;
+}
+
+double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {
+    const auto tokens = static_cast<double>(stop);
+    if (causal) return pairs_below(tokens, window) - pairs_below(static_cast<double>(start), window);
+    return window ? tokens * std::min(tokens, 2.0 * static_cast<double>(window) + 1) : tokens * tokens;
+}
+
+bool is_sharded(const CostTable& table, int64_t rows, int64_t ranks) {
+    return ranks > 1 && rows >= 2 * ranks * table.shared_tile;
+}
+
+bool any_shared(const PackView& packs) {
+    if (packs.ranks.empty()) return packs.same_ranks > 1;
+    return std::any_of(packs.ranks.begin(), packs.ranks.end(), [](int64_t ranks) { return ranks > 1; });
+}
+
+// Sums one slice's features into its pack's row: tokens, slices, 1, then pairs and prefix of every window.
+void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t ranks, bool shared, double* row) {
+    const int64_t stop = start + rows;
+    if (!shared) {
+        row[0] += static_cast<double>(rows);
+        row[1] += 1.0;
+        for (size_t w = 0; w < table.windows.size(); ++w) {
+            const int64_t window = table.windows[w];
+            const int64_t last_row_keys = window ? std::min(stop, window) : stop;
+            row[3 + 2 * w] += slice_pairs(start, stop, window, table.causal) +
+                              static_cast<double>(missing_to(rows, table.tile) * last_row_keys);
+            row[4 + 2 * w] += static_cast<double>(window ? std::min(start, window) : start);
+        }
+        return;
+    }
+    // One of the ranks that share the slice, on average over them.
+    const bool sharded = is_sharded(table, rows, ranks);
+    const double share = 1.0 / static_cast<double>(ranks);
+    row[0] += static_cast<double>(rows) * share;
+    row[1] += sharded ? 2.0 : share;
+    const int64_t chunk = ceil_div(rows, 2 * ranks);
+    const auto chunk_edge = [&](int64_t edge) {
+        return static_cast<double>(start) + static_cast<double>(rows * edge) / (4.0 * static_cast<double>(ranks));
+    };
+    const double chunk_start = chunk_edge(2 * ranks - 1), chunk_end = chunk_edge(2 * ranks + 1);
+    for (size_t w = 0; w < table.windows.size(); ++w) {
+        const int64_t window = table.windows[w];
+        const int64_t last_row_keys = window ? std::min(stop, window) : stop;
+        const double chunk_keys = window ? std::min(chunk_end, static_cast<double>(window)) : chunk_end;
+        const double missing =
+            sharded ? static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys
+                    : static_cast<double>(missing_to(rows, table.tile) * last_row_keys) * share;
+        row[3 + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
+        const auto prefix = static_cast<double>(window ? std::min(start, window) : start);
+        const double chunk_prefix = window ? std::min(chunk_start, static_cast<double>(window)) : chunk_start;
+        row[4 + 2 * w] += sharded ? 2 * chunk_prefix : prefix * share;
+    }
+}
+
+// One layer's transfers of keys and values of a pack: what attention may hide, and what nothing hides.
+struct ContextSeconds {
+    double transfer_s = 0.0, plain_s = 0.0;
+};
+
+ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, double whole, double cut, int64_t ranks) {
+    if (whole + cut <= 0 || ranks == 1) return {};
+    const Link& link = ranks * table.layout_tp <= table.devices_per_node ? table.intra_node : table.inter_node;
+    const auto size = static_cast<double>(ranks);
+    const double moved = (whole * pass.whole.token_bytes + cut * pass.cut.token_bytes) * (size - 1) / size;
+    const double hops = (whole > 0 ? pass.whole.rings : pass.cut.rings) * (size - 1);
+    const double placed = whole * pass.whole.placed_bytes + cut * pass.cut.placed_bytes;
+    const double home_s =
+        (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
+    return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, placed * table.copy_s_per_byte + home_s};
+}
+
+// Attention of a pack with these features on a stage, without prefixes.
+double attention_seconds(const std::vector<double>& features, const PassTable& pass, int64_t stage, int64_t stages) {
+    double seconds = features[3] * pass.matrix[3 * stages + stage];
+    for (size_t f = 5; f < features.size(); f += 2) seconds = seconds + features[f] * pass.matrix[f * stages + stage];
+    return seconds;
+}
+
+}  // namespace
+
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+                          std::span<const int8_t> policy, std::span<const uint8_t> cut, bool is_backward) {
+    const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
+    Direction out{std::vector<double>(m * P), std::vector<double>(m, 0.0), {}};
+    if (!policy.empty()) out.copy_s.assign(m * P, 0.0);
+    const bool shared = any_shared(packs);
+    std::vector<double> features(F), local(shared ? F : 0);  // of all slices, and of those whole on one rank
+    std::array<double, kPolicies> policy_tokens{};
+    const bool has_policy = !policy.empty();
+    // Offloading prices every pack alike, so that a pack without offloaded tokens waits for nothing: max with 0.
+    for (int64_t k = 0; k < m; ++k) {
+        std::fill(features.begin(), features.end(), 0.0);
+        policy_tokens.fill(0.0);
+        std::fill(local.begin(), local.end(), 0.0);
+        double whole_tokens = 0.0, cut_tokens = 0.0;
+        int64_t rank_tokens = 0, pack_ranks = 1;
+        for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
+            const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
+            add_features(table, packs.start[i], rows, ranks, shared, features.data());
+            rank_tokens += ceil_div(rows, ranks);
+            pack_ranks = std::max(pack_ranks, ranks);
+            if (is_sharded(table, rows, ranks)) {
+                const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
+                (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
+            } else if (shared) {
+                add_features(table, packs.start[i], rows, ranks, shared, local.data());
+            }
+            if (has_policy) {
+                policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);
+            }
+        }
+        features[2] = 1.0;
+        const ContextSeconds context =
+            shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
+        const auto size = static_cast<double>(pack_ranks);
+        for (int64_t s = 0; s < P; ++s) {
+            double seconds = features[0] * pass.matrix[s];
+            for (int64_t f = 1; f < F; ++f) seconds = seconds + features[f] * pass.matrix[f * P + s];
+            if (shared) {
+                double hiding_s = attention_seconds(local, pass, s, P);
+                if (table.context_ring) {
+                    const double all_s = attention_seconds(features, pass, s, P);
+                    hiding_s = hiding_s + (all_s - hiding_s) * ((size - 1) / size);
+                }
+                const double exposed_s = context.transfer_s * table.layers[s] - table.context_hidden_share * hiding_s;
+                seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.layers[s]);
+            }
+            if (is_backward && policy_tokens[kRecompute] > 0) {
+                seconds = seconds + (policy_tokens[kRecompute] * table.linear_again_token_s[s] +
+                                     table.linear_again_pack_s[s]);
+            }
+            if (policy_tokens[kOffload] > 0) {
+                const double copied_bytes = policy_tokens[kOffload] * table.offload_bytes_per_token[s];
+                if (copied_bytes > 0) {
+                    const double copy_s = copied_bytes / table.host.bandwidth_bytes_per_s + table.host.latency_s;
+                    out.copy_s[k * P + s] = copy_s;
+                    seconds = std::max(seconds, copy_s);
+                }
+            }
+            out.seconds[k * P + s] = seconds;
+        }
+        if (P > 1) {
+            out.p2p_s[k] = static_cast<double>(rank_tokens) * table.p2p_bytes_per_token / table.p2p.bandwidth_bytes_per_s +
+                           table.p2p.latency_s;
+        }
+    }
+    return out;
+}
+
+}  // namespace evenload

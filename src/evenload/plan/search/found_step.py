@@ -1,0 +1,75 @@
+"""`FoundStep`: what a search over all replicas of a step has found, trial by trial, and the candidates of its best."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.plan.packing.dp_merge import in_phases
+from evenload.plan.problem.candidate import Candidate
+from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.search.replica_search import ReplicaSearch, idle_candidate
+from evenload.types.replica_block import ReplicaBlock
+
+
+@dataclass(frozen=True, eq=False)
+class FoundStep:
+    """Searches with a best trial each, not yet made into candidates.
+
+    Args:
+        own: per replica what it runs alone.
+        blocks: what groups of replicas share, before that; larger blocks first.
+    """
+
+    own: list[ReplicaSearch]
+    blocks: dict[ReplicaBlock, ReplicaSearch]
+
+    def blocks_of(self, replica: int) -> list[ReplicaBlock]:
+        """Blocks with this replica, largest first."""
+        return [block for block in self.blocks if replica in block.replicas]
+
+    def start_s(self, replica: int) -> float:
+        """When a replica's own documents begin: after those it shares."""
+        return blocks_end_s(self.blocks, replica)
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Simulated time of every replica; float64[dp]."""
+        return np.array([self.start_s(i) + search.best().makespan_s for i, search in enumerate(self.own)])
+
+    def worth(self) -> tuple[int, float, float]:
+        """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
+        excess = max(search.best().excess_bytes for search in (*self.own, *self.blocks.values()))
+        seconds = self.seconds()
+        return excess, float(seconds.max()), float(seconds.sum())
+
+    def choices(self) -> tuple[ReplicaChoice, ...]:
+        """Candidates of the best trials."""
+        # Phases are joined column by column, so all are priced with I and W where any runs them.
+        used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
+        split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
+        shared = {block: _built(search, split) for block, search in self.blocks.items()}
+        choices = []
+        for replica, search in enumerate(self.own):
+            mine = self.blocks_of(replica)
+            parts = [(shared[block], self.blocks[block].documents) for block in mine]
+            if len(search.documents):
+                parts.append((_built(search, split), search.documents))
+            if not parts:
+                parts.append((idle_candidate(search.problem), search.documents))
+            if len(parts) == 1:
+                choices.append(ReplicaChoice(parts[0][1], parts[0][0]))
+                continue
+            candidates, documents = [part[0] for part in parts], [part[1] for part in parts]
+            choices.append(ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents)))
+        return tuple(choices)
+
+
+def blocks_end_s(blocks: dict[ReplicaBlock, ReplicaSearch], replica: int) -> float:
+    """When the blocks of a replica have ended, one after the other."""
+    return sum(search.best().makespan_s for block, search in blocks.items() if replica in block.replicas)
+
+
+def _built(search: ReplicaSearch, split: bool) -> Candidate:
+    found = search.build(search.ranking()[0], split=split)
+    assert found is not None, "only possible trials are ranked"
+    return found
