@@ -162,7 +162,9 @@ class Rank:
         layout = trainer.meshes.layouts[index]
         dist.barrier(group=trainer.mesh.control)
         start_s = time.perf_counter()
-        trainer._change_layout(msgspec.structs.replace(layout, generation=trainer.layout.generation + 1), self.costs)
+        trainer.state.change_layout(
+            msgspec.structs.replace(layout, generation=trainer.layout.generation + 1), self.costs
+        )
         trainer._settled()
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)

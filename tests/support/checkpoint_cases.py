@@ -77,7 +77,7 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     trainer, mesh = make_trainer(config_file, overrides)
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
-    held = run_tensors(trainer._buffers, trainer._optimizer, mesh)
+    held = run_tensors(trainer.state.buffers, trainer.state.optimizer, mesh)
     tensors = {(name, piece.offsets): piece.local for name, part in held.items() for piece in part.pieces}
     before = {key: local.clone() for key, local in tensors.items()}
     if mesh.rank == 0:
@@ -86,7 +86,7 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
             local.add_(1.0)
     dist.barrier(group=mesh.control)
     trainer.save()
-    load_checkpoint(trainer._checkpoints / "step-00000001", trainer._buffers, trainer._optimizer, mesh)
+    load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state.buffers, trainer.state.optimizer, mesh)
     return [
         name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
     ]

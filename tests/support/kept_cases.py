@@ -47,7 +47,7 @@ def kept_run(config_file: str, overrides: list[str], directory: str, number: int
     kept = KeptSteps(Path(directory), number, rank, meshes.start.num_ranks)
     trainer = Trainer(config, meshes.start, meshes, kept)
     found = trainer.resume()
-    before, updates = whole_state(trainer), trainer._optimizer.num_steps
+    before, updates = whole_state(trainer), trainer.state.optimizer.num_steps
     for _ in trainer.train(COSTS, 2**34, stop_after):
         pass
     return KeptRun(

@@ -67,21 +67,21 @@ def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: i
         trainer.save()
     except NonFiniteStepError as stopped:
         error = str(stopped)
-    optimizer = trainer._optimizer
+    optimizer = trainer.state.optimizer
     counted = {int(state["step"]) for state in optimizer._adamw.state.values()}
     assert len(counted) == 1
     return Outcome(error, warnings, updated, losses, ledger, counted.pop())
 
 
 def _parameter(trainer: Trainer, name: str) -> torch.Tensor:
-    return next(p for b in trainer._buffers for n, p in zip(b.names, b.parameters, strict=True) if n == name)
+    return next(p for b in trainer.state.buffers for n, p in zip(b.names, b.parameters, strict=True) if n == name)
 
 
 def _layers(trainer: Trainer) -> torch.Tensor:
     """All weights but the poisoned matrix."""
     parts = [
         p.detach().flatten()
-        for b in trainer._buffers
+        for b in trainer.state.buffers
         for n, p in zip(b.names, b.parameters, strict=True)
         if "embed_tokens" not in n
     ]

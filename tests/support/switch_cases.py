@@ -117,7 +117,7 @@ def changed_by_moving(
             announced = trainer.meshes.layouts[order[0]] if generation == 3 else layout
             trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
-        trainer._change_layout(layout, COSTS)
+        trainer.state.change_layout(layout, COSTS)
         switch = trainer._settled()
         after = whole_state(trainer)
         assert switch is not None
@@ -147,7 +147,7 @@ def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     trainer, said = scripted_trainer(config_file, overrides), []
     for layout in (split_layout([1, 3], pp=2, generation=1), trainer.meshes.layouts[1]):
         try:
-            trainer._change_layout(layout, COSTS)
+            trainer.state.change_layout(layout, COSTS)
         except InvalidPlanError as error:
             said.append(str(error))
     return said
@@ -165,7 +165,7 @@ def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
     """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
     mine = {
         name: (tensor.shape, [(piece.offsets, as_numpy(piece.local)) for piece in tensor.pieces])
-        for name, tensor in run_tensors(trainer._buffers, trainer._optimizer, trainer.mesh).items()
+        for name, tensor in run_tensors(trainer.state.buffers, trainer.state.optimizer, trainer.mesh).items()
     }
     everyone: list[dict] = [{}] * trainer.mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=trainer.mesh.control)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
@@ -80,6 +81,41 @@ class StepMemory:
     process_bytes: int | None
     fixed_bytes: int
     predicted_process_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """What one rank says at the end of a step; whether to stop, to pause and to save travels with what all ranks tell
+    each other anyway, so they decide alike.
+
+    Args:
+        step_time_s: what the step took on its clock; data_wait_s: that it waited for the step before.
+        peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
+        stop_signal: why it is to end after the step; 0 = it is not.
+        is_time_to_save: by its clock.
+        wants_pause: to leave off after the step, and go on with more ranks.
+    """
+
+    step_time_s: float
+    peak_bytes: int
+    data_wait_s: float
+    stop_signal: int
+    is_time_to_save: bool
+    process_bytes: int
+    fixed_bytes: int
+    wants_pause: bool
+
+    def joined(self, mesh: Mesh) -> "RankEnd":
+        """The largest that any rank says of each. Collective over the control group."""
+        told = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+        kinds = (type(getattr(self, field.name)) for field in fields(self))
+        named = zip(fields(self), kinds, told.tolist(), strict=True)
+        return RankEnd(**{field.name: kind(value) for field, kind, value in named})
+
+    def memory(self, predicted_process_bytes: int | None) -> StepMemory:
+        """Of the step."""
+        return StepMemory(self.peak_bytes, self.process_bytes or None, self.fixed_bytes, predicted_process_bytes)
 
 
 @dataclass(frozen=True)

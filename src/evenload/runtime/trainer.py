@@ -4,20 +4,17 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
-from evenload.errors import InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
@@ -37,17 +34,17 @@ from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
-from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace, global_norm_and_loss
+from evenload.runtime.executor import RankRun
+from evenload.runtime.optim.data_parallel import GradientReduction, global_norm_and_loss
 from evenload.runtime.optim.non_finite import NonFiniteSteps
-from evenload.runtime.optim.optimizer import ShardedAdamW
-from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
-from evenload.runtime.stages.rank_stages import build_rank_stages
+from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.step_metrics import (
     DevicePeaks,
-    StepMemory,
+    RankEnd,
     StepReport,
     gather_timeline,
     no_label_warning,
@@ -69,12 +66,9 @@ class Trainer:
         self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None, kept: KeptSteps | None = None
     ) -> None:
         self.config = config
-        self.mesh = mesh
         self.meshes = meshes or Meshes([mesh])
-        self.live = LiveStages(config, self.meshes) if len(self.meshes.layouts) > 1 else None
-        held = build_rank_stages(config, mesh) if self.live is None else self.live.held
-        self.hf_config, self.model, self.stages = held.hf_config, held.model, held.stages
-        self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
+        self.state = RankState(config, self.meshes)
+        self.hf_config, self.model = self.state.held.hf_config, self.state.held.model
         tokenizer = require_tokenizer(
             config.data,
             model_path=config.model.path,
@@ -82,14 +76,9 @@ class Trainer:
             vocab_size=self.model.vocab_size,
         )
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
-        self._executor = Executor(self.stages, mesh)
-        state = None if self.live is None else self.live.initial_state()
-        self._optimizer = ShardedAdamW(self._buffers, mesh, config.optimizer, state)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         self.steps_done = 0
-        self.layout = mesh.layout
-        """That runs now; its generation is that of the last plan."""
         self._loader_state = self._loader.state()
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
@@ -99,7 +88,7 @@ class Trainer:
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
         self._writer = CheckpointWriter(
-            self._checkpoints, self._buffers, self._optimizer, mesh, keep=config.train.keep_checkpoints
+            self._checkpoints, self.state.buffers, self.state.optimizer, mesh, keep=config.train.keep_checkpoints
         )
         self._saves = Saves(config.train, self._writer, self._position)
         self._is_time_to_save = False
@@ -113,6 +102,26 @@ class Trainer:
         self.is_paused = False
         """All ranks agreed to leave off after the last step, so that the run goes on with more of them."""
 
+    @property
+    def mesh(self) -> Mesh:
+        """Of the layout that runs now."""
+        return self.state.mesh
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """That runs now; its generation is that of the last plan."""
+        return self.state.layout
+
+    @property
+    def stages(self) -> Mapping[int, PipelineStage]:
+        """This rank's virtual stages by index."""
+        return self.state.stages
+
+    @property
+    def live(self) -> LiveStages | None:
+        """What changes the layout; None where the run has one."""
+        return self.state.live
+
     def new_loader(self) -> GlobalBatchLoader:
         """A loader of the run's data that stands at its beginning. All ranks read together."""
         peers = TorchPeers(self.mesh.planning)
@@ -122,7 +131,7 @@ class Trainer:
         """Take over the last step that ranks before a loss have kept, or load the latest checkpoint of the output
         directory, if there is one; then `coefficients` are those of that run. Collective; `ConfigError` where there is
         a checkpoint, but `train.resume` is off."""
-        held = self._buffers, self._optimizer, self.mesh
+        held = self.state.buffers, self.state.optimizer, self.mesh
         state = newest_state(self.survivors.kept, self._checkpoints, *held, may_resume=self.config.train.resume)
         if state is None:
             return None
@@ -178,7 +187,7 @@ class Trainer:
             last_step=last_step,
         )
         source = self._source(planner, feedback, StepsLeft.after(self.steps_done, last_step, run_steps))
-        self.survivors.write(self.steps_done, self._buffers, self._optimizer, self.mesh)
+        self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
         is_first = True
@@ -267,7 +276,7 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
-        return export_run(self.config, self.hf_config, self._buffers, self.mesh)
+        return export_run(self.config, self.hf_config, self.state.buffers, self.mesh)
 
     def run_step(
         self,
@@ -299,39 +308,50 @@ class Trainer:
             dist.barrier(group=self.mesh.control)
         zero_s = seconds_now(self.mesh.device)
         forget_peak_bytes(self.mesh.device)
-        self._process.begin_step(self._static_bytes())
+        self._process.begin_step(self.state.static_bytes())
         if plan.layout != self.layout:
-            self._change_layout(plan.layout, coefficients)
+            self.state.change_layout(plan.layout, coefficients)
+            self._non_finite.mesh = self.mesh
         mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pipeline_stage}"
-        for buffer in self._buffers:
+        for buffer in self.state.buffers:
             buffer.grads.zero_()
-        look_ahead = self._looking_ahead(coming_layout, plan.predicted.peak_memory_bytes)
+        room_bytes = self.memory_cap_bytes - self.survivors.num_bytes - plan.predicted.peak_memory_bytes
+        look_ahead = self.state.looking_ahead(coming_layout, room_bytes)
         look_ahead()
         beside = coefficients.reduction_beside
         is_overlapped = self.config.sums_beside_packs and (beside is None or beside.pays) and not prepared.shares_packs
-        with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
-            step = prepared.step
-            run = self._executor.idle() if step is None else self._executor.run(step, look_ahead, sums.release)
+        with GradientReduction(self.state.buffers, mesh, is_overlapped=is_overlapped) as sums:
+            step, executor = prepared.step, self.state.executor
+            run = executor.idle() if step is None else executor.run(step, look_ahead, sums.release)
             with watch.waiting("the sum of gradients", replicas):
                 shards = sums.finish()
         with watch.waiting("the gradient norm"):
-            grad_norm, loss = global_norm_and_loss(self._buffers, shards, run.loss_sum, mesh)
+            grad_norm, loss = global_norm_and_loss(self.state.buffers, shards, run.loss_sum, mesh)
         switch = self._settled()
         warning = ""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._non_finite.note_finite()
             with watch.waiting("the updated weights", replicas):
-                self._optimizer.step(shards, grad_norm, learning_rate)
+                self.state.optimizer.step(shards, grad_norm, learning_rate)
         else:
             warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._saves.newest)
-        self.survivors.write(self.steps_done + 1, self._buffers, self._optimizer, self.mesh)
+        self.survivors.write(self.steps_done + 1, self.state.buffers, self.state.optimizer, self.mesh)
         warning = warning if plan.num_label_tokens else no_label_warning(plan)
-        step_time_s = seconds_now(mesh.device) - zero_s
-        told = self._tell(run, sums.trace(), (zero_s, step_time_s, data_wait_s), (stop_signal, wants_pause))
-        if told is None:
+        own = RankEnd(
+            step_time_s=seconds_now(mesh.device) - zero_s,
+            # On a CPU the store's own count, without temporary buffers.
+            peak_bytes=measured_peak_bytes(mesh.device) or self.state.static_bytes() + run.peak_bytes,
+            data_wait_s=data_wait_s,
+            stop_signal=stop_signal,
+            # Rank 0 looks at its clock; the others do as it says.
+            is_time_to_save=mesh.rank == 0 and self._saves.is_time(),
+            process_bytes=peak_process_bytes(mesh.device) or 0,
+            fixed_bytes=self._process.fixed_bytes or 0,
+            wants_pause=wants_pause,
+        )
+        end, measured = self._tell(own, run, sums, zero_s)
+        if measured is None:
             return None
-        measured, waited_s, memory = told
-        memory = replace(memory, predicted_process_bytes=self._process.predicted_bytes(plan, memory.fixed_bytes))
         row = step_row(
             plan,
             measured,
@@ -341,79 +361,35 @@ class Trainer:
             learning_rate=learning_rate,
             peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
             plan_time_s=planned.plan_time_s,
-            data_wait_s=waited_s,
-            memory=memory,
+            data_wait_s=end.data_wait_s,
+            memory=end.memory(self._process.predicted_bytes(plan, end.fixed_bytes)),
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
 
-    def _looking_ahead(self, coming: Callable[[], ParallelLayout | None], peak_bytes: int) -> Callable[[], None]:
-        """Where the next step runs in another layout, begins what can be done before it beside a step of this peak."""
-        room_bytes = self.memory_cap_bytes - self.survivors.num_bytes - peak_bytes
-        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, room_bytes)
-
-    def _change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
-        """Go on in another layout, or in another generation of this one. Collective."""
-        from_s, mesh = time.perf_counter(), self.meshes.of(layout)
-        if mesh is not self.mesh:
-            if layout.generation == self.layout.generation:
-                raise InvalidPlanError(
-                    f"a plan is made for {layout.describe()}, but {self.layout.describe()} runs in the same generation "
-                    f"({layout.generation}); a change of the layout has to begin another"
-                )
-            assert self.live is not None, "there are meshes of several layouts"
-            mesh.watch.name = mesh.place
-            self.live.move_to(mesh, self._optimizer, coefficients, from_s)
-            held = self.live.held
-            self.mesh, self.stages = mesh, held.stages
-            self._buffers, self._frozen_bytes = held.buffers, held.frozen_bytes
-            self._executor.move_to(self.stages, mesh)
-            self._non_finite.mesh = mesh
-        self.layout = layout
-
     def _settled(self) -> Switch | None:
-        """After a step's gradients, before its update: the optimizer of the layout that runs; what a switch before the
-        step took, on all ranks. Collective where there was one."""
-        found = None if self.live is None else self.live.settle(self.config.optimizer)
-        if found is None:
-            return None
-        self._optimizer, switch = found
-        self._writer.move_to(self._buffers, self._optimizer, self.mesh)
-        return joined_switch(switch, self.mesh)
+        """`RankState.settle`, and checkpoints are of that state from now on."""
+        if (switch := self.state.settle()) is not None:
+            self._writer.move_to(self.state.buffers, self.state.optimizer, self.mesh)
+        return switch
 
     def _tell(
-        self, run: RankRun, sums: ReductionTrace, times_s: tuple[float, float, float], ends: tuple[int, bool]
-    ) -> tuple[Timeline, float, StepMemory] | None:
-        """What all ranks must know of a step, and its timeline, longest wait for data and memory on rank 0; None
-        elsewhere. Collective.
+        self, own: RankEnd, run: RankRun, sums: GradientReduction, zero_s: float
+    ) -> tuple[RankEnd, Timeline | None]:
+        """What all ranks say of a step together, and its timeline on rank 0, None elsewhere. Collective.
 
         Args:
-            times_s: its clock at the step's start, what the step took, and what it waited for it.
-            ends: this rank's `stop_signal` and `wants_pause`.
+            zero_s: this rank's clock at the step's start.
         """
-        mesh, watch, static = self.mesh, self.mesh.watch, self._static_bytes()
-        zero_s, step_time_s, data_wait_s = times_s
-        # On a CPU the store's own count, without temporary buffers.
-        peak_bytes = measured_peak_bytes(mesh.device) or static + run.peak_bytes
-        # Rank 0 looks at its clock; the others do as it says.
-        is_time_to_save = float(mesh.rank == 0 and self._saves.is_time())
-        # Whether to stop and to save travels with what all ranks tell each other anyway, so they decide alike.
-        told = (
-            *(step_time_s, float(peak_bytes), data_wait_s, float(ends[0]), is_time_to_save),
-            *(float(peak_process_bytes(mesh.device) or 0), float(self._process.fixed_bytes or 0), float(ends[1])),
-        )
-        peaks = torch.tensor(told, dtype=torch.float64)
-        with watch.waiting("the loss and the timeline"):
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=mesh.control)
+        with self.mesh.watch.waiting("the loss and the timeline"):
+            end = own.joined(self.mesh)
             measured = gather_timeline(
-                run.trace, sums, zero_s=zero_s, step_time_s=float(peaks[0]), static_bytes=static, mesh=mesh
+                run.trace,
+                sums.trace(),
+                zero_s=zero_s,
+                step_time_s=end.step_time_s,
+                static_bytes=self.state.static_bytes(),
+                mesh=self.mesh,
             )
-        self.stop_signal, self._is_time_to_save, self.is_paused = int(peaks[3]), bool(peaks[4]), bool(peaks[7])
-        if measured is None:
-            return None
-        memory = StepMemory(peak_bytes=int(peaks[1]), process_bytes=int(peaks[5]) or None, fixed_bytes=int(peaks[6]))
-        return measured, float(peaks[2]), memory
-
-    def _static_bytes(self) -> int:
-        """Weights, gradients and optimizer state of this rank."""
-        return self._optimizer.static_bytes() + self._frozen_bytes
+        self.stop_signal, self._is_time_to_save, self.is_paused = end.stop_signal, end.is_time_to_save, end.wants_pause
+        return end, measured
