@@ -52,6 +52,7 @@ from evenload.runtime.step_metrics import (
 )
 from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
+from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
 
@@ -315,8 +316,7 @@ class Trainer:
         mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pipeline_stage}"
         for buffer in self.state.buffers:
             buffer.grads.zero_()
-        room_bytes = self.memory_cap_bytes - self.survivors.num_bytes - plan.predicted.peak_memory_bytes
-        look_ahead = self.state.looking_ahead(coming_layout, room_bytes)
+        look_ahead = self.state.looking_ahead(coming_layout, self._room_bytes(plan))
         look_ahead()
         beside = coefficients.reduction_beside
         is_overlapped = self.config.sums_beside_packs and (beside is None or beside.pays) and not prepared.shares_packs
@@ -366,6 +366,10 @@ class Trainer:
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
+
+    def _room_bytes(self, plan: StepPlan) -> int:
+        """What a step leaves for a switch that is prepared beside it."""
+        return self.memory_cap_bytes - self.survivors.num_bytes - plan.predicted.peak_memory_bytes
 
     def _settled(self) -> Switch | None:
         """`RankState.settle`, and checkpoints are of that state from now on."""
