@@ -35,6 +35,7 @@ void require_table(const CostTable& table) {
     require(P >= 1 && R >= 1 && table.tile >= 1 && table.shared_tile >= 0,
             "cost table: num_stages, num_ranks and tile must be at least 1, shared_tile at least 0");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
+    require(table.forward.host.size() == 2 * P && table.backward.host.size() == 2 * P, "cost table: host sizes");
     for (const auto* column : {&table.layers, &table.linear_again_token_s, &table.linear_again_pack_s,
                                &table.offload_bytes_per_token}) {
         require(column->size() == P, "cost table: a column of seconds has ", column->size(), " entries for ", P, " stages");
@@ -282,8 +283,9 @@ void bind_trials(nb::module_& m) {
     nb::class_<evenload::ContextTraffic>(m, "ContextTraffic")
         .def(nb::init<double, double, double>(), nb::arg("token_bytes"), nb::arg("rings"), nb::arg("placed_bytes"));
     nb::class_<evenload::PassTable>(m, "PassTable")
-        .def(nb::init<std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic, double, double>(),
-             nb::arg("matrix"), nb::arg("whole"), nb::arg("cut"), nb::arg("home_token_bytes") = 0.0,
+        .def(nb::init<std::vector<double>, std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic, double,
+                      double>(),
+             nb::arg("matrix"), nb::arg("host"), nb::arg("whole"), nb::arg("cut"), nb::arg("home_token_bytes") = 0.0,
              nb::arg("home_hops") = 0.0);
     nb::class_<CostTable>(m, "CostTable")
         .def(nb::init<>())

@@ -22,9 +22,10 @@ struct ContextTraffic {
     double token_bytes = 0.0, rings = 0.0, placed_bytes = 0.0;
 };
 
-// What one direction costs; matrix is [3 + 2 windows][stages], see PackCosts._stage_matrix.
+// What one direction costs; matrix is [3 + 2 windows][stages], see PackCosts._stage_matrix, host [2][stages]: seconds of
+// the host a slice and a pack.
 struct PassTable {
-    std::vector<double> matrix;
+    std::vector<double> matrix, host;
     ContextTraffic whole, cut;     // of documents that are never cut, and of others
     double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
     double home_hops = 0.0;

@@ -132,6 +132,8 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         for (int64_t s = 0; s < P; ++s) {
             double seconds = features[0] * pass.matrix[s];
             for (int64_t f = 1; f < F; ++f) seconds = seconds + features[f] * pass.matrix[f * P + s];
+            // A device is never ahead of the host that queues its work.
+            seconds = std::max(seconds, features[1] * pass.host[s] + features[2] * pass.host[P + s]);
             if (shared) {
                 double hiding_s = attention_seconds(local, pass, s, P);
                 if (table.context_ring) {

@@ -61,6 +61,7 @@ class PassTable:
     def __init__(
         self,
         matrix: list[float],
+        host: list[float],
         whole: ContextTraffic,
         cut: ContextTraffic,
         home_token_bytes: float = 0.0,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evenload.attention.backends import select_backend
+from evenload.calibrate.pack_clock import PackClock
 from evenload.calibrate.rounds import num_tokens_of, time_round
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
@@ -35,7 +36,7 @@ def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
     packs = tuple(tuple(Range(doc, *cut) for doc in range(2)) for cut in ((0, 20), (20, 32)))
     assert num_tokens_of(packs) == {0: 32, 1: 32}
-    timed = list(time_round(stage, packs))
+    timed = list(time_round(stage, packs, PackClock(stage.device)))
     assert [(sample.direction, sample.ranges) for sample in timed] == [
         ("forward", packs[0]),
         ("forward", packs[1]),

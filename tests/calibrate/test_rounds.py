@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from cost_samples import sample_model
 from evenload.calibrate.calibrate import _rounds
 from evenload.calibrate.rounds import QUICK_ROUNDS, longest_of, rounds_up_to
+from evenload.types.model_catalog import model_from
 
 
 def tokens_of(packs):
@@ -33,15 +35,48 @@ def test_runs_of_small_packs_have_no_more_than_others():
     assert rounds_up_to(max(map(longest_of, QUICK_ROUNDS)), 4096) == ()
 
 
+class FakeStage:
+    """Layers by number on a device of a type."""
+
+    def __init__(self, device, layers):
+        self.device, self.model = SimpleNamespace(type=device), SimpleNamespace(layers=dict.fromkeys(layers))
+
+    def with_layers(self, layers):
+        return FakeStage(self.device.type, layers)
+
+
+def timed(monkeypatch, device, gigabytes, model, most_tokens):
+    """(largest pack, layers that it is timed on) of every round."""
+    memory = SimpleNamespace(total_memory=gigabytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    stage, mesh = FakeStage(device, range(model.num_layers)), SimpleNamespace(layout=SimpleNamespace(tp=1))
+    rounds = _rounds(stage, model, mesh, most_tokens, most_tokens)
+    assert [one.packs for one in rounds[: len(QUICK_ROUNDS)]] == list(QUICK_ROUNDS)
+    for one in rounds:
+        assert one.windows == tuple(model.windows[index] for index in one.stage.model.layers)
+    return [(max(tokens_of(one.packs)), list(one.stage.model.layers)) for one in rounds]
+
+
 @pytest.mark.parametrize(
     ("device", "gigabytes", "largest"), [("cpu", 0, 4096), ("cuda", 80, 32_768), ("cuda", 3, 8192)]
 )
 def test_a_gpu_is_timed_with_the_packs_of_its_run_that_fit_it(monkeypatch, device, gigabytes, largest):
-    memory = SimpleNamespace(total_memory=gigabytes << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     model = sample_model(hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=2048)
-    stage = SimpleNamespace(device=SimpleNamespace(type=device), model=SimpleNamespace(layers={0: None}))
-    mesh = SimpleNamespace(layout=SimpleNamespace(tp=1))
-    found = _rounds(stage, model, mesh, 32_768, 32_768)
-    assert found[: len(QUICK_ROUNDS)] == list(QUICK_ROUNDS)
-    assert max(max(tokens_of(packs)) for packs in found) == largest
+    model = msgspec.structs.replace(model, num_layers=1)
+    assert max(timed(monkeypatch, device, gigabytes, model, 32_768))[0] == largest
+
+
+def test_large_packs_of_a_large_model_are_timed_on_one_layer(monkeypatch):
+    """7B on one GPU: 32 layers would keep 100 GB of a pack of 32,768 tokens."""
+    model = model_from("llama-7b")
+    rounds = timed(monkeypatch, "cuda", 80, model, 65_536)
+    assert max(rounds)[0] == 65_536
+    assert all(layers == ([0] if tokens > 4096 else [0, 1, 2, 3]) for tokens, layers in rounds)
+    assert all(layers == list(range(32)) for _, layers in timed(monkeypatch, "cpu", 0, model, 65_536))
+
+
+def test_layers_that_are_timed_have_every_window_of_the_stage(monkeypatch):
+    """Five layers with a window for one without, as in Gemma 3."""
+    model = sample_model(num_layers=6, sliding_windows=(64,) * 5 + (0,))
+    rounds = timed(monkeypatch, "cuda", 80, model, 8192)
+    assert {tuple(layers) for _, layers in rounds} == {(0, 5)}

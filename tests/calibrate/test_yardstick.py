@@ -34,7 +34,7 @@ def _drift_of_a_rank(factors):
     one = Yardstick(stage, COSTS, mesh)
     for factor in factors[mesh.rank]:
 
-        def timed(stage, packs, factor=factor):
+        def timed(stage, packs, clock, factor=factor):
             for pack in PACKS:
                 if pack.slices == packs[0]:
                     yield Sample(pack.direction, packs[0], 2 * factor * pack.seconds)
@@ -67,7 +67,6 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
         RankMeasurement(
             disturbance=Disturbance(0.0, 0.0),
             packs=tuple(Sample(d, pack, seconds) for d in ("forward", "backward") for pack in (short, long)),
-            windows=(0,),
             head=((1, 1.0), (2, 2.0)),
             peak_flops_per_s=1e9,
             optimizer_s=1e-9,

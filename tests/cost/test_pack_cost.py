@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import FORWARD, sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -20,6 +20,24 @@ def test_pack_seconds_equal_hand_arithmetic() -> None:
     layer = [4 * 1.0 + pairs[0] * 0.1 + 0.01 + 5.0, 5 * 1.0 + pairs[1] * 0.1 + 0.02 + 5.0]
     expected = [[2 * layer[0] + 4 * 0.5, layer[0]], [2 * layer[1] + 5 * 0.5, layer[1]]]
     np.testing.assert_allclose(costs.pack_seconds(packs, "forward"), expected)
+
+
+def test_a_pack_takes_its_host_where_that_is_slower() -> None:
+    """Two packs on stages of 2 and 1 layers: the host needs 6 s a layer and 2 more a slice, whatever tp."""
+    forward = msgspec.structs.replace(FORWARD, host_slice_s=2.0, host_pack_s=6.0)
+    packs = SliceColumns.from_ranges([[(0, 0, 1), (1, 0, 1)], [(2, 0, 100)]])
+    for tp in (1, 2):
+        layout = even_layout(3, pp=2, tp=tp)
+        links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0), "devices_per_node": 8}
+        plain = PackCosts(sample_model(), sample_coefficients(**links), layout)
+        costs = PackCosts(sample_model(), sample_coefficients(**links, forward=forward), layout)
+        device_s = plain.pack_seconds(packs, "forward")
+        assert (device_s[0] < [20, 10]).all()
+        assert (device_s[1] > [16, 8]).all()
+        np.testing.assert_allclose(costs.pack_seconds(packs, "forward"), [[2 * (6 + 2 * 2), 6 + 2 * 2], device_s[1]])
+        np.testing.assert_array_equal(costs.pack_seconds(packs, "backward"), plain.pack_seconds(packs, "backward"))
+        assert costs.pack_constant_s == pytest.approx(plain.pack_constant_s + 3 * (6 - 5.0))
+        assert costs.lower_bound_seconds(np.array([1, 100])) == plain.lower_bound_seconds(np.array([1, 100]))
 
 
 def test_prefix_is_paid_by_every_slice_within_the_window() -> None:

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,7 +68,7 @@ def test_causes_add_up_and_none_is_negative(lengths, cp, tp, pp, direction, data
     columns = whole_document_columns(groups, num_tokens, cp, padded=padded)
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     forward, backward = (
-        type(one)(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "prefix_s_per_token": 0.02})
+        msgspec.structs.replace(one, prefix_s_per_token=0.02, host_slice_s=5.0, host_pack_s=10.0)
         for one in (FORWARD, BACKWARD)
     )
     costs = costs_of(even_layout(3, cp=cp, tp=tp, pp=pp), attention_tile=4, forward=forward, backward=backward)

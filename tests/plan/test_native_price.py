@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
@@ -74,7 +75,14 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     )
     exchange = draw(st.sampled_from(["all_gather", "ring"]))
     links = {**LINKS, "nics_per_node": draw(st.sampled_from([None, 1, 4, 8]))}
-    costs = PackCosts(model, sample_coefficients(**links, context_exchange=exchange), layout)
+    # Of a host that is never late, one that is late for small packs, and one for all.
+    host = {"host_slice_s": draw(st.sampled_from([0.0, 7.0])), "host_pack_s": draw(st.sampled_from([0.0, 50.0, 1e5]))}
+    passes = {
+        name: msgspec.structs.replace(one, **host) for name, one in (("forward", FORWARD), ("backward", BACKWARD))
+    }
+    slowness = draw(st.sampled_from([None, tuple(1.0 + 0.25 * rank for rank in range(layout.pp))]))
+    coefficients = sample_coefficients(**links, **passes, context_exchange=exchange)
+    costs = PackCosts(model, coefficients, layout, slowness=slowness)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
     if not shares:
         forward, backward = (

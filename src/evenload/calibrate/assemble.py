@@ -23,7 +23,6 @@ class RankMeasurement:
 
     Args:
         packs: seconds of one layer.
-        windows: of the layers that were timed.
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
@@ -34,7 +33,6 @@ class RankMeasurement:
 
     disturbance: Disturbance
     packs: tuple[Sample, ...]
-    windows: tuple[int, ...]
     head: tuple[tuple[int, float], ...]
     peak_flops_per_s: float
     optimizer_s: float
@@ -106,25 +104,28 @@ def _beside(ranks: Sequence[RankMeasurement]) -> BesideCompute | None:
 def pass_timings(
     ranks: Sequence[RankMeasurement], direction: Direction, tile: int
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
-    """Features, seconds and samples of all ranks' packs in one direction."""
-    chosen = [(rank, sample) for rank in ranks for sample in rank.packs if sample.direction == direction]
-    features: list[tuple[float, ...]] = [pack_features(one.ranges, rank.windows, tile) for rank, one in chosen]
-    return features, [sample.seconds for _, sample in chosen], [sample for _, sample in chosen]
+    """Features, the device's seconds and samples of all ranks' packs in one direction."""
+    chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
+    features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
+    return features, [sample.seconds for sample in chosen], chosen
 
 
 def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
     """Packs of the yardstick that were timed, in the order of its rounds."""
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction, ranges in itertools.product(directions, itertools.chain(*YARDSTICK_ROUNDS)):
-        seconds = [one.seconds for rank in ranks for one in rank.packs if one[:2] == (direction, ranges)]
+        seconds = [
+            one.seconds for rank in ranks for one in rank.packs if (one.direction, one.ranges) == (direction, ranges)
+        ]
         if seconds:
             slices = tuple(tuple(one) for one in ranges)
             yield MeasuredPack(direction=direction, slices=slices, seconds=float(np.mean(seconds)))
 
 
 def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:
-    features, seconds, _ = pass_timings(ranks, direction, tile)
+    features, seconds, samples = pass_timings(ranks, direction, tile)
     tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
+    host_slice_s, host_pack_s = _host_seconds(samples)
     return PassCoefficients(
         # Measured on a part of every matrix; coefficients are of whole ones.
         linear_s_per_token=tokens * tp,
@@ -132,4 +133,15 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
         prefix_s_per_token=prefix * tp,
         slice_s=slices,
         pack_s=packs,
+        host_slice_s=host_slice_s,
+        host_pack_s=host_pack_s,
     )
+
+
+def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Of a host a slice and a pack, by a fit of its own; 0 where devices are their own hosts."""
+    queued = [sample for sample in samples if sample.host_s]
+    if not queued:
+        return 0.0, 0.0
+    slices, packs = fit_relative([(float(len(one.ranges)), 1.0) for one in queued], [one.host_s for one in queued])
+    return slices, packs

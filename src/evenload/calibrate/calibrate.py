@@ -8,8 +8,9 @@ broadcasts them: one cost file for all ranks. `calibrate.profile` measures the s
 A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
 quieter of the two measurements is taken, and the caller is told.
 
-On a GPU packs of more tokens follow, up to the largest of the run as far as a fifth of its memory holds what all layers
-of the stage keep of them: those of 4,096 tokens do not fill it, and mostly time its host. The caller is told how far.
+On a GPU packs of more tokens follow, up to the largest of the run: those of 4,096 tokens do not fill it. They go
+through one layer of every window, so that a fifth of the device's memory holds what layers keep of them; as far as it
+does, the caller is told. The host that queues packs is timed apart from the device that computes them (`pack_clock`).
 
 Price: at most 16 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
 to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,8 +32,18 @@ from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_rep
 from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
+from evenload.calibrate.pack_clock import PackClock, pack_clock
 from evenload.calibrate.repeats import median_seconds
-from evenload.calibrate.rounds import QUICK_ROUNDS, Packs, Sample, longest_of, rounds_up_to, time_round
+from evenload.calibrate.rounds import (
+    QUICK_ROUNDS,
+    Packs,
+    Sample,
+    longest_of,
+    part_of,
+    rounds_up_to,
+    time_round,
+    timed_part,
+)
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
@@ -49,6 +61,18 @@ _MAX_ATTEMPTS = 2
 _MIN_ROUNDS = 5
 # Of a GPU's memory, which holds weights, gradients and optimizer state already.
 _MEMORY_SHARE = 0.2
+
+
+class TimedRound(NamedTuple):
+    """Packs, and the layers that they are timed on with their windows."""
+
+    packs: Packs
+    stage: PipelineStage
+    windows: tuple[int, ...]
+
+    @staticmethod
+    def of(packs: Packs, stage: PipelineStage, model: ModelSpec) -> "TimedRound":
+        return TimedRound(packs, stage, tuple(model.windows[index] for index in stage.model.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +103,7 @@ def calibrate(
     Leaves garbage in the gradients: zero them before training.
 
     Args:
-        stages: of this rank; layers of the first are timed, for layers of a model are alike.
+        stages: of this rank; layers of the first are timed, for layers of a model are alike; on a GPU a few of them.
         max_document_tokens: no longer documents are tried.
         demand: threads that ranks compute with for each core of the machine, see `CoreWaits`.
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
@@ -100,12 +124,12 @@ def calibrate(
 
 
 def _measured(
-    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, wanted: Sequence[Packs], demand: float
+    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, wanted: Sequence[TimedRound], demand: float
 ) -> list[RankMeasurement]:
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
-    packs, spread = _time_layers(first, wanted, mesh)
+    packs, spread = _time_layers(wanted, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -113,7 +137,6 @@ def _measured(
     mine = RankMeasurement(
         disturbance=Disturbance(waited_share, spread),
         packs=packs,
-        windows=tuple(model.windows[index] for index in first.model.layers),
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
@@ -128,46 +151,58 @@ def _measured(
 
 def _rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
-) -> list[Packs]:
+) -> list[TimedRound]:
     """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
     shortest = max(max_document_tokens, longest_of(QUICK_ROUNDS[0]))
-    rounds = [packs for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
+    part = timed_part(stage, model.windows)
+    rounds = [TimedRound.of(packs, part, model) for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
     if stage.device.type == "cuda":
         room_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
+        least = part_of(stage, model.windows, 1)
         larger = rounds_up_to(max_pack_tokens, shortest)
-        rounds += [packs for packs in larger if kept_bytes(packs, stage, model, mesh) <= room_bytes]
+        fitting = [packs for packs in larger if kept_bytes(packs, least, model, mesh) <= room_bytes]
+        rounds += [TimedRound.of(packs, least, model) for packs in fitting]
     return rounds
 
 
-def _time_layers(stage: PipelineStage, wanted: Sequence[Packs], mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
+def _time_layers(wanted: Sequence[TimedRound], mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
     """Median of each pack on one layer, and the spread of the repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
-    rounds: list[Packs] = []
+    rounds: list[TimedRound] = []
+    clock = pack_clock(wanted[0].stage, mesh)
     # The first pass tells which rounds the budget allows.
-    for packs in wanted:
+    for one in wanted:
         if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):
             break
-        rounds.append(packs)
-        for _ in time_round(stage, packs):
+        rounds.append(one)
+        for _ in time_round(one.stage, one.packs, clock):
             pass
-    _repeated(stage, rounds, 0, _WARM_UP_S, mesh)
-    timings = _repeated(stage, rounds, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
-    layers = len(stage.model.layers)
-    samples = [Sample(*pack, statistics.median(seconds) / layers) for pack, seconds in timings.items()]
-    return tuple(samples), spread_of_repeats(list(timings.values()))
+    _repeated(rounds, clock, 0, _WARM_UP_S, mesh)
+    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
+    samples = [_median(repeats) for repeats in timings.values()]
+    return tuple(samples), spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
+
+
+def _median(repeats: Sequence[Sample]) -> Sample:
+    return repeats[0]._replace(
+        seconds=statistics.median(one.seconds for one in repeats),
+        host_s=statistics.median(one.host_s for one in repeats),
+    )
 
 
 def _repeated(
-    stage: PipelineStage, rounds: list[Packs], least: int, budget_s: float, mesh: Mesh
-) -> dict[tuple[Direction, tuple[Range, ...]], list[float]]:
-    """Seconds of all repeats of each pack; at least so many, then while the budget lasts."""
-    timings: dict[tuple[Direction, tuple[Range, ...]], list[float]] = {}
+    rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
+) -> dict[tuple[Direction, tuple[Range, ...]], list[Sample]]:
+    """All repeats of each pack, on one layer; at least so many, then while the budget lasts."""
+    timings: dict[tuple[Direction, tuple[Range, ...]], list[Sample]] = {}
     deadline_s = time.perf_counter() + budget_s
     repeats = 0
     while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
-        for packs in rounds:
-            for direction, ranges, seconds in time_round(stage, packs):
-                timings.setdefault((direction, ranges), []).append(seconds)
+        for one in rounds:
+            layers = len(one.windows)
+            for took in time_round(one.stage, one.packs, clock):
+                of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.windows)
+                timings.setdefault((took.direction, took.ranges), []).append(of_layer)
         repeats += 1
     return timings
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from evenload.calibrate.pack_clock import PackClock
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Packs, longest_of, num_tokens_of, round_flops, time_round
 from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token
 from evenload.runtime.comm.mesh import Mesh
@@ -44,7 +45,7 @@ def choose_rounds(
                 break
         dist.barrier(group=mesh.control)
         start_s = time.perf_counter()
-        for _ in time_round(stage, packs):
+        for _ in time_round(stage, packs, PackClock(stage.device)):
             pass
         # All ranks decide alike, by the slowest.
         took = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)

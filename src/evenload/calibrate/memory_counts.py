@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from evenload.calibrate.pack_clock import PackClock
 from evenload.calibrate.rounds import Packs, num_tokens_of, pack_tokens, time_round
 from evenload.cost.activation import POLICIES, activation_bytes_per_token, kv_bytes_per_token
 from evenload.errors import EvenloadError
@@ -61,7 +62,7 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
     """
     forget_peak_bytes(stage.device)
     if stage.device.type == "cuda":
-        for _ in time_round(stage, packs):
+        for _ in time_round(stage, packs, PackClock(stage.device)):
             pass
         return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
     store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)

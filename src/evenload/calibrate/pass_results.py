@@ -56,11 +56,16 @@ class PassResults:
         return RankMeasurement(
             disturbance=Disturbance(waited_share, spread),
             packs=tuple(
-                Sample(direction, ranges, self.median(rank, f"pack:{index}:{number}") / self.layers)
+                Sample(
+                    direction,
+                    ranges,
+                    self.median(rank, f"pack:{index}:{number}") / self.layers,
+                    self._queue_s(rank, f"queue:{index}:{number}") / self.layers,
+                    windows,
+                )
                 for index in work.rounds
                 for number, (direction, ranges) in enumerate(_order(index))
             ),
-            windows=windows,
             head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
             peak_flops_per_s=peak_flops_per_s,
             optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
@@ -72,6 +77,10 @@ class PassResults:
                 for transfer in work.transfers  # the largest group of a kind comes last
             },
         )
+
+    def _queue_s(self, rank: int, name: str) -> float:
+        """0 where the device is its own host."""
+        return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
         """Of a forward or a backward; None where no rank timed it."""

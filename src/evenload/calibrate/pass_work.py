@@ -1,8 +1,8 @@
 """Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
 
-Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, `head:<rows>`,
-`attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>` and so on. Ranks that meet in a transfer time it
-together; a rank without a part in it gives no such name.
+Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
+`queue:<round>:<number>` of its host, `head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>`
+and so on. Ranks that meet in a transfer time it together; a rank without a part in it gives no such name.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from evenload.calibrate import kernel_timings as kernels
 from evenload.calibrate.link_timings import GRID_BYTES, TransferWork, transfers_of
+from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.partial_file import Pass
 from evenload.calibrate.repeats import median_seconds, timed
 from evenload.calibrate.rounds import GRID, round_flops, time_round
@@ -50,6 +51,7 @@ class PassWork:
     ) -> None:
         self._stage, self._model, self._mesh, self.rounds = stage, model, mesh, rounds
         device, dtype, tp = stage.device, stage.dtype, mesh.layout.tp
+        self._clock = pack_clock(stage, mesh)
         self._kernels: dict[str, Callable[[], object]] = {}
         # Kernels by themselves, and the head, are no larger than what the layers are timed with.
         most_flops = max(round_flops(GRID[index], model) for index in rounds)
@@ -98,8 +100,10 @@ class PassWork:
         device, control = self._stage.device, self._mesh.control
         for index in self.rounds:
             dist.barrier(group=control)
-            for number, sample in enumerate(time_round(self._stage, GRID[index])):
+            for number, sample in enumerate(time_round(self._stage, GRID[index], self._clock)):
                 seconds[f"pack:{index}:{number}"] = sample.seconds
+                if sample.host_s:
+                    seconds[f"queue:{index}:{number}"] = sample.host_s
         for name, work in self._kernels.items():
             seconds[name] = timed(work, device)
         dist.barrier(group=control)

@@ -12,14 +12,15 @@ Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, p
 windows of the layers that are timed, and with a kernel's tiles, where it has any.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from evenload.calibrate.pack_clock import PackClock
 from evenload.cost.flops import slice_pairs
-from evenload.runtime.device import seconds_now
 from evenload.runtime.replay.stage import PackTokens, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import Direction
@@ -31,13 +32,23 @@ Packs = tuple[tuple[Range, ...], ...]
 Features = tuple[float, float, float, float, float]
 """[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
 
+_GPU_LAYERS = 4
+"""Forward and backward of so many layers are some 150 and 420 kernels; a device's queue holds 1,024."""
+
 
 class Sample(NamedTuple):
-    """One timed pack; seconds of all layers of the stage, or of one layer where it says so."""
+    """One timed pack on one layer, or on all that were timed where it says so.
+
+    Args:
+        seconds: of the device; host_s: until its host had queued the pack, 0 where they are one (`pack_clock`).
+        windows: of the layers that were timed, 0 = full.
+    """
 
     direction: Direction
     ranges: tuple[Range, ...]
     seconds: float
+    host_s: float = 0.0
+    windows: tuple[int, ...] = (0,)
 
 
 def whole(*lengths: int) -> Packs:
@@ -132,7 +143,25 @@ def round_flops(packs: Packs, model: ModelSpec) -> float:
     return 2.0 * model.linear_parameters_per_layer * tokens + 4.0 * model.num_heads * model.head_dim * pairs
 
 
-def time_round(stage: PipelineStage, packs: Packs) -> Iterator[Sample]:
+def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
+    """A stage of its first layers, at most so many and one of every window at least: seconds of one layer are those of
+    another, a device's queue holds the kernels of few, and large packs keep little memory on few.
+
+    Args:
+        windows: of all layers of the model, 0 = full.
+    """
+    layers = list(stage.model.layers)
+    first = {windows[index]: index for index in reversed(layers)}
+    chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
+    return stage if len(chosen) == len(layers) else stage.with_layers(sorted(chosen))
+
+
+def timed_part(stage: PipelineStage, windows: Sequence[int]) -> PipelineStage:
+    """The layers of a stage that packs of `QUICK_ROUNDS` are timed on."""
+    return part_of(stage, windows, _GPU_LAYERS) if stage.device.type == "cuda" else stage
+
+
+def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator[Sample]:
     """Forward pack by pack, backward in reverse; seconds of all layers. Adds to gradients."""
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
@@ -141,12 +170,9 @@ def time_round(stage: PipelineStage, packs: Packs) -> Iterator[Sample]:
         for ranges in order:
             pack, rows = pack_tokens(ranges, stage), stage.num_rows(ranges)
             given = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
-            start_s = seconds_now(stage.device)
-            if direction == "forward":
-                stage.forward_layers(pack, given, store)
-            else:
-                stage.backward_layers(pack, given, store)
-            yield Sample(direction, ranges, seconds_now(stage.device) - start_s)  # type: ignore[arg-type]
+            layers = stage.forward_layers if direction == "forward" else stage.backward_layers
+            took = clock.time((direction, ranges), functools.partial(layers, pack, given, store))
+            yield Sample(direction, ranges, took.device_s, took.host_s)  # type: ignore[arg-type]
 
 
 def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:

@@ -12,7 +12,8 @@ import statistics
 
 import torch.distributed as dist
 
-from evenload.calibrate.rounds import YARDSTICK_ROUNDS, time_round
+from evenload.calibrate.pack_clock import pack_clock
+from evenload.calibrate.rounds import YARDSTICK_ROUNDS, time_round, timed_part
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
@@ -42,7 +43,8 @@ class Yardstick:
     def __init__(self, stage: PipelineStage, costs: CostCoefficients, mesh: Mesh) -> None:
         assert costs.measured_on is not None
         assert costs.measured_on.packs
-        self._stage, self._mesh = stage, mesh
+        self._stage, self._mesh = timed_part(stage, costs.measured_on.model.windows), mesh
+        self._clock = pack_clock(self._stage, mesh)
         self._seconds_then: dict[Timed, float] = {}
         for pack in costs.measured_on.packs:
             self._seconds_then[pack.direction, tuple(Range(*one) for one in pack.slices)] = pack.seconds
@@ -56,7 +58,7 @@ class Yardstick:
         dist.barrier(group=self._mesh.control)
         layers = len(self._stage.model.layers)
         for packs in self._rounds:
-            for direction, ranges, seconds in time_round(self._stage, packs):
+            for direction, ranges, seconds, *_ in time_round(self._stage, packs, self._clock):
                 self._seconds_now.setdefault((direction, ranges), []).append(seconds / layers)
 
     def drift(self) -> float:

@@ -15,6 +15,13 @@ in backward, gradients of K and V it adds to. Finer cuts pay it again and again,
 `pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
 n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
 additive constant per pack, so it needs no non-linear term and sums stay sums.
+
+A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
+
+    host_slice_s · slices + host_pack_s
+
+A pack on a stage takes the longer of the two. Where both were measured (`calibrate.pack_clock`) small packs take their
+host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
 from pathlib import Path
@@ -86,6 +93,8 @@ class PassCoefficients(Frozen):
         prefix_s_per_token: one token of the prefix of a slice, on top of its pairs.
         slice_s: constant of every slice (document piece) in a pack.
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
+        host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
+            0 where the device is the host, and where it was not measured apart.
     """
 
     linear_s_per_token: float
@@ -93,6 +102,8 @@ class PassCoefficients(Frozen):
     prefix_s_per_token: float = 0.0
     slice_s: float = 0.0
     pack_s: float = 0.0
+    host_slice_s: float = 0.0
+    host_pack_s: float = 0.0
 
 
 class BesideCompute(Frozen):

@@ -25,6 +25,7 @@ def native_table(
     coefficients: CostCoefficients,
     layout: ParallelLayout,
     stage_seconds: dict[Direction, NDArray[np.float64]],
+    host_seconds: dict[Direction, NDArray[np.float64]],
     linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
     *,
     keeps_short_whole: bool,
@@ -34,6 +35,7 @@ def native_table(
 
     Args:
         stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
+        host_seconds: float64[2, P] of each direction, of the host a slice and a pack.
         linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
         keeps_short_whole: see `PackCosts`.
         slowness: factor on the seconds of weight gradients; the stages' seconds have theirs already.
@@ -48,6 +50,7 @@ def native_table(
     table.forward, table.backward = (
         _native.PassTable(
             stage_seconds[direction].ravel().tolist(),
+            host_seconds[direction].ravel().tolist(),
             _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=False)),
             _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=True)),
             *map(float, ring_home(model, coefficients, layout.tp, direction)),

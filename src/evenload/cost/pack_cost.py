@@ -5,6 +5,7 @@ matrix product. O(slices) numpy per direction, no Python loop.
 
 Details that matter:
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
+- A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
 - The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
 - Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
@@ -23,13 +24,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
-from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, activation_bytes_per_token
+from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.flops import recomputed_share
 from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
-from evenload.cost.slice_features import SliceFeatures, pairs_column, prefix_column, weighted
+from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -86,9 +87,14 @@ class PackCosts:
             token_s, pack_s = self._linear_again_seconds(self.layers() - stored)
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
+        self.host_seconds: dict[Direction, NDArray[np.float64]] = {
+            "forward": self._host_matrix("forward"),
+            "backward": self._host_matrix("backward"),
+        }
         if slowness is not None:
             of_stage = np.array([slowness[rank] for rank in layout.stage_to_rank])
             self.stage_seconds = {direction: of_stage * matrix for direction, matrix in self.stage_seconds.items()}
+            self.host_seconds = {direction: of_stage * matrix for direction, matrix in self.host_seconds.items()}
             self.linear_again_s = of_stage * self.linear_again_s[0], of_stage * self.linear_again_s[1]
 
     @functools.cached_property
@@ -100,6 +106,7 @@ class PackCosts:
             self.coefficients,
             self.layout,
             self.stage_seconds,
+            self.host_seconds,
             self.linear_again_s,
             keeps_short_whole=self.keeps_short_whole,
             slowness=min(self.slowness or (1.0,)),
@@ -109,7 +116,10 @@ class PackCosts:
     def pack_constant_s(self) -> float:
         """Seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the smallest
         float above 0."""
-        constant_s = sum(float(matrix[2].sum()) for matrix in self.stage_seconds.values())
+        constant_s = sum(
+            float(np.maximum(matrix[2], self.host_seconds[direction][1]).sum())
+            for direction, matrix in self.stage_seconds.items()
+        )
         return max(constant_s, np.finfo(np.float64).tiny)
 
     def pack_seconds(
@@ -128,9 +138,7 @@ class PackCosts:
         Raises:
             ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
         """
-        matrix = self.stage_seconds[direction]
-        features = self._features(columns)
-        seconds = weighted(features, matrix)
+        seconds = self.compute_seconds(columns, direction)
         if (columns.cp > 1).any():
             is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
             travelling = self._travelling_tokens(columns, is_cut)
@@ -143,7 +151,7 @@ class PackCosts:
         """Seconds of packs whose documents are all replayed -> the same under their policies; float64[num_packs, P]."""
         if not policy.any():
             return seconds
-        tokens = self._policy_tokens(columns, policy)
+        tokens = policy_tokens(columns, policy)
         if direction == "backward":
             again = tokens[:, RECOMPUTE]
             more_s = np.outer(again, self.linear_again_s[0]) + np.outer(again > 0, self.linear_again_s[1])
@@ -152,7 +160,9 @@ class PackCosts:
 
     def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
         """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
-        return weighted(self._features(columns), self.stage_seconds[direction])
+        features = self._features(columns)
+        seconds, host = weighted(features, self.stage_seconds[direction]), self.host_seconds[direction]
+        return np.maximum(seconds, weighted(features[:, 1:3], host)) if host.any() else seconds
 
     def waiting_seconds(
         self,
@@ -197,7 +207,7 @@ class PackCosts:
         Args:
             policy: int8[num_documents], indices into `cost.activation.POLICIES`.
         """
-        tokens = self._policy_tokens(columns, policy)[:, OFFLOAD]
+        tokens = policy_tokens(columns, policy)[:, OFFLOAD]
         return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
 
     def document_seconds(
@@ -300,6 +310,11 @@ class PackCosts:
             matrix[2, -1] += self.coefficients.head_pack_s
         return matrix
 
+    def _host_matrix(self, direction: Direction) -> NDArray[np.float64]:
+        """Seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its own."""
+        layer = self._pass(direction)
+        return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
+
     def _linear_seconds(self, direction: Direction, tp: int | None = None) -> tuple[NDArray, NDArray]:
         """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
         tp = self.layout.tp if tp is None else tp
@@ -360,15 +375,6 @@ class PackCosts:
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
         copied_bytes = np.outer(tokens, self.layers() * token_bytes)
         return np.where(copied_bytes > 0, copied_bytes / link.bandwidth_bytes_per_s + link.latency_s, 0.0)
-
-    def _policy_tokens(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
-        pack = columns.pack_of_slice()
-        tokens = columns.slice_tokens() / columns.cp
-        sums = np.bincount(
-            pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
-        )
-        return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
 
     def _pass(self, direction: Direction) -> PassCoefficients:
         return self.coefficients.forward if direction == "forward" else self.coefficients.backward

@@ -3,7 +3,7 @@
 One thing after the other is taken away, and each difference is that cause's share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for keys and values ─ tensor-parallel transfers
-               ─ tiles and constants ─ padding = useful work
+               ─ tiles, constants and waiting for the host ─ padding = useful work
 
 So a cause is what would be saved if it went away after those before it in the chain; only copies and transfers
 of keys and values depend on the order (they hide behind the rest), and they come first.
@@ -26,6 +26,9 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import RankedPacks, rank_waiting_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
+
+_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")
+"""Of `PassCoefficients`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,7 +65,7 @@ def split_pack_seconds(
     coefficients, layout = costs.coefficients, costs.layout
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
-        name: msgspec.structs.replace(getattr(without_tp, name), prefix_s_per_token=0.0, slice_s=0.0, pack_s=0.0)
+        name: msgspec.structs.replace(getattr(without_tp, name), **dict.fromkeys(_NOT_USEFUL, 0.0))
         for name in ("forward", "backward")
     }
     ideal = msgspec.structs.replace(without_tp, attention_tile=1, head_pack_s=0.0, **passes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.activation import POLICIES
 from evenload.cost.flops import slice_pairs
 from evenload.types.columns import SliceColumns
 
@@ -104,6 +105,16 @@ class SliceFeatures:
             prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
             out[:, prefix_column(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
         return out
+
+
+def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
+    """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
+    pack = columns.pack_of_slice()
+    tokens = columns.slice_tokens() / columns.cp
+    sums = np.bincount(
+        pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
+    )
+    return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
 
 
 def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:

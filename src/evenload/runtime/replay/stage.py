@@ -7,7 +7,7 @@ pack, where the cost model charges it.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,11 @@ class PipelineStage:
         self._state = state or ReplayState(backend=backend)
         if state is None:
             make_layers_replayable(model.layers, self._state, model.architecture, tensor)
+
+    def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
+        """Of some of its layers only, as they are; to time them by themselves."""
+        kept = {index: self.model.layers[index] for index in layers}
+        return PipelineStage(replace(self.model, layers=kept), self.backend, self._tensor, self._state)
 
     @property
     def backend_name(self) -> str:

@@ -1,0 +1,58 @@
+"""Coefficients of hosts and devices that were timed apart, from samples whose truth is known."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import BACKWARD, FORWARD, sample_model
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of
+from evenload.calibrate.disturbance import Disturbance
+from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features, rounds_up_to
+from evenload.types.layout import even_layout
+
+DEVICE = {
+    "forward": msgspec.structs.replace(FORWARD, prefix_s_per_token=0.003, host_slice_s=0.5, host_pack_s=2000.0),
+    "backward": msgspec.structs.replace(BACKWARD, prefix_s_per_token=0.006, host_slice_s=0.75, host_pack_s=6000.0),
+}
+
+
+def sample(direction, ranges, windows, *, is_apart):
+    truth = DEVICE[direction]
+    seconds = np.dot(
+        pack_features(ranges, windows),
+        (truth.linear_s_per_token, truth.slice_s, truth.pack_s, truth.attention_s_per_pair, truth.prefix_s_per_token),
+    )
+    host_s = truth.host_slice_s * len(ranges) + truth.host_pack_s if is_apart else 0.0
+    return Sample(direction, ranges, float(seconds), host_s, windows)
+
+
+def measured(*, is_apart):
+    """Small packs on three layers of which one has a window, large ones on one without."""
+    rounds = [(packs, (0, 0, 512)) for packs in QUICK_ROUNDS] + [(packs, (0,)) for packs in rounds_up_to(16384, 16384)]
+    samples = tuple(
+        sample(direction, ranges, windows, is_apart=is_apart)
+        for direction in ("forward", "backward")
+        for packs, windows in rounds
+        for ranges in packs
+    )
+    return RankMeasurement(
+        disturbance=Disturbance(0.0, 0.0),
+        packs=samples,
+        head=((1, 1.0), (2, 2.0)),
+        peak_flops_per_s=1e9,
+        optimizer_s=1e-9,
+        copy_s_per_byte=1e-9,
+    )
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_both_come_back_and_neither_bends_the_other(is_apart):
+    """Small packs would take their host's seconds, and a fit of what they take would be off for all."""
+    ranks = [measured(is_apart=is_apart)] * 2
+    found = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
+    for direction, truth in DEVICE.items():
+        expected = truth if is_apart else msgspec.structs.replace(truth, host_slice_s=0.0, host_pack_s=0.0)
+        fields = msgspec.structs.asdict(getattr(found, direction))
+        assert fields == {
+            name: pytest.approx(value, rel=1e-5) for name, value in msgspec.structs.asdict(expected).items()
+        }
