@@ -7,7 +7,8 @@ from evenload.runtime.model.fused_norms import fuse_norms
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.token_range import Range
 from plan_building import greedy_packs

@@ -1,11 +1,13 @@
 """What a tensor-parallel rank of a `GlooPool` sends in each action, counted at the group."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dist_cases import RankUnderTest
 from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.replay.stage import PackTokens
+from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.layout import even_layout
@@ -15,28 +17,35 @@ from gloo_pool import TIMEOUT_S
 TOKENS = 24
 
 
-def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
-    """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
+def hidden_transfers_by_action(num_layers: int, first_rows: int = 0) -> dict[str, float]:
+    """F, B, I, W -> transfers a layer, in units of all rows' hidden states; of a pack in halves where it has first
+    rows."""
     mesh = create_mesh(even_layout(num_layers, tp=2), torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
     group = mesh.tensor
     assert group is not None
     counted, whole = [0.0], TOKENS * stage.hidden_size
-    gather, scatter = group.all_gather, group.all_to_all
+    gather, scatter, gather_later = group.all_gather, group.all_to_all, group.all_gather_later
 
     def all_gather(rows: Tensor, what: str) -> Tensor:
         counted[0] += rows.numel() * group.shard.size / whole
         return gather(rows, what)
+
+    def all_gather_later(rows: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
+        counted[0] += rows.numel() * group.shard.size / whole
+        return gather_later(rows, what)
 
     def all_to_all(rows: Tensor, counts: list[int], what: str) -> Tensor:
         counted[0] += rows.numel() / whole
         return scatter(rows, counts, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
+    group.all_gather_later = all_gather_later  # type: ignore[method-assign]
     ranges, found = (Range(0, 0, TOKENS),), {}
     positions = torch.arange(TOKENS)
-    pack = PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
+    ids, targets = torch.zeros_like(positions), torch.zeros_like(positions)
+    pack = PackTokens(ranges, ids, targets, positions, first_rows=first_rows)
 
     def count(name: str, action) -> None:
         counted[0] = 0.0

@@ -21,7 +21,8 @@ import torch
 
 from evenload.calibrate.pack_clock import PackClock
 from evenload.cost.flops import slice_pairs
-from evenload.runtime.replay.stage import PackTokens, PipelineStage
+from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec

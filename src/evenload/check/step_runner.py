@@ -23,7 +23,8 @@ from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import reduce_gradients
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange
-from evenload.runtime.replay.stage import OnFinal, PackTokens, PipelineStage
+from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages

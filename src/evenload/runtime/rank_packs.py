@@ -21,7 +21,7 @@ from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention
 from evenload.runtime.replay.context_ring import RingAttention
-from evenload.runtime.replay.stage import PackTokens
+from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.stepplan.rank_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
@@ -111,7 +111,8 @@ class RankPacks:
         shared = self._shared(pack)
         if shared is None:
             batch = collate_pack(pack, documents)
-            return PackTokens(pack_ranges(pack), *self._on_device((batch.token_ids, batch.targets, batch.positions)))
+            columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
+            return PackTokens(pack_ranges(pack), *columns, first_rows=pack.first_rows)
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         columns = collate_ranges(

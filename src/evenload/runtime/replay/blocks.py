@@ -62,9 +62,10 @@ class Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A recorded range, and its first rows in its block."""
+    """A recorded range, the first token of the slice that it is (a part of), and its first rows in its block."""
 
     range: Range
+    first_token: int
     row: int
     own_row: int
     block: StoredBlock
@@ -94,19 +95,23 @@ class BlockIndex:
                 backward[doc_id].append((start, pack))
         self._backward = {doc_id: sorted(starts) for doc_id, starts in backward.items()}
 
-    def open_pack(self, ranges: tuple[Range, ...]) -> list[StoredBlock]:
-        """The blocks of a new forward pack, in row order."""
+    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> list[StoredBlock]:
+        """The blocks of a new forward pack, in row order; `slices` are those of the whole pack where the ranges are of
+        half of it: both parts of a slice are kept until its first token is back."""
         self._parts.clear()
+        first_tokens = {r[0]: r[1] for r in slices or ranges}
         blocks: list[StoredBlock] = []
         kind = None
         row = own_row = 0
         for r in ranges:
             policy = self._policy(r[0])
-            before, kind = kind, (policy, self._freed_by(r))
+            first_token = first_tokens[r[0]]
+            before, kind = kind, (policy, self._freed_by(r[0], first_token))
             if kind != before or kind[1] is None:
                 blocks.append(StoredBlock((), policy, slice(row, row), slice(own_row, own_row), 0))
             block = blocks[-1]
-            self._places[r[0]].append(_Place(r, row - block.rows.start, own_row - block.own_rows.start, block))
+            place = _Place(r, first_token, row - block.rows.start, own_row - block.own_rows.start, block)
+            self._places[r[0]].append(place)
             row += r[2] - r[1]
             own_row += r[2] - r[1] if self._shard is None else self._shard.num_rows((r,))
             block.ranges += (r,)
@@ -135,7 +140,7 @@ class BlockIndex:
         for doc_id, start, _ in ranges:
             kept = []
             for place in self._places[doc_id]:
-                if place.range[1] < start:
+                if place.first_token < start:
                     kept.append(place)
                     continue
                 place.block.open_ranges -= 1
@@ -150,15 +155,15 @@ class BlockIndex:
         """Documents with rows that are still kept."""
         return {doc_id for doc_id, places in self._places.items() if places}
 
-    def _freed_by(self, r: Range) -> int | None:
-        """The backward pack with the range's first token."""
-        starts = self._backward.get(r[0], ())
-        at = bisect_right(starts, r[1], key=lambda entry: entry[0])
+    def _freed_by(self, doc_id: int, token: int) -> int | None:
+        """The backward pack with a slice's first token."""
+        starts = self._backward.get(doc_id, ())
+        at = bisect_right(starts, token, key=lambda entry: entry[0])
         return starts[at - 1][1] if at else None
 
     def _parts_of(self, wanted: Range) -> Iterable[Part]:
         doc_id, start, stop = wanted
-        for (_, lo, hi), row, own_row, block in self._places[doc_id]:
+        for (_, lo, hi), _, row, own_row, block in self._places[doc_id]:
             if lo < stop and start < hi:
                 first, last = max(lo, start), min(hi, stop)
                 rows = slice(first - lo + row, last - lo + row)

@@ -5,9 +5,9 @@ the last stage (its forward stops at the final hidden states), so the head's cos
 pack, where the cost model charges it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.row_shard import RowShard
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
+from evenload.runtime.comm.transfer_queue import transfer_queue
+from evenload.runtime.comm.turns import Half, Turns
 from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.replay.blocks import StoredBlock
 from evenload.runtime.replay.context_attention import (
     LocalAttention,
-    PackAttention,
     join_backward,
     join_forward,
     rows_of,
@@ -31,6 +33,7 @@ from evenload.runtime.replay.head import (
     head_blocks,
 )
 from evenload.runtime.replay.linear import linear_with_known_output
+from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
 from evenload.runtime.replay.router_balance import RouterBalance
 from evenload.runtime.replay.state import ReplayState, TensorRows
@@ -49,7 +52,7 @@ def make_layers_replayable(
     for index, layer in layers.items():
         make_replayable(layer, index, state, architecture)
         if tensor is not None:
-            make_tensor_parallel(layer, state, architecture)
+            make_tensor_parallel(layer, index, state, architecture)
 
 
 OnFinal = Callable[[int], None]
@@ -58,26 +61,6 @@ OnFinal = Callable[[int], None]
 
 def _tell_nobody(unit: int) -> None:
     """Gradients come on top in later packs."""
-
-
-@dataclass(frozen=True, eq=False)
-class PackTokens:
-    """Token data of a pack, as the first and the last stage need it.
-
-    Args:
-        ranges: (doc_id, start, stop) per slice, in row order.
-        token_ids, targets, positions: int64[T]; target -100 carries no loss.
-        shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
-        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
-            something of.
-    """
-
-    ranges: tuple[Range, ...]
-    token_ids: Tensor
-    targets: Tensor
-    positions: Tensor
-    shared: PackAttention | None = None
-    closes: tuple[Range, ...] | None = None
 
 
 class PipelineStage:
@@ -171,11 +154,29 @@ class PipelineStage:
     @torch.no_grad()
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
         """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
-        store.open_pack(pack.ranges)
         if not pack.ranges:
+            store.open_pack(pack.ranges)
             join_forward(pack.shared, self.model, self._state.backend, store, hidden)
             self._end_counts(pack)
             return hidden
+        if pack.first_rows:
+            halves, own = self._halves(pack, hidden)
+            blocks: list[list[StoredBlock]] = [[], []]
+
+            def record(which: int) -> Tensor:
+                recorded = self._record(halves[which], own[which], store)
+                blocks[which] = store.open_blocks
+                return recorded
+
+            hidden = torch.cat(self._by_turns(lambda: record(0), lambda: record(1)))
+            store.join_blocks(*blocks)
+        else:
+            hidden = self._record(pack, hidden, store)
+        self._end_counts(pack)
+        return hidden
+
+    def _record(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+        store.open_pack(pack.ranges, pack.slices)
         with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
@@ -183,7 +184,6 @@ class PipelineStage:
                 hidden = layer(hidden[None], **arguments[index])[0]
                 store.end_layer(index)
         store.close_pack()
-        self._end_counts(pack)
         return hidden
 
     def _end_counts(self, pack: PackTokens) -> None:
@@ -255,6 +255,30 @@ class PipelineStage:
             store.close_backward(pack.closes or ())
             return grad
         self.announce_backward(pack.ranges, store)
+        if pack.first_rows:
+            halves, own = self._halves(pack, grad)
+            store.cut_for_a_pack = {r.doc_id for r in pack.ranges if store.is_whole(r)}
+            # Last rows first: a document that is cut adds to the gradients of keys before these are read. Who follows
+            # completes a layer.
+            second, first = self._by_turns(
+                lambda: self._replay(halves[1], own[1], store, products),
+                lambda: self._replay(halves[0], own[0], store, products, on_final),
+            )
+            store.cut_for_a_pack = set()
+            grad = torch.cat([first, second])
+        else:
+            grad = self._replay(pack, grad, store, products, on_final)
+        store.close_backward(pack.ranges if pack.closes is None else pack.closes)
+        return grad
+
+    def _replay(
+        self,
+        pack: PackTokens,
+        grad: Tensor,
+        store: ActivationStore,
+        products: WeightProducts | None,
+        on_final: OnFinal = _tell_nobody,
+    ) -> Tensor:
         with self._pass("replay", pack, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
@@ -273,8 +297,23 @@ class PipelineStage:
                 del hidden, output
                 store.leave_layer(index)
                 on_final(1 + index)
-        store.close_backward(pack.ranges if pack.closes is None else pack.closes)
         return grad
+
+    def _halves(self, pack: PackTokens, hidden: Tensor) -> tuple[Sequence[PackTokens], Sequence[Tensor]]:
+        """Both halves of a pack, and own rows [n, hidden] of each."""
+        halves = pack.halves()
+        return halves, hidden.split([self.num_rows(half.ranges) for half in halves])
+
+    def _by_turns(self, leader: Half, follower: Half) -> tuple[Tensor, Tensor]:
+        """Both results of two halves of a pack, each of which gives the turn away while its transfers run."""
+        group, state = self._tensor, self._state
+        assert group is not None, "only tensor-parallel transfers are worth two halves"
+        group.turns = state.turns = Turns(transfer_queue(self.device), state.put_away)
+        try:
+            with self._own_attention():
+                return group.turns.run(leader, follower)
+        finally:
+            group.turns = state.turns = None
 
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
@@ -316,6 +355,16 @@ class PipelineStage:
         return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
 
     @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """The configuration is shared with the user's model object, so it is changed only while a pass runs."""
+        before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = ATTENTION_NAME
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
+
+    @contextmanager
     def _pass(
         self, mode, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
     ) -> Iterator[None]:
@@ -326,11 +375,8 @@ class PipelineStage:
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")
         state.tensor_rows = None if exchange is None else TensorRows(exchange, pack.ranges)
-        # The configuration is shared with the user's model object, so it is changed only while a pass runs.
-        before = self.model.config._attn_implementation
-        self.model.config._attn_implementation = ATTENTION_NAME
         try:
-            yield
+            with self._own_attention():
+                yield
         finally:
-            self.model.config._attn_implementation = before
             state.store, state.ranges, state.products, state.shared, state.tensor_rows = None, (), None, None, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange
+from evenload.runtime.comm.turns import Turns
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.router_balance import RouterBalance
@@ -37,12 +38,13 @@ class GatherOnce:
 @dataclass(eq=False)
 class TensorRows:
     """Rows of the running pack on a tensor-parallel group; `block_input` are own rows of the running block's input,
-    which `block_key` names, and `again` gathers rows in W."""
+    which `block_key` names, and `again` gathers rows in W. `arrive` waits until all rows of that input are there."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]
     block_input: Tensor | None = None
     block_key: object = None
+    arrive: Callable[[], None] = lambda: None
     again: GatherOnce = field(init=False)
     _remade: tuple[RowExchange, Tensor, Tensor] | None = None
 
@@ -75,6 +77,7 @@ class ReplayState:
         balance: the load-balancing loss of routers; None = none is trained.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
         tensor_rows: rows of the running pack on a tensor-parallel group; None = there is none.
+        turns: of two halves of a pack, of which this is the one that has the turn; None = it is computed in one go.
     """
 
     backend: RangeAttention
@@ -89,6 +92,24 @@ class ReplayState:
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
     tensor_rows: TensorRows | None = None
+    turns: Turns | None = None
+
+    def put_away(self) -> Callable[[], None]:
+        """What the running half of a pack has set; returns what puts it back when it goes on."""
+        mine, store = dict(vars(self)), self.store
+        blocks = [] if store is None else store.open_blocks
+
+        def put_back() -> None:
+            vars(self).update(mine)
+            if store is not None:
+                store.open_blocks = blocks
+
+        return put_back
+
+    def makes_again(self, site: tuple[int, str]) -> bool:
+        """Whether products at a site of the running backward pack are made from their input."""
+        assert self.store is not None
+        return self.remade is not None or self.store.recomputes(site)
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""

@@ -95,7 +95,10 @@ class ActivationStore:
         self._copies = copies
         self._device: torch.device | None = None
         self._buffers: dict[int, _DocumentBuffers] = {}
-        self._open: list[StoredBlock] = []
+        self.open_blocks: list[StoredBlock] = []
+        """Of the forward pack, or half of one, whose rows are recorded."""
+        self.cut_for_a_pack: set[int] = set()
+        """Documents of which two halves of the running backward pack have rows, and no other pack."""
         self._leaving: deque[tuple[list[Copy], int]] = deque()
         self._fetched: dict[int, _Fetch] = {}
         self._fetch_order: deque[int] = deque()
@@ -112,8 +115,9 @@ class ActivationStore:
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def open_pack(self, ranges: tuple[Range, ...]) -> None:
-        self._open = self._index.open_pack(ranges)
+    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> None:
+        """Record a forward pack from now on, or half of one that has these slices."""
+        self.open_blocks = self._index.open_pack(ranges, slices)
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
         """Keep the output of a linear layer, or of experts, where it is not made again; see `record`."""
@@ -138,8 +142,8 @@ class ActivationStore:
         """
         if is_own_rows:
             self._own_rows_keys.add(key)
-        for block in self._open:
-            own = rows if len(self._open) == 1 else rows[block.own_rows if is_own_rows else block.rows]
+        for block in self.open_blocks:
+            own = rows if len(self.open_blocks) == 1 else rows[block.own_rows if is_own_rows else block.rows]
             if block.policy == "recompute" and is_product:
                 continue
             if block.policy == "offload" and not stays_on_device:
@@ -147,14 +151,14 @@ class ActivationStore:
                 self.held.count("offload_buffers", own.nbytes)
                 continue
             # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
-            block.tensors[key] = own if len(self._open) == 1 else own.clone()
+            block.tensors[key] = own if len(self.open_blocks) == 1 else own.clone()
             block.num_bytes += own.nbytes
             self.held.count(_ACTIVATIONS[block.policy], own.nbytes)
 
     def end_layer(self, layer: int) -> None:
         """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
         copies, num_bytes, num_host_bytes = [], 0, 0
-        for block in self._open:
+        for block in self.open_blocks:
             for key, rows in block.leaving.items():
                 self._device = rows.device
                 if self._copies is None:
@@ -187,7 +191,7 @@ class ActivationStore:
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows. The caller must not
         change them afterwards."""
-        for block in self._open:
+        for block in self.open_blocks:
             row = block.rows.start
             for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
                 ranges = tuple(run)
@@ -237,6 +241,14 @@ class ActivationStore:
         if first == 0 and stop == keys.shape[0]:
             return keys, values
         return keys[first:stop], values[first:stop]
+
+    def join_blocks(self, first: list[StoredBlock], second: list[StoredBlock]) -> None:
+        """Of two halves that were opened apart: what is recorded next has rows of both."""
+        row, own_row = first[-1].rows.stop, first[-1].own_rows.stop
+        for block in second:
+            block.rows = slice(row + block.rows.start, row + block.rows.stop)
+            block.own_rows = slice(own_row + block.own_rows.start, own_row + block.own_rows.stop)
+        self.open_blocks = [*first, *second]
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -306,7 +318,8 @@ class ActivationStore:
         """Add a range's gradients of K and V `[first, stop)` and return the now final ones of `[start, stop)`.
 
         Ranges of a document come last-first, so nothing after `start` will be added to again. A document
-        whose backward is one range needs no accumulator.
+        whose backward is one range needs no accumulator, and one that only two halves of a pack cut has it for a layer:
+        part of attention's workspace, which is not counted here.
         """
         buffers = self._buffers[doc_id]
         if start == 0 and stop == buffers.num_tokens and layer not in buffers.grads:
@@ -316,8 +329,11 @@ class ActivationStore:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
             work = work_dtype(grad_k)
             buffers.grads[layer] = grad_k.new_zeros(shape, dtype=work), grad_k.new_zeros(shape, dtype=work)
-            self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
+            if doc_id not in self.cut_for_a_pack:
+                self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
         all_k, all_v = buffers.grads[layer]
+        if start == 0 and doc_id in self.cut_for_a_pack:
+            del buffers.grads[layer]
         all_k[first:stop] += grad_k
         all_v[first:stop] += grad_v
         return all_k[start:stop], all_v[start:stop]

@@ -1,0 +1,43 @@
+"""`PackTokens`: a pack as stages compute it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from evenload.runtime.replay.context_attention import PackAttention
+from evenload.types.token_range import Range, divide_ranges
+
+
+@dataclass(frozen=True, eq=False)
+class PackTokens:
+    """Token data of a pack, as the first and the last stage need it.
+
+    Args:
+        ranges: (doc_id, start, stop) per slice, in row order.
+        token_ids, targets, positions: int64[T]; target -100 carries no loss.
+        shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
+        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
+            something of.
+        slices: of the whole pack, where this is half of one.
+        first_rows: of two halves that compute by turns (`MicroPack.first_rows`); 0 = in one go.
+    """
+
+    ranges: tuple[Range, ...]
+    token_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+    shared: PackAttention | None = None
+    closes: tuple[Range, ...] | None = None
+    first_rows: int = 0
+    slices: tuple[Range, ...] = ()
+
+    def halves(self) -> tuple["PackTokens", "PackTokens"]:
+        """The first rows and the others; one document may have rows in both."""
+        at = self.first_rows
+        assert self.shared is None, "halves of a shared pack"
+        first, second = divide_ranges(self.ranges, at)
+        return self._part(first, slice(0, at)), self._part(second, slice(at, None))
+
+    def _part(self, ranges: tuple[Range, ...], rows: slice) -> "PackTokens":
+        columns = (self.token_ids[rows], self.targets[rows], self.positions[rows])
+        return PackTokens(ranges, *columns, slices=self.ranges)

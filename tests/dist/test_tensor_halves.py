@@ -1,0 +1,89 @@
+"""Packs in two halves that take turns inside a tensor-parallel group: equal to plain training, whatever is cut where;
+no transfer more than without, and no byte."""
+
+import msgspec
+import pytest
+
+from dist_equality import assert_plans_equal_plain
+from evenload.cost.group_comm import TENSOR_RINGS, WEIGHT_RINGS
+from evenload.errors import InvalidPlanError
+from evenload.stepplan.validate import validate_plan
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.layout import even_layout
+from evenload.types.plan import seal
+from halved_plans import halved_and_valid
+from plan_building import pack_plan, step_plan, word_schedule
+from reference_training import tiny_config
+from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import LOOKS_FURTHER
+from tensor_transfer_cases import hidden_transfers_by_action
+from varied_plans import SCHEDULES, varied_plan
+
+LAYERS = 4
+
+
+def halved_plans(tp, pp, dp, virtual, count):
+    """Cuts, policies and schedules by turns, whole documents in every third; halves even and uneven."""
+    schedules = SCHEDULES if virtual == 1 else ("list_split",)
+    policies = ("replay", "recompute", "mixed")
+    return [
+        halved_and_valid(
+            varied_plan(
+                41 * index + 7 * tp + 3 * pp + dp,
+                num_layers=LAYERS,
+                pp=pp,
+                dp=dp,
+                tp=tp,
+                virtual=virtual,
+                policies=policies[index % 3],
+                schedule=schedules[(index + 1) % len(schedules)],
+                whole=index % 3 == 1,
+                num_documents=6,
+            ),
+            share=(0.5, 0.2, 0.8)[index % 3],
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "virtual"), [(4, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 1)])
+def test_halves_equal_plain_training_and_hold_what_the_model_says(gloo_pool, tp, pp, dp, virtual):
+    """Weight gradients are summed in another order: to 1e-10 in float64, as everywhere."""
+    changes = {"num_key_value_heads": 4} if tp == 4 else {}
+    plans = halved_plans(tp, pp, dp, virtual, 9 if LOOKS_FURTHER else 3)
+    model = model_from_hf_config(tiny_config("llama", **changes).to_dict(), "llama", 8)
+    for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans, changes=changes), strict=True):
+        assert_bytes_match_the_memory_model(plan, model, measured)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
+def test_norms_and_windows_of_other_architectures(gloo_pool, kind):
+    """Gemma 2 norms what a block returns, so its products are made again under recompute."""
+    assert_plans_equal_plain(gloo_pool, halved_plans(2, 1, 1, 1, 2), kind=kind)
+
+
+def test_every_action_makes_the_transfers_it_is_charged(gloo_pool):
+    forward, backward = (TENSOR_RINGS[direction] for direction in ("forward", "backward"))
+    charged = {"F": forward, "B": backward, "I": backward, "W": WEIGHT_RINGS}
+    for counts in gloo_pool.run(2, hidden_transfers_by_action, 3, 10):
+        assert counts == pytest.approx(charged)
+
+
+@pytest.mark.parametrize(
+    ("first_rows", "policies", "tp", "message"),
+    [
+        (5, {}, 2, "forward pack 0 has 5 of 5 rows in its first half"),
+        (-1, {}, 2, "forward pack 0 has -1 of 5 rows in its first half"),
+        (2, {}, 1, "which hide tensor-parallel transfers, and tp is 1"),
+        (2, {0: "offload", 1: "offload"}, 2, "must not differ in what is recomputed, or be offloaded"),
+        (2, {1: "recompute"}, 2, "must not differ in what is recomputed, or be offloaded"),
+    ],
+)
+def test_what_cannot_be_halved_is_refused(first_rows, policies, tp, message):
+    layout, pieces = even_layout(LAYERS, tp=tp), [[(0, 0, 3), (1, 0, 2)]]
+    packs = msgspec.structs.replace(pack_plan(0, pieces, pieces), policies=policies)
+    forward = (msgspec.structs.replace(packs.forward[0], first_rows=first_rows),)
+    plan = step_plan(layout, {0: 3, 1: 2}, [packs], [word_schedule(packs, 1, [1], [0])])
+    packs = msgspec.structs.replace(packs, forward=forward)
+    with pytest.raises(InvalidPlanError, match=message):
+        validate_plan(seal(msgspec.structs.replace(plan, pack_plans=(packs,))))

@@ -1,0 +1,47 @@
+"""Plans whose packs are computed by two halves in turn, wherever they may be."""
+
+import msgspec
+
+from evenload.stepplan.validate import validate_plan
+from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.plan import StepPlan, seal
+
+
+def halved_plan(plan: StepPlan, share: float = 0.5) -> StepPlan:
+    """The same plan with every pack in halves that may be; `share` of the rows are the first half's."""
+    return seal(
+        msgspec.structs.replace(
+            plan,
+            pack_plans=tuple(
+                msgspec.structs.replace(
+                    packs,
+                    forward=tuple(_halved(pack, packs, share) for pack in packs.forward),
+                    backward=tuple(_halved(pack, packs, share) for pack in packs.backward),
+                )
+                for packs in plan.pack_plans
+            ),
+        )
+    )
+
+
+def num_halved(plan: StepPlan) -> int:
+    """Packs in two halves."""
+    return sum(pack.first_rows > 0 for packs in plan.pack_plans for pack in (*packs.forward, *packs.backward))
+
+
+def halved_and_valid(plan: StepPlan, share: float = 0.5) -> StepPlan:
+    """`halved_plan` of a plan of which some pack can be in halves."""
+    halved = halved_plan(plan, share)
+    validate_plan(halved)
+    assert num_halved(halved)
+    return halved
+
+
+def _halved(pack: MicroPack, packs: PackPlan, share: float) -> MicroPack:
+    rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
+    first = max(1, round(share * rows))
+    policies = {packs.policies.get(piece.doc_id, "replay") for piece in pack.slices}
+    is_shared = any(piece.cp > 1 for piece in pack.slices)
+    if first >= rows or is_shared or len(policies) > 1 or "offload" in policies:
+        return pack
+    return msgspec.structs.replace(pack, first_rows=first)
