@@ -18,6 +18,7 @@
 #include "bind_trials.h"
 #include "dacp.h"
 #include "pack.h"
+#include "phase_overlap.h"
 #include "schedule.h"
 #include "simulate.h"
 #include "tasks.h"
@@ -187,18 +188,14 @@ std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> list_schedule
     evenload::Actions actions;
     {
         nb::gil_scoped_release unlocked;
-        actions = evenload::list_schedule(tasks, {view(cap_bytes), alternate, lookahead, split.has_value()});
+        actions = evenload::list_schedule(tasks, {view(cap_bytes), alternate, lookahead, split.has_value()}).actions;
     }
     return {to_numpy(std::move(actions.kind)), to_numpy(std::move(actions.stage)), to_numpy(std::move(actions.pack)),
             to_numpy(std::move(actions.rank_offset))};
 }
 
-std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const TaskArrays& arrays, In<uint8_t> kind,
-                                                                          In<int32_t> stage, In<int32_t> pack,
-                                                                          In<int64_t> rank_offset,
-                                                                          const SplitArrays& split) {
-    evenload::Tasks tasks = checked_tasks(arrays);
-    add_split(tasks, split);
+evenload::ActionsView checked_actions(const evenload::Tasks& tasks, const In<uint8_t>& kind, const In<int32_t>& stage,
+                                      const In<int32_t>& pack, const In<int64_t>& rank_offset) {
     require(stage.size() == kind.size() && pack.size() == kind.size(), "kind, stage and pack differ in length");
     require(static_cast<int64_t>(rank_offset.size()) == tasks.num_ranks + 1, "rank_offset has ", rank_offset.size(),
             " entries for ", tasks.num_ranks, " ranks");
@@ -210,13 +207,52 @@ std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const 
     }
     require(rank_offset.data()[0] == 0 && edge == static_cast<int64_t>(kind.size()),
             "rank_offset must begin at 0 and end at ", kind.size());
+    return {view(kind), view(stage), view(pack), view(rank_offset)};
+}
+
+std::tuple<Out<double>, Out<double>, Out<int64_t>, Out<int64_t>> simulate(const TaskArrays& arrays, In<uint8_t> kind,
+                                                                          In<int32_t> stage, In<int32_t> pack,
+                                                                          In<int64_t> rank_offset,
+                                                                          const SplitArrays& split) {
+    evenload::Tasks tasks = checked_tasks(arrays);
+    add_split(tasks, split);
+    const evenload::ActionsView actions = checked_actions(tasks, kind, stage, pack, rank_offset);
     evenload::Simulation simulation;
     {
         nb::gil_scoped_release unlocked;
-        simulation = evenload::simulate(tasks, {view(kind), view(stage), view(pack), view(rank_offset)});
+        simulation = evenload::simulate(tasks, actions);
     }
     return {to_numpy(std::move(simulation.start_s)), to_numpy(std::move(simulation.end_s)),
             to_numpy(std::move(simulation.peak_bytes)), to_numpy(std::move(simulation.done))};
+}
+
+// cap_bytes is empty where memory is not limited.
+std::tuple<Out<uint8_t>, Out<int32_t>, Out<int32_t>, Out<int64_t>> run_ahead(
+    const TaskArrays& arrays, In<uint8_t> kind, In<int32_t> stage, In<int32_t> pack, In<int64_t> rank_offset,
+    In<int64_t> phase_of_forward, In<int64_t> phase_of_backward, In<int64_t> cap_bytes, const SplitArrays& split) {
+    evenload::Tasks tasks = checked_tasks(arrays);
+    add_split(tasks, split);
+    const evenload::ActionsView actions = checked_actions(tasks, kind, stage, pack, rank_offset);
+    for (size_t i = 0; i < kind.size(); ++i) {
+        require(actions.kind[i] <= evenload::kWeight && (split || actions.kind[i] <= evenload::kBackward), "action ", i,
+                " is of kind ", int{actions.kind[i]}, "; I and W need split columns");
+        require(actions.stage[i] >= 0 && actions.stage[i] < tasks.num_stages, "action ", i, " is of stage ", actions.stage[i]);
+        const int64_t packs = actions.kind[i] == evenload::kForward ? tasks.num_forward : tasks.num_backward;
+        require(actions.pack[i] >= 0 && actions.pack[i] < packs, "action ", i, " is of pack ", actions.pack[i], " of ", packs);
+    }
+    require(static_cast<int64_t>(phase_of_forward.size()) == tasks.num_forward &&
+                static_cast<int64_t>(phase_of_backward.size()) == tasks.num_backward,
+            "phases of ", phase_of_forward.size(), " forward and ", phase_of_backward.size(), " backward packs for ",
+            tasks.num_forward, " and ", tasks.num_backward);
+    require(cap_bytes.size() == 0 || static_cast<int64_t>(cap_bytes.size()) == tasks.num_ranks, "cap_bytes has ",
+            cap_bytes.size(), " entries for ", tasks.num_ranks, " ranks");
+    evenload::Actions joined;
+    {
+        nb::gil_scoped_release unlocked;
+        joined = evenload::run_ahead(tasks, actions, {view(phase_of_forward), view(phase_of_backward)}, view(cap_bytes));
+    }
+    return {to_numpy(std::move(joined.kind)), to_numpy(std::move(joined.stage)), to_numpy(std::move(joined.pack)),
+            to_numpy(std::move(joined.rank_offset))};
 }
 
 }  // namespace
@@ -235,5 +271,8 @@ NB_MODULE(_native, m) {
           nb::arg("lookahead"), nb::arg("split") = nb::none());
     m.def("simulate", &simulate, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),
           nb::arg("rank_offset"), nb::arg("split") = nb::none());
+    m.def("run_ahead", &run_ahead, nb::arg("tasks"), nb::arg("kind"), nb::arg("stage"), nb::arg("pack"),
+          nb::arg("rank_offset"), nb::arg("phase_of_forward"), nb::arg("phase_of_backward"), nb::arg("cap_bytes"),
+          nb::arg("split") = nb::none());
     bind_trials(m);
 }

@@ -14,7 +14,7 @@ struct Rank {
     std::vector<int32_t> stages;
     double free_s = 0.0;  // end of its running task
     double wake_s = 0.0;  // when it decides next; kNever = nothing it waits for is on its way
-    int64_t live_bytes = 0;
+    int64_t live_bytes = 0, peak_bytes = 0;
     int64_t reserve_bytes = 0;  // the largest temporary buffer of any of its backwards
     int64_t filled = 0;         // where its next action is written
     std::vector<std::pair<int32_t, int64_t>> weights;  // (stage, pack) of I's that ran, in order
@@ -59,7 +59,7 @@ public:
         const int64_t per_stage = tasks.num_forward + tasks.num_backward * (rule.split ? 2 : 1);
         out_.rank_offset.push_back(0);
         for (int64_t r = 0; r < tasks.num_ranks; ++r) {
-            ranks_[r].live_bytes = tasks.static_bytes[r];
+            ranks_[r].live_bytes = ranks_[r].peak_bytes = tasks.static_bytes[r];
             ranks_[r].filled = out_.rank_offset.back();
             out_.rank_offset.push_back(out_.rank_offset.back() +
                                        per_stage * static_cast<int64_t>(ranks_[r].stages.size()));
@@ -69,7 +69,7 @@ public:
         out_.pack.resize(out_.rank_offset.back());
     }
 
-    Actions run() {
+    ListRun run() {
         int64_t remaining = tasks_.num_stages * (tasks_.num_forward + tasks_.num_backward);
         while (remaining > 0) {
             int64_t r = 0;  // the earliest decision; ties go to the lowest rank
@@ -87,7 +87,12 @@ public:
             }
         }
         if (rule_.split) close_gaps();
-        return std::move(out_);
+        ListRun run{std::move(out_), 0.0, {}};
+        for (const Rank& rank : ranks_) {
+            run.makespan_s = std::max(run.makespan_s, rank.free_s);
+            run.peak_bytes.push_back(rank.peak_bytes);
+        }
+        return run;
     }
 
 private:
@@ -177,6 +182,7 @@ private:
         } else if (choice.kind == kForward) {
             ++next_forward_[s];
             rank.live_bytes += tasks_.forward_kept_bytes[cell];
+            rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes + tasks_.forward_temp_bytes[cell]);
             rank.free_s = now_s + tasks_.forward_s[cell];
             if (s + 1 < P) {
                 deliver(forward_arrival_s_[cell + 1], rank.free_s + tasks_.p2p_forward_s[choice.pack], s + 1);
@@ -185,11 +191,14 @@ private:
             ++next_backward_[s];
             const bool split = choice.kind == kInput;
             if (split) rank.weights.emplace_back(choice.stage, choice.pack);
+            const int64_t temporary = (split ? tasks_.input_temp_bytes : tasks_.backward_temp_bytes)[cell];
+            rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes + temporary);
             // The rank decides next when this backward has ended, so its bytes are free by then.
             rank.live_bytes -= (split ? tasks_.input_freed_bytes : tasks_.backward_freed_bytes)[cell];
             rank.free_s = now_s + (split ? tasks_.input_s : tasks_.backward_s)[cell];
             if (s > 0) deliver(backward_arrival_s_[cell - 1], rank.free_s + tasks_.p2p_backward_s[choice.pack], s - 1);
         }
+        rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);  // a backward may leave more than it found
         rank.wake_s = rank.free_s;
     }
 
@@ -228,6 +237,6 @@ private:
 
 }  // namespace
 
-Actions list_schedule(const Tasks& tasks, const ListRule& rule) { return ListSchedule(tasks, rule).run(); }
+ListRun list_schedule(const Tasks& tasks, const ListRule& rule) { return ListSchedule(tasks, rule).run(); }
 
 }  // namespace evenload

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "tasks.h"
 
@@ -15,8 +16,15 @@ struct ListRule {
     bool split;                          // run backwards as I and later W; needs tasks with split columns
 };
 
+// The order, and what `simulate` would find of it: times are those in which it was made.
+struct ListRun {
+    Actions actions;
+    double makespan_s = 0.0;
+    std::vector<int64_t> peak_bytes;  // per rank
+};
+
 // The rules are written down in tests/reference/list_schedule.py. O(actions (ranks + stages per rank)).
 // Needs a running maximum of forwards_needed that ends at num_forward; throws std::logic_error if stuck.
-Actions list_schedule(const Tasks& tasks, const ListRule& rule);
+ListRun list_schedule(const Tasks& tasks, const ListRule& rule);
 
 }  // namespace evenload

@@ -132,11 +132,20 @@ PackView view_of(const Slices& packs, int64_t ranks) {
     return {packs.doc, packs.start, packs.stop, packs.pack_offset, {}, {}, ranks};
 }
 
-Actions order_packs(const Tasks& tasks, const Trial& trial, const std::vector<int64_t>& cap_bytes) {
+struct Outcome {
+    double makespan_s;
+    std::vector<int64_t> peak_bytes;
+};
+
+Outcome run_packs(const Tasks& tasks, const Trial& trial, const std::vector<int64_t>& cap_bytes) {
     if (trial.order == Order::kWord || trial.order == Order::kWordInject) {
-        return static_word(tasks, trial.order == Order::kWordInject);
+        const Actions actions = static_word(tasks, trial.order == Order::kWordInject);
+        Simulation found = simulate(tasks, {actions.kind, actions.stage, actions.pack, actions.rank_offset});
+        const double makespan_s = found.end_s.empty() ? 0.0 : *std::max_element(found.end_s.begin(), found.end_s.end());
+        return {makespan_s, std::move(found.peak_bytes)};
     }
-    return list_schedule(tasks, {cap_bytes, trial.order == Order::kListAlternate, trial.lookahead, trial.split});
+    ListRun run = list_schedule(tasks, {cap_bytes, trial.order == Order::kListAlternate, trial.lookahead, trial.split});
+    return {run.makespan_s, std::move(run.peak_bytes)};
 }
 
 }  // namespace
@@ -177,7 +186,9 @@ std::optional<std::pair<Slices, Slices>> cut_packs(const CostTable& table, const
 void score_trials(const CostTable& table, const ReplicaDocuments& documents, const TrialRules& rules,
                   std::span<const Trial> trials, std::span<TrialScore> scores) {
     const std::vector<int64_t> no_cap(table.num_ranks, kUnlimitedBytes);
-    const bool may_split = table.num_stages > 1;
+    // Neighbours share their prices, so those of I and W are made where any of them runs them.
+    const bool may_split = table.num_stages > 1 && std::any_of(trials.begin(), trials.end(),
+                                                               [](const Trial& trial) { return trial.split; });
     std::optional<Priced> priced;
     double imbalance_forward = 1.0, imbalance_backward = 1.0;
     for (size_t t = 0; t < trials.size(); ++t) {
@@ -196,14 +207,12 @@ void score_trials(const CostTable& table, const ReplicaDocuments& documents, con
             continue;
         }
         const Tasks tasks = priced->tasks(table);
-        const Actions actions = order_packs(tasks, trial, rules.cap_bytes.empty() ? no_cap : rules.cap_bytes);
-        const Simulation found = simulate(tasks, {actions.kind, actions.stage, actions.pack, actions.rank_offset});
+        const Outcome found = run_packs(tasks, trial, rules.cap_bytes.empty() ? no_cap : rules.cap_bytes);
         int64_t excess = 0;
         for (size_t r = 0; r < rules.cap_bytes.size(); ++r) {
             excess = std::max(excess, found.peak_bytes[r] - rules.cap_bytes[r]);
         }
-        const double makespan_s = found.end_s.empty() ? 0.0 : *std::max_element(found.end_s.begin(), found.end_s.end());
-        scores[t] = {excess, makespan_s, imbalance_forward, imbalance_backward};
+        scores[t] = {excess, found.makespan_s, imbalance_forward, imbalance_backward};
     }
 }
 

@@ -50,6 +50,19 @@ def simulate(
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]: ...
 
+# plan/sharing/phase_overlap.py: as list_schedule; cap_bytes int64[ranks], empty = not limited
+def run_ahead(
+    tasks: tuple[NDArray[Any], ...],
+    kind: NDArray[np.uint8],
+    stage: NDArray[np.int32],
+    pack: NDArray[np.int32],
+    rank_offset: NDArray[np.int64],
+    phase_of_forward: NDArray[np.int64],
+    phase_of_backward: NDArray[np.int64],
+    cap_bytes: NDArray[np.int64],
+    split: tuple[NDArray[Any], ...] | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]: ...
+
 # cost/native_table.py: the numbers prices are made of; see native/price.h.
 class Link:
     def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None: ...

@@ -152,6 +152,22 @@ def test_planners_of_recomputed_layers_are_forgotten(monkeypatch):
     assert plans._planner(layout, "replay") is plans._planner(layout, "replay")
 
 
+def test_limits_of_memory_are_forgotten(monkeypatch):
+    """A run that changes its layout often asks for ever other ones; what is planned within one is the same again."""
+    monkeypatch.setattr(layout_plans, "_KEPT_LIMITS", 3)
+    plans = make(1, 2, 1, num_layers=LAYERS)._plans
+    layout, step = even_layout(LAYERS, pp=2), documents(MIDDLE)
+    first = plans.within(10**9)
+    planned = first.ahead(layout, 0, step).chosen.plan
+    assert plans.within(10**9) is first
+    for cap_bytes in range(2 * 10**9, 2 * 10**9 + 6):
+        assert plans.within(cap_bytes)._start.memory_cap_bytes == cap_bytes
+        assert len(plans._within) <= 3
+    again = plans.within(10**9)
+    assert again is not first
+    assert again.ahead(layout, 0, step).chosen.plan == planned
+
+
 def test_portions_of_the_optimizer_are_refused_in_words():
     with pytest.raises(ConfigError, match="'optimizer', but optimizer state stays on its device"):
         FlexOptions(memory_plans=("layers", "optimizer"))

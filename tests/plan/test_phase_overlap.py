@@ -1,6 +1,7 @@
 """What a replica runs alone begins in the gaps of what it shares; shared packs stay where they are."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from evenload.schedule.validate import check_schedule
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.timeline import KINDS
+from reference import phase_overlap as reference
 
 
 def tasks_of(forward_s, backward_s, stages: int, *, split: bool = False, kept: int = 0, rng=None) -> PipelineTasks:
@@ -119,7 +121,11 @@ def test_shared_packs_stay_where_they_are_and_nothing_is_later(counts, stages, s
     ]
     limit = UNLIMITED_BYTES if cap is None else cap
     joined, actions, phase = one_after_the_other(parts, limit, split=split)
-    ahead = run_ahead(joined, actions, phase, phase, None if cap is None else np.full(stages, cap))
+    caps = None if cap is None else np.full(stages, cap)
+    ahead = run_ahead(joined, actions, phase, phase, caps)
+    specified = reference.run_ahead(joined, actions, phase, phase, caps)
+    for column in ("kind", "stage", "pack", "rank_offset"):
+        assert getattr(ahead, column).tolist() == getattr(specified, column).tolist()
     check_schedule(
         ahead,
         num_forward=joined.num_forward,
@@ -140,3 +146,25 @@ def test_shared_packs_stay_where_they_are_and_nothing_is_later(counts, stages, s
         peaks = [simulate(joined, one).peak_bytes.max() for one in (actions, ahead)]
         assert peaks[1] <= max(cap, peaks[0])
     assert {KINDS[kind] for kind in ahead.kind.tolist()} == {KINDS[kind] for kind in actions.kind.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"pack": 9}, "of pack 9 of 4"),
+        ({"stage": 2}, "of stage 2"),
+        ({"kind": 2}, "I and W need split columns"),
+        ({"phases": 3}, "phases of 3 forward and 3 backward packs for 4 and 4"),
+        ({"caps": 3}, "cap_bytes has 3 entries for 2 ranks"),
+    ],
+)
+def test_the_core_refuses_what_it_would_read_beyond(change, why) -> None:
+    parts = [tasks_of([1.0], [2.0], 2), tasks_of([1.0] * 3, [2.0] * 3, 2)]
+    joined, actions, phase = one_after_the_other(parts, UNLIMITED_BYTES, split=False)
+    columns = {name: getattr(actions, name).copy() for name in ("kind", "stage", "pack", "rank_offset")}
+    for name in columns.keys() & change.keys():
+        columns[name][0] = change[name]
+    phase = phase[: change.get("phases", 4)]
+    caps = np.full(change["caps"], 100) if "caps" in change else None
+    with pytest.raises(ValueError, match=why):
+        run_ahead(joined, ActionColumns(**columns), phase, phase, caps)

@@ -7,6 +7,7 @@ offload in all stages, which every `StepPlanner` chooses by itself, and layers t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,10 @@ CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 _KEPT_RECOMPUTING = 64
 """Planners of layouts with recomputed layers: steps ask for ever other numbers of these, layouts are few."""
+_KEPT_LIMITS = 8
+"""Other limits of memory: of the changes between two layouts that the steps at hand ask for. What one that was
+forgotten had planned is planned again, alike."""
+_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,7 @@ class LayoutPlans:
         self._planners = {(start.layout.arrangement, start.options.policy): start}
         self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
         self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
-        # One for each change between two layouts whose first step has less room.
+        # For changes between two layouts whose first step has less room.
         self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:
@@ -79,15 +84,15 @@ class LayoutPlans:
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
         """The same with another limit of a device's memory."""
-        if cap_bytes not in self._within:
+
+        def made() -> LayoutPlans:
             start = self._start
             planner = StepPlanner(
                 start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, start.host
             )
-            self._within[cap_bytes] = LayoutPlans(
-                planner, self._strategy, self._options, self._coefficients_of, self.options_of
-            )
-        return self._within[cap_bytes]
+            return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
+
+        return _kept(self._within, cap_bytes, made, _KEPT_LIMITS)
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         """That plans inside one layout, whatever its generation, with the run's policy of activations."""
@@ -151,11 +156,7 @@ class LayoutPlans:
             if key not in self._planners:
                 self._planners[key] = self._new_planner(*key)
             return self._planners[key]
-        planner = self._recomputing.pop(key, None) or self._new_planner(*key)
-        self._recomputing[key] = planner  # the newest last
-        if len(self._recomputing) > _KEPT_RECOMPUTING:
-            del self._recomputing[next(iter(self._recomputing))]
-        return planner
+        return _kept(self._recomputing, key, lambda: self._new_planner(*key), _KEPT_RECOMPUTING)
 
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
@@ -168,3 +169,12 @@ class LayoutPlans:
             return False
         policies = (choice.candidate.policy for choice in proposal.choices)
         return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
+
+
+def _kept(found: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
+    """What is there by this key or made now; of all, those asked for last stay."""
+    value = found.pop(key) if key in found else make()
+    found[key] = value  # the newest last
+    if len(found) > most:
+        del found[next(iter(found))]
+    return value
