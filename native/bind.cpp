@@ -49,11 +49,14 @@ std::pair<Out<int64_t>, Out<int64_t>> best_fit_decreasing(In<int64_t> num_tokens
 }
 
 std::pair<Out<int64_t>, Out<int64_t>> longest_first(In<double> work_s, int64_t num_groups, In<int64_t> num_tokens,
-                                                    int64_t capacity) {
+                                                    int64_t capacity, const std::optional<In<double>>& load_s) {
+    const std::span<const double> loads = load_s ? view(*load_s) : std::span<const double>();
+    require(!load_s || static_cast<int64_t>(loads.size()) == num_groups, "load_s has ", loads.size(), " entries for ",
+            num_groups, " groups");
     evenload::Groups groups;
     {
         nb::gil_scoped_release unlocked;
-        groups = evenload::longest_first(view(work_s), num_groups, view(num_tokens), capacity);
+        groups = evenload::longest_first(view(work_s), num_groups, view(num_tokens), capacity, loads);
     }
     return arrays_of(std::move(groups));
 }
@@ -261,7 +264,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Evenload's compiled core; every function has a Python reference in tests/reference that gives the same bits.";
     m.def("best_fit_decreasing", &best_fit_decreasing, nb::arg("num_tokens"), nb::arg("capacity"));
     m.def("longest_first", &longest_first, nb::arg("work_s"), nb::arg("num_groups"), nb::arg("num_tokens"),
-          nb::arg("capacity"));
+          nb::arg("capacity"), nb::arg("load_s") = nb::none());
     m.def("pack_greedily", &pack_greedily, nb::arg("work_s"), nb::arg("num_tokens"), nb::arg("num_groups"),
           nb::arg("capacity"));
     m.def("assign_owners", &assign_owners, nb::arg("num_tokens"), nb::arg("local_s"), nb::arg("shared_s"),

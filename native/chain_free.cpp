@@ -148,7 +148,7 @@ std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num
         const bool capped = limits.max_pack_tokens < std::numeric_limits<int64_t>::max();
         const Groups dealt = longest_first(rest_work, std::max<int64_t>(1, limits.num_packs - slim_packs),
                                            capped ? std::span<const int64_t>(sizes) : std::span<const int64_t>(),
-                                           limits.max_pack_tokens);
+                                           limits.max_pack_tokens, {});
         for (size_t g = 0; g + 1 < dealt.offset.size(); ++g) {
             Group group{};
             for (int64_t at = dealt.offset[g]; at < dealt.offset[g + 1]; ++at) {

@@ -88,14 +88,15 @@ Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity
 }
 
 Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::span<const int64_t> num_tokens,
-                     int64_t capacity) {
+                     int64_t capacity, std::span<const double> load_s) {
     const auto order = descending_order(work_s);
     const bool capped = !num_tokens.empty();
     std::vector<int64_t> group_of(work_s.size());
     std::vector<int64_t> tokens(num_groups, 0);
     std::vector<double> load(num_groups, 0.0);
     std::set<std::pair<double, int64_t>> open;  // (work, group): the first with room is the one wanted
-    for (int64_t group = 0; group < num_groups; ++group) open.emplace(0.0, group);
+    std::copy(load_s.begin(), load_s.end(), load.begin());
+    for (int64_t group = 0; group < num_groups; ++group) open.emplace(load[group], group);
     // Groups without room for some item before, most free tokens first: they wait outside until an item fits again,
     // which with descending sizes happens to each once, so no item walks past all full groups.
     std::priority_queue<std::pair<int64_t, int64_t>> parked;

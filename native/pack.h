@@ -18,9 +18,10 @@ struct Groups {
 Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity);
 
 // Place items in descending work into the group with the least work that still has room; a new
-// group opens when none has. Empty `num_tokens` = no cap. O(n log k) where sizes descend with works.
+// group opens when none has. Empty `num_tokens` = no cap; `load_s` is what groups begin with, empty = nothing.
+// O(n log k) where sizes descend with works.
 Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::span<const int64_t> num_tokens,
-                     int64_t capacity);
+                     int64_t capacity, std::span<const double> load_s);
 
 // The group of every item, placed in the order given, -1 = left over: the group of least work; where that has no
 // room the one with the fewest tokens; equal groups by the lowest index. O(n log k).

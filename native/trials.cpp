@@ -53,7 +53,7 @@ std::optional<Slices> whole_documents(const ReplicaDocuments& documents, const T
         work[d] = work_below(curves, documents.num_tokens[d]);
     }
     const Groups groups = longest_first(work, count, capped ? documents.num_tokens : std::span<const int64_t>(),
-                                        rules.max_pack_tokens);
+                                        rules.max_pack_tokens, {});
     std::vector<std::pair<double, int64_t>> ordered;  // dear packs first: short ones drain the pipeline fast
     for (int64_t g = 0; g + 1 < static_cast<int64_t>(groups.offset.size()); ++g) {
         if (groups.offset[g] == groups.offset[g + 1]) continue;

@@ -9,7 +9,11 @@ def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def longest_first(
-    work_s: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
+    work_s: NDArray[np.float64],
+    num_groups: int,
+    num_tokens: NDArray[np.int64],
+    capacity: int,
+    load_s: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
 # plan/packing/var_length.py: int64[n], the group of every item, -1 = left over

@@ -44,6 +44,15 @@ def test_longest_first_equals_its_definition_on_any_works(work, num_groups):
     assert longest_first(works, num_groups) == reference.longest_first(works, num_groups)
 
 
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=40), st.lists(st.floats(0, 50), min_size=1, max_size=7))
+def test_groups_that_begin_with_work_equal_their_definition(work, loads):
+    works, load_s = np.array(work), np.array(loads)
+    expected = reference.longest_first(works, len(loads), load_s=load_s)
+    assert longest_first(works, len(loads), load_s=load_s) == expected
+    with pytest.raises(ConfigError, match="must be one finite column of"):
+        longest_first(works, len(loads) + 1, load_s=load_s)
+
+
 def test_longest_first_balances_many_documents():
     rng = np.random.default_rng(0)
     work = rng.lognormal(0, 1.5, 65_536)

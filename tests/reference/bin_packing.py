@@ -26,12 +26,14 @@ def longest_first(
     *,
     num_tokens: NDArray[np.int64] | None = None,
     capacity: int | None = None,
+    load_s: NDArray[np.float64] | None = None,
 ) -> list[list[int]]:
     """As `evenload.plan.packing.bin_packing.longest_first`."""
     sizes = [0] * len(work_s) if num_tokens is None else num_tokens.tolist()
     limit = 0 if capacity is None else capacity
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    load, held = [0.0] * num_groups, [0] * num_groups
+    load = [0.0] * num_groups if load_s is None else load_s.tolist()
+    held = [0] * num_groups
     for item in np.argsort(-work_s, kind="stable").tolist():
         fitting = (g for g in range(len(groups)) if held[g] + sizes[item] <= limit)
         best = min(fitting, key=lambda g: (load[g], g), default=None)

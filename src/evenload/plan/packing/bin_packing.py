@@ -45,6 +45,7 @@ def longest_first(
     *,
     num_tokens: NDArray[np.int64] | None = None,
     capacity: int | None = None,
+    load_s: NDArray[np.float64] | None = None,
 ) -> list[list[int]]:
     """Place items in descending work into the group with the least work that has room.
 
@@ -56,6 +57,7 @@ def longest_first(
         work_s: float64[n] seconds, finite and not negative.
         num_groups: groups to start with, at least 1.
         num_tokens: int64[n] and `capacity`: token limit of every group; both or neither.
+        load_s: float64[num_groups], the work that groups begin with, not negative; None = nothing.
 
     Returns:
         Per group its item indices in the order they were placed.
@@ -76,7 +78,12 @@ def longest_first(
         sizes, limit = _checked_tokens(num_tokens, capacity), capacity
         if len(sizes) != len(work):
             raise ConfigError(f"longest_first: {len(work)} works but {len(sizes)} lengths")
-    return _split(*_native.longest_first(work, num_groups, sizes, limit))
+    loads = None if load_s is None else np.ascontiguousarray(load_s, dtype=np.float64)
+    if loads is not None and (loads.shape != (num_groups,) or not np.isfinite(loads).all() or (loads < 0).any()):
+        raise ConfigError(
+            f"longest_first: load_s of shape {loads.shape} must be one finite column of {num_groups} without negatives"
+        )
+    return _split(*_native.longest_first(work, num_groups, sizes, limit, loads))
 
 
 def assign_replicas(

@@ -18,13 +18,13 @@ O(n log n + merged · dp).
 """
 
 import dataclasses
-import heapq
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.packing.bin_packing import longest_first
 from evenload.plan.packing.paced_replicas import deal_by_pace
 from evenload.plan.problem.candidate import Candidate, candidate
 from evenload.plan.problem.step_problem import StepProblem
@@ -204,14 +204,8 @@ def _longest_first(
     """Documents to replicas that already have some work."""
     if paces is not None:
         return [documents[group] for group in deal_by_pace(work_s[documents], paces, load_s)]
-    heap = [(seconds, replica) for replica, seconds in enumerate(load_s.tolist())]
-    heapq.heapify(heap)
-    own: list[list[int]] = [[] for _ in load_s]
-    for document in documents[np.argsort(-work_s[documents], kind="stable")].tolist():
-        seconds, replica = heap[0]
-        own[replica].append(document)
-        heapq.heapreplace(heap, (seconds + float(work_s[document]), replica))
-    return [np.sort(np.array(group, np.int64)) for group in own]
+    groups = longest_first(work_s[documents], len(load_s), load_s=load_s)
+    return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
 
 
 def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
