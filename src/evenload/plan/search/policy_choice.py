@@ -43,6 +43,7 @@ def plan_under_policies(
     problems: Sequence[StepProblem],
     plan: Callable[[StepProblem], DelayedChoice],
     can_fit: Callable[[StepProblem], bool] | None,
+    enough_s: float = 0.0,
 ) -> tuple[StepProblem, DelayedChoice]:
     """The best answer over policies: within memory, then the fastest.
 
@@ -50,6 +51,7 @@ def plan_under_policies(
         problems: the step under every policy, all stored first; at least one.
         can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no policy
             fits.
+        enough_s: a plan within memory that takes no longer is as good as any.
     """
     best: tuple[StepProblem, DelayedChoice] | None = None
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
@@ -57,7 +59,8 @@ def plan_under_policies(
         answer = plan(problem)
         if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
             best = problem, answer
-        if problem.policy is None and not worst_score(answer.choices)[0]:
+        excess, seconds = worst_score(answer.choices)
+        if not excess and (problem.policy is None or seconds <= enough_s):
             break  # every other policy costs time to save memory
     assert best is not None, "there is at least one policy"
     return best

@@ -27,7 +27,7 @@ from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.policy_choice import worst_score
+from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.refine_step import RefineRules, refine
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
@@ -44,6 +44,8 @@ CLOSE_POLICIES = 1.06
 """Refining gains so much, so policies within it of the best are refined too."""
 MOST_REFINED = 3
 """Policies that are refined, at most."""
+NO_GAIN = 1.001
+"""Of what no plan of a strategy is faster than: another policy of it is not worth a plan."""
 
 
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
@@ -100,9 +102,11 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
         if problems[0].speeds is not None and not rival.balances_speeds:
             continue
         try:
-            if plans and not _may_win(rival, problems, plans[0][1]):
+            least_s = _least_seconds(rival, problems, plans[0][1]) if plans else 0.0
+            if least_s is None:
                 continue
-            problem, answer = rival.plan_step(problems)
+            asked = _worth_asking(problems, plans[0][1]) if plans else problems
+            problem, answer = rival.plan_step(asked, enough_s=NO_GAIN * least_s)
             plans.append((problem, answer.choices))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
@@ -126,8 +130,17 @@ def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[Ste
     return [step for step in steps if step[1].worth()[:2] <= (excess, CLOSE_POLICIES * seconds)][:MOST_REFINED]
 
 
-def _may_win(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> bool:
-    """Whether a strategy can be faster than what was found, which fits memory or else may always be beaten.
+def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
+    """The policies whose work alone, spread evenly, takes less than what was found, where that fits memory."""
+    if step_score(found)[0]:
+        return list(problems)
+    summed_s = _summed_s(problems[0], found)
+    return [problem for problem in problems if problem is problems[0] or work_s(problem) < summed_s]
+
+
+def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
+    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was found,
+    which fits memory or else may always be beaten.
 
     No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn
     (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
@@ -135,16 +148,17 @@ def _may_win(rival: Strategy, problems: Sequence[StepProblem], found: tuple[Repl
     """
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
     if excess:
-        return True
+        return 0.0
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
     speeds = problems[0].speeds
     least_s = float(problems[0].document_s.max(initial=0.0)) * (1.0 if speeds is None else speeds.speeds.least_factor())
     if rival.keeps_whole and not splits and least_s >= summed_s:
-        return False
+        return None
     if len(problems) == 1 or not rival.ignores_memory:
-        return True
+        return 0.0
     _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
-    return step_score(boundless.choices)[1] < summed_s
+    boundless_s = step_score(boundless.choices)[1]
+    return boundless_s if boundless_s < summed_s else None
 
 
 def rules_of(problem: StepProblem) -> SearchRules:

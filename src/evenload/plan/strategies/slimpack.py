@@ -32,6 +32,7 @@ from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.even_replicas import even_out
 from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
@@ -233,7 +234,12 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep |
     promising = [
         others[at] for (excess, seconds), at in rated if worth is None or (excess, PROMISING * seconds) < worth
     ]
-    return _better(best, _search_merges(problem, promising[:MOST_MERGES], rules, apart))
+    # Documents move only in the best of them: that takes as many trials as a search, and gains little.
+    tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
+    found = _better(None, tried)
+    if found and rules.even_out:
+        even_out(found)
+    return _better(best, [found])
 
 
 def _search_merges(

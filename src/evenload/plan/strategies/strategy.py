@@ -112,7 +112,11 @@ class Strategy:
         return self.delay is not None and self.moves_documents(options)
 
     def plan_step(
-        self, problems: Sequence[StepProblem], arrivals: Arrivals | None = None, others: Sequence["Strategy"] = ()
+        self,
+        problems: Sequence[StepProblem],
+        arrivals: Arrivals | None = None,
+        others: Sequence["Strategy"] = (),
+        enough_s: float = 0.0,
     ) -> tuple[StepProblem, DelayedChoice]:
         """The step under the activation policies that suit it best.
 
@@ -120,6 +124,8 @@ class Strategy:
             problems: the step under every activation policy that may be used, all stored first.
             arrivals: when the documents came; None = the step stands alone, and nothing waits.
             others: all registered strategies, for one that tries others.
+            enough_s: of a strategy that does not choose policies itself, a plan within memory that takes no longer
+                ends the choice.
 
         Raises:
             ConfigError: the layout, the model or ranks of different speeds do not suit the strategy.
@@ -138,7 +144,7 @@ class Strategy:
         if self.search is not None:
             problem, choices = self.search(problems, [other for other in others if other is not self])
             return problem, DelayedChoice(choices)
-        return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit)
+        return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit, enough_s)
 
     def require_layout(self, layout: ParallelLayout) -> None:
         """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none, and stages

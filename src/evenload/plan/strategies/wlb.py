@@ -14,7 +14,7 @@ paper's queues (`release` = "queues"): length in [L_i, L_{i+1}) ─► queue i �
 thresholds L_i are tuned in `plan.deferral.outlier_lengths`.
 
 N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then the documents chosen are
-also packed into 2N and 4N micro-batches and the fastest by estimate that fits memory is kept: a pipeline often wants
+also packed into 2N and 4N micro-batches and the fastest by simulation within memory is kept: a pipeline often wants
 more micro-batches than the paper's pp. Without a state (a step planned alone) nothing waits.
 
 Right readings where the printed algorithm fails: a document fits when the sum is `<= S_max`, not `<`;
@@ -46,6 +46,7 @@ from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedil
 from evenload.plan.packing.whole_packs import PricedPacks, even_shares, price_packs, run_packs
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.strategies.strategy import Strategy
 
 MORE_MICRO_BATCHES = (2, 4)
@@ -226,7 +227,7 @@ def _pack(
 def _fastest(
     problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int
 ) -> tuple[ReplicaChoice, ...]:
-    """The groups, or the same documents in more of them: the least by estimate that fits memory."""
+    """The groups, or the same documents in more of them: within memory, then the fastest by simulation."""
     tried = [_priced(problem, order, group_of, count)]
     documents = order[group_of != LEFT_OVER]
     documents = documents[np.lexsort((documents, -problem.document_s[documents]))]
@@ -238,26 +239,11 @@ def _fastest(
         if not (more == LEFT_OVER).any():
             tried.append(_priced(problem, documents, more, factor * count))
     note = PUBLISHED_NOTE if problem.options.own(WlbOptions).as_published else ""
-    found: list[tuple[ReplicaChoice, ...]] = []
-    for priced in sorted(tried, key=lambda priced: _estimate_s(problem, priced)):
-        found.append(run_packs(problem, priced, note))
-        if not any(choice.candidate.excess_bytes for choice in found[-1]):
-            return found[-1]
-    return min(found, key=lambda choices: max(choice.candidate.score() for choice in choices))
+    return min((run_packs(problem, priced, note) for priced in tried), key=worst_score)
 
 
 def _priced(problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int) -> PricedPacks:
     return price_packs(problem, even_shares(problem, members_of(group_of, order, count)))
-
-
-def _estimate_s(problem: StepProblem, priced: PricedPacks) -> float:
-    """1F1B in closed form: a replica's micro-batches one after the other; longest first, so the pipeline fills with
-    the longest forward and drains with the shortest backward."""
-    forward, backward = priced.tasks.forward_s, priced.tasks.backward_s
-    if not len(forward):
-        return 0.0
-    busy_s = float((forward + backward).max(axis=1).sum()) / problem.layout.dp
-    return busy_s + (problem.layout.pp - 1) * float(forward.max() + backward.max(axis=1).min())
 
 
 WLB = Strategy(
@@ -267,4 +253,5 @@ WLB = Strategy(
     plan=plan_wlb,
     delay=delay_wlb,
     options=WlbOptions,
+    ignores_memory=True,
 )
