@@ -30,7 +30,8 @@ _KEPT_RECOMPUTING = 64
 _KEPT_LIMITS = 8
 """Other limits of memory: of the changes between two layouts that the steps at hand ask for. What one that was
 forgotten had planned is planned again, alike."""
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, eq=False)
