@@ -3,6 +3,7 @@
 import torch
 
 from evenload.attention.backends import select_backend
+from evenload.runtime.model.fused_elementwise import fuse_elementwise
 from evenload.runtime.model.fused_norms import fuse_norms
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
@@ -37,7 +38,9 @@ def packs_of(lengths, cuts, budget, *, last_first):
     return greedy_packs(dict(enumerate(lengths)), cuts, budget, last_first=last_first)
 
 
-def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None, fused_norms=False):
+def run_single_stage(
+    config, dtype, tokens, forward, backward, *, device="cpu", backend=None, fused_norms=False, fused_elementwise=False
+):
     """Loss, gradients and the store after all forwards, then all backwards.
 
     Args:
@@ -54,6 +57,8 @@ def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", 
     )
     if fused_norms:
         fuse_norms([*model.layers.values(), model.norm], model.architecture)
+    if fused_elementwise:
+        fuse_elementwise(model.layers.values(), model.architecture)
     buffers = flatten_units(model, dp=1)
     weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
     if backend is None:
@@ -80,7 +85,7 @@ def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
         assert relative_error(gradient, plain[name]) <= tolerance, name
 
 
-def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=False):
+def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=False, fused_elementwise=False):
     """Loss and gradients of asymmetric packs in bf16 err at most twice as much as plain bf16 autograd does."""
     window = {"sliding_window": 40} if kind == "mistral" else {}
     config = tiny_config(kind, hidden_size=64, **window)
@@ -94,6 +99,7 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=Fal
         device=device,
         backend=backend,
         fused_norms=fused_norms,
+        fused_elementwise=fused_elementwise,
     )
     weights = {name: value.cpu() for name, value in weights.items()}
     exact_loss, exact = plain_loss_and_gradients(

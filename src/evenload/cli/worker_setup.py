@@ -211,6 +211,7 @@ def _found_or_measured(
 def what_is_timed(config: TrainConfig) -> str:
     """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
     found = config.train.attention + (", fused norms" if config.train.fuses_norms else "")
+    found += ", fused elementwise" if config.train.fuses_elementwise else ""
     if config.train.deterministic:
         found += ", deterministic"
     if config.train.device == "cuda":

@@ -173,6 +173,8 @@ class RunConfig(Frozen):
             `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is
             told at start.
         fused_norms: root-mean-square norms as one kernel, equal but for rounding; default: on GPUs.
+        fused_elementwise: rotary embedding and gated activation as one kernel each, which torch compiles at the first
+            pack (seconds; needs triton on a GPU), equal but for rounding; default: on GPUs.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
         on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
@@ -220,6 +222,7 @@ class RunConfig(Frozen):
     on_failed_checkpoint: Literal["stop", "continue"] = "stop"
     deterministic: bool = False
     fused_norms: bool | None = None
+    fused_elementwise: bool | None = None
     resume: bool = True
     on_nonfinite: Literal["stop", "skip"] = "stop"
     report_every_s: float = 60.0
@@ -265,6 +268,10 @@ class RunConfig(Frozen):
     @property
     def fuses_norms(self) -> bool:
         return self.device == "cuda" if self.fused_norms is None else self.fused_norms
+
+    @property
+    def fuses_elementwise(self) -> bool:
+        return self.device == "cuda" if self.fused_elementwise is None else self.fused_elementwise
 
     @property
     def checkpoint_interval_s(self) -> float:

@@ -35,7 +35,7 @@ from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
-from evenload.runtime.model.fused_norms import fuse_norms
+from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
@@ -106,8 +106,8 @@ class LiveStages:
             tp_rank=mesh.tp_rank,
             tp=mesh.layout.tp,
         )
-        if config.train.fuses_norms:
-            fuse_norms(self._modules.modules, self._modules.architecture)  # of stages that others hold now, too
+        # Of stages that others hold now, too.
+        fuse_modules(self._modules.modules, self._modules.architecture, config.train, mesh.device)
         # Of all stages, so that a piece takes as much room on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
