@@ -129,12 +129,23 @@ def _summary(rows: Sequence[LedgerRow]) -> str:
         f"| pack time: median and 90th percentile of absolute errors, mean over rows | "
         f"{mean(row.pack_time_error_median_abs for row in rows):.1%}, "
         f"{mean(row.pack_time_error_p90_abs for row in rows):.1%} | 5 %, 10 % |",
+        *_repeat_lines(rows),
         f"| memory: largest error | {max((row.memory_error for row in rows), key=abs):+.1%} | |",
         f"| pairs of strategies that differ by more than {APART:.0%}, in the right order | "
         f"{ranking.right} of {ranking.pairs} | {RANKING_LIMIT:.0%} |",
         f"| rows inside the 90 % interval made from all other cases | {inside} of {total} | 85-95 % |",
     ]
     return "\n".join([*lines, ""])
+
+
+def _repeat_lines(rows: Sequence[LedgerRow]) -> list[str]:
+    repeats = [row.pack_repeat_p90 for row in rows if row.pack_repeat_p90 is not None]
+    if not repeats:
+        return []
+    return [
+        f"| the same pack in one round against its median over the rounds: 90th percentile, mean over {len(repeats)} "
+        f"rows that kept it | {mean(repeats):.1%} | |"
+    ]
 
 
 def _drift_lines(drifts: Sequence[float], raw: Sequence[float]) -> list[str]:

@@ -47,12 +47,15 @@ def test_pack_errors_compare_every_pack_on_every_stage(split):
                 weight_s=weights if split else (),
             )
         )
-    found = pack_errors(tuple(times), timeline, seconds)
+    noisy = np.stack([seconds, 0.8 * seconds, 1.3 * seconds])
+    found = pack_errors(tuple(times), timeline, noisy)
     forwards = timeline.kind == 0
     expected = np.where(forwards, -0.1, 0.0)
     assert found.median == pytest.approx(np.median(expected))
     assert found.median_abs == pytest.approx(np.median(-expected))
     assert found.p90_abs == pytest.approx(0.1)
+    # A third of all repeats lies 30 % from the median, so the 90th percentile does.
+    assert found.repeat_p90 == pytest.approx(0.3)
 
 
 def test_losses_are_compared_batch_by_batch():

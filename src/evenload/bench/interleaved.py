@@ -71,8 +71,8 @@ class _Measured:
         return tuple(report.measured.step_time_s for report in self.reports)
 
     def tasks_s(self) -> NDArray[np.float64]:
-        """Medians; float64[num_tasks]."""
-        return np.median([task_seconds(report.measured) for report in self.reports], axis=0)
+        """float64[num_rounds, num_tasks]."""
+        return np.array([task_seconds(report.measured) for report in self.reports])
 
     def peak_bytes(self) -> int:
         return max(int(report.row["peak_memory_bytes"] or 0) for report in self.reports)

@@ -44,6 +44,7 @@ class LedgerRow(Frozen):
         pack_time_error_total: of all packs' seconds together.
         demand, waited_share, machine_drift: as in `MachineLoad`; rows from before drift was measured have none, and
             their errors of packs include it.
+        pack_repeat_p90: as in `PackErrors`; None in rows from before it was kept.
         inputs: name of the files beside the ledger from which the plan is made again.
     """
 
@@ -78,6 +79,7 @@ class LedgerRow(Frozen):
     demand: float
     waited_share: float
     machine_drift: float | None
+    pack_repeat_p90: float | None
     inputs: str
 
     @property
@@ -168,8 +170,7 @@ def read_ledger(path: Path) -> tuple[LedgerRow, ...]:
         # Numbers are read without the plus of signed errors.
         rows = [{key: value.removeprefix("+") for key, value in row.items()} for row in csv.DictReader(file)]
     for row in rows:
-        if not row["machine_drift"]:
-            row["machine_drift"] = None
+        row |= {key: row[key] or None for key in ("machine_drift", "pack_repeat_p90")}
     try:
         return tuple(msgspec.convert(row, LedgerRow, strict=False) for row in rows)
     except msgspec.ValidationError as error:
@@ -226,4 +227,5 @@ def _cells(run: BatchRun) -> dict[str, object]:
         "predicted_peak_memory_bytes": run.predicted_peak_bytes,
         "memory_error": f"{run.memory_error:+.4f}",
         "spread": f"{run.spread:.4f}",
+        "pack_repeat_p90": f"{errors.repeat_p90:.4f}",
     }

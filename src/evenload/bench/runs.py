@@ -31,6 +31,8 @@ class PackErrors(Frozen):
         median_abs, p90_abs: of absolute values.
         total: signed, of all packs' seconds together; what is left of a step's error lies between packs.
         measured_s, predicted_s: seconds of a pack, medians.
+        repeat_p90: 90th percentile of how far a pack's seconds in one round lie from the pack's median over the rounds,
+            relative; what the machine itself differs by, so that no prediction can be held to less. 0 for one round.
     """
 
     median: float
@@ -39,6 +41,7 @@ class PackErrors(Frozen):
     total: float
     measured_s: float
     predicted_s: float
+    repeat_p90: float
 
 
 class BatchRun(Frozen):
@@ -167,20 +170,21 @@ def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def pack_errors(
-    times: tuple[PackTimes, ...], timeline: Timeline, measured_s: NDArray[np.float64], drift: float = 0.0
+    times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDArray[np.float64], drift: float = 0.0
 ) -> PackErrors:
     """Predicted against measured pack seconds.
 
     Args:
         times: of a plan, by replica.
         timeline: a measured one of the plan, which tells the tasks apart.
-        measured_s: float64[num_tasks], above 0.
+        rounds_s: float64[num_rounds, num_tasks], above 0; a pack's measured seconds are its median over the rounds.
         drift: of the machine, see `MachineLoad`.
     """
     columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
     seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]
     planned_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
     predicted_s = planned_s * (1 + drift)
+    measured_s = np.median(rounds_s, axis=0)
     errors = predicted_s / measured_s - 1
     size = np.abs(errors)
     return PackErrors(
@@ -190,6 +194,7 @@ def pack_errors(
         total=float(predicted_s.sum() / measured_s.sum() - 1),
         measured_s=float(np.median(measured_s)),
         predicted_s=float(np.median(predicted_s)),
+        repeat_p90=float(np.quantile(np.abs(rounds_s / measured_s - 1), 0.9)),
     )
 
 
