@@ -9,7 +9,9 @@ all changes between four stages, two replicas of two stages, and four replicas (
     save, restart, load  a checkpoint, new processes in the new layout, which load it
 
 Live: seconds until the step begins, and what the optimizer still waits for behind a step. All in one run, by turns;
-restarts once a layout. Predicted: by the copies that the run measured at its start. Three minutes on two cores.
+restarts once a layout. Predicted: by the copies that the run measured at its start; corrected: what decisions of a
+run take, times the median ratio of the last switches of its kind (`plan.feedback.measured_layouts`). Three minutes on
+two cores.
 
     python benchmarks/reconfigure.py [--quick] [--append]
 """
@@ -31,6 +33,7 @@ from transformers import LlamaConfig
 from context_parallel import COSTS
 from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.run_layouts import layouts_of
@@ -41,6 +44,7 @@ from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
+from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import seal
 from results import Row, median_ratio, run_benchmark
 from token_runs import save_tokens
@@ -64,6 +68,7 @@ class Found(Frozen):
     live_s: dict[str, list[float]]
     waited_s: dict[str, list[float]]
     predicted_s: dict[str, list[float]]
+    corrected_s: dict[str, list[float]]
     stopped_s: dict[str, list[float]]
     weight_bytes: dict[str, int]
     state_bytes: dict[str, int]
@@ -176,13 +181,15 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
     here = Rank(directory)
-    names = ("live_s", "waited_s", "predicted_s", "stopped_s")
+    names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s")
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     weight_bytes: dict[str, int] = {}
     state_bytes: dict[str, int] = {}
+    known = MeasuredLayouts()
     here.train(0, ROUND[0])
     for turn in range(rounds + 1):
         for number, index in enumerate(ROUND):
+            kind = switch_kind(here.trainer.layout, here.trainer.meshes.layouts[index])
             switch = here.train(index, ROUND[(number + 1) % len(ROUND)])
             stopped_s = here.stop_and_transfer(index)
             if switch is None:
@@ -192,11 +199,13 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
                 f"{switch.predicted_stall_s:.3f} s, waited {switch.wait_s:.3f} s, stopped {stopped_s:.3f} s",
                 flush=True,
             )
+            corrected_s = switch.predicted_stall_s * known.switch_factor(kind)
+            known = known.with_switch(kind, switch.stall_s / switch.predicted_stall_s)
             if not turn:
                 continue
             change = f"{switch.before} -> {switch.after}"
             weight_bytes[change], state_bytes[change] = switch.weight_bytes, switch.state_bytes
-            row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, stopped_s)
+            row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, corrected_s, stopped_s)
             for name, seconds in zip(names, row, strict=True):
                 found[name].setdefault(change, []).append(seconds)
     start_s = time.perf_counter()
@@ -238,11 +247,12 @@ def measure(quick: bool) -> list[Row]:
             restarts[target] = float(Path(f"{directory}/again-{number}.ready").read_text()) - start_s
     rows = []
     for change, live_s in found.live_s.items():
-        waited_s, stopped_s, predicted_s = found.waited_s[change], found.stopped_s[change], found.predicted_s[change]
+        waited_s, stopped_s = found.waited_s[change], found.stopped_s[change]
+        predicted_s, corrected_s = found.predicted_s[change], found.corrected_s[change]
         restart_s = found.save_s + restarts[change.partition(" -> ")[2]]
         weights, state = found.weight_bytes[change] / 1e6, found.state_bytes[change] / 1e6
         print(f"{change}: {weights:.0f} MB of weights, {state:.0f} MB of optimizer state")
-        print(f"  live {_listed(live_s)} s, predicted {_listed(predicted_s)} s")
+        print(f"  live {_listed(live_s)} s, predicted {_listed(predicted_s)} s, corrected {_listed(corrected_s)} s")
         print(f"  the optimizer waited {_listed(waited_s)} s")
         print(f"  stop and transfer {_listed(stopped_s)} s, save, restart and load {restart_s:.2f} s")
         case = f"4 processes, {'small' if quick else '94 M parameters'}, {change}"
@@ -252,6 +262,7 @@ def measure(quick: bool) -> list[Row]:
             Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer"),
             Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load"),
             Row("reconfigure", case, "stall, measured", median_ratio(live_s, predicted_s), "x", "predicted"),
+            Row("reconfigure", case, "stall, measured", median_ratio(live_s, corrected_s), "x", "corrected"),
         ]  # fmt: skip
     return rows
 
