@@ -17,7 +17,9 @@ def batch_run(measured_s=(1.0,), predicted_s=1.0, loss=2.0, tokens=100, batch=0)
         num_packs=2,
         measured_s=measured_s,
         predicted_s=predicted_s,
-        packs=PackErrors(median=0.0, median_abs=0.0, p90_abs=0.0, total=0.0, measured_s=0.2, predicted_s=0.2, repeat_p90=0.1),
+        packs=PackErrors(
+            median=0.0, median_abs=0.0, p90_abs=0.0, total=0.0, measured_s=0.2, predicted_s=0.2, repeat_p90=0.1
+        ),
         measured_peak_bytes=1000,
         predicted_peak_bytes=900,
         loss=loss,
