@@ -101,7 +101,8 @@ SWITCH = """\
 **Measured.** Four CPU processes train a Llama of 94 M parameters in fp32 and change between three layouts (like
 FlexPipe's Fig. 10). How long training stands still, over what two other ways take, in one run: the same moves without
 shared memory, nothing prepared and waiting for all of them (stop and transfer), and a checkpoint that new processes
-load; and over what was predicted. Medians of rounds by turns. "With waiting": and what the optimizer still waits for
+load; and over what was predicted: by the copies that the run measured at its start, and corrected by earlier switches
+of the kind, as decisions take it. Medians of rounds by turns. "With waiting": and what the optimizer still waits for
 behind the first step.
 [Decision 31](decisions/0031-live-switching.md) says how.
 """

@@ -232,6 +232,7 @@ def _switches() -> Iterable[str]:
         "with waiting": ("stall and wait", "stop and transfer"),
         "over save, restart, load": ("stall", "save, restart, load"),
         "over predicted": ("stall, measured", "predicted"),
+        "over corrected": ("stall, measured", "corrected"),
     }
     yield from _head(("change", *columns))
     for change in dict.fromkeys(change for change, _, _ in figures):
