@@ -36,8 +36,8 @@ from evenload.plan.search.even_replicas import even_out
 from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
-from evenload.plan.search.probe_rating import SearchRules
-from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore
+from evenload.plan.search.probe_rating import SearchRules, best_packs
+from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore, score
 from evenload.plan.search.step_search import search_merged, search_step
 from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
 from evenload.plan.strategies.strategy import Planned, Strategy
@@ -55,7 +55,7 @@ SCHEDULES = (LIST.name, STATIC.name)
 WAITS_FOR_MEMORY = 0.9
 """The same where memory is limited, below which replicas that end together may still gain from sharing."""
 PROMISING = 0.97
-"""Ways of sharing are searched that a few trials put this near to what was found, or below."""
+"""Ways of sharing, and other schedules, are searched that a few trials put this near to what was found, or below."""
 MOST_MERGES = 3
 """Ways of sharing that are searched, at most, besides the first."""
 PUBLISHED_ORDER = "static inject"
@@ -98,17 +98,31 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
             )
 
 
+def slimpack_below(
+    problems: Sequence[StepProblem], known: dict[int, KnownScores], worth: tuple[int, float]
+) -> Planned | None:
+    """As `plan_slimpack`; None where a few trials put it clearly behind what another plan is worth: memory beyond the
+    limit, and seconds."""
+    options = problems[0].options
+    if options.own(SlimpackOptions).as_published:
+        return plan_slimpack(problems, known)
+    policies = rank_policies(problems, _rules_under(_ranked_by(options.schedule), known))
+    (excess, seconds), _ = policies.ranked[0]
+    return plan_slimpack(problems, known) if (excess, PROMISING * seconds) < worth else None
+
+
 def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores] | None = None) -> Planned:
     """As `Strategy.search`; `known` has scores that other searches found, by the problem's `id`."""
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
-    steps = []
+    steps: list[tuple[StepProblem, FoundStep]] = []
     known = {id(problem): {} for problem in problems} if known is None else known
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
-        # Rigid orders fit memory by chance, so the list schedule ranks the policies for the static one, too.
-        by = LIST.name if schedule == STATIC.name else schedule
+        if steps and not _may_suit(steps[0][1], orders_of(schedule)):
+            continue
+        by = _ranked_by(schedule)
         rules_of = {name: _rules_under(name, known) for name in {schedule, by}}
         if by not in policies:
             policies[by] = rank_policies(problems, rules_of[by])
@@ -121,6 +135,24 @@ def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, found = min(steps, key=lambda step: step[1].worth()[:2])
     return problem, found.choices()
+
+
+def _ranked_by(schedule: str) -> str:
+    """The schedule under which policies are ranked: rigid orders fit memory by chance."""
+    return LIST.name if schedule in (CHOOSE, STATIC.name) else schedule
+
+
+def _may_suit(found: FoundStep, orders: Sequence[str]) -> bool:
+    """Whether the best packs of the replica with the most work are not clearly slower under another schedule than under
+    the one that they were found for."""
+    busy = [search for search in (*found.own, *found.blocks.values()) if len(search.documents)]
+    probe = max(busy, key=lambda search: search.work_s, default=None)
+    if probe is None:
+        return False
+    other = ReplicaSearch(probe.problem, probe.documents, probe.ranks, probe.worth, probe.pool)
+    score([(other, [trial_under(trial.setting, order) for trial in best_packs(probe) for order in orders])])
+    (excess, seconds), worth = other.worth(other.best()), probe.worth(probe.best())
+    return (excess, PROMISING * seconds) < worth
 
 
 def _rules_under(schedule: str, known: dict[int, KnownScores]) -> Callable[[StepProblem], SearchRules]:
@@ -289,10 +321,10 @@ def _is_good(problem: StepProblem, found: FoundStep) -> bool:
     return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, found) >= WAITS_FOR_MEMORY))
 
 
-def _worth(max_imbalance: float, score: TrialScore) -> tuple[int, float]:
+def _worth(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:
     """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
-    is_even = max(score.imbalance_forward, score.imbalance_backward) <= max_imbalance
-    return score.excess_bytes, score.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
+    is_even = max(rated.imbalance_forward, rated.imbalance_backward) <= max_imbalance
+    return rated.excess_bytes, rated.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
 
 
 def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
