@@ -86,13 +86,13 @@ def test_slimpack_plans_what_balanced_fits() -> None:
     [
         ("books", 256, True, "slimpack", 3_000),
         ("books", 256, True, "auto", 3_500),
-        ("docs", 512, True, "slimpack", 6_000),
-        ("docs", 512, True, "auto", 8_000),
+        ("docs", 512, True, "slimpack", 3_600),
+        ("docs", 512, True, "auto", 5_600),
         ("docs", 512, False, "slimpack", 1_000),
     ],
 )
 def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, most) -> None:
-    """Counted, because times depend on the machine."""
+    """Counted, because times depend on the machine; what cannot win is not searched."""
     rated, score_in_core = [0], replica_search._score_in_core
 
     def counted(jobs) -> None:
