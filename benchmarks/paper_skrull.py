@@ -99,7 +99,9 @@ def main() -> None:
         window = BUCKETS[name] * cp
         plan_options = PlanOptions(max_pack_tokens=window, policy="choose")
         # The row that is priced by hand sums gradients after the last backward; so do all.
-        coefficients = msgspec.structs.replace(analytic_coefficients(model, cluster, layout), reduction_beside=None)
+        coefficients = msgspec.structs.replace(
+            analytic_coefficients(model, cluster, layout), reduction_beside=None, gather_beside=None
+        )
         planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), plan_options)
         steps = [np.minimum(table_lengths(DATA_SETS[data], batch * dp, seed), window) for seed in range(STEPS)]
         bound_s = sum(planner.costs.lower_bound_seconds(lengths) for lengths in steps)

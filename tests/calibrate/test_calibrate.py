@@ -64,22 +64,23 @@ def _links_of_a_rank(sizes):
     return quick_links(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
 
 
-def _beside_of_a_rank(sizes):
-    found = beside_compute(create_mesh(even_layout(2, **sizes), torch.device("cpu"), TIMEOUT_S))
+def _beside_of_a_rank(sizes, what):
+    found = beside_compute(create_mesh(even_layout(2, **sizes), torch.device("cpu"), TIMEOUT_S), what)
     return None if found is None else (found.stretch, found.slowdown)
 
 
-def test_sums_beside_compute_are_timed_where_gradients_are_summed(gloo_pool):
+@pytest.mark.parametrize("what", ["sums", "gathers"])
+def test_transfers_beside_compute_are_timed_where_ranks_hold_the_same_weights(gloo_pool, what):
     """How much they cost each other is this machine's; that both go on at once is not."""
-    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"dp": 2}):
+    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"dp": 2}, what):
         assert stretch > 0
-        assert 0 <= slowdown < 1, "products were computed while sums ran"
-    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}) == [None, None]
+        assert 0 <= slowdown < 1, "products were computed while transfers ran"
+    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, what) == [None, None]
 
 
 def _beside_of_a_run(sizes_of_layouts):
     layouts = [even_layout(3, **sizes) for sizes in sizes_of_layouts]
-    found = measured_beside(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S))
+    found = measured_beside(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S), "sums")
     return None if found is None else (found.stretch, found.slowdown)
 
 
@@ -102,15 +103,16 @@ def test_a_sum_that_fails_ends_the_trial(monkeypatch):
     monkeypatch.setattr("evenload.calibrate.beside_timings.reduce_scatter_single", sum_or_fail)
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     with pytest.raises(RuntimeError, match="the connection broke"):
-        beside_compute(SimpleNamespace(data_size=2, data=None, device=torch.device("cpu")))
+        beside_compute(SimpleNamespace(data_size=2, data=None, device=torch.device("cpu")), "sums")
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
     """Not over one hop to a neighbour, which is several times faster than gloo's rings."""
     for sizes in ({"dp": 2}, {"dp": 3}, {"cp": 2}):
         found = gloo_pool.run(np.prod([*sizes.values()]).item(), _links_of_a_rank, sizes)
-        assert all(links["reduction"].bandwidth_bytes_per_s > 1e6 for links in found)
-        assert all(links["reduction"].latency_s >= 0 for links in found)
+        for kind in ("reduction", "gather"):
+            assert all(links[kind].bandwidth_bytes_per_s > 1e6 for links in found)
+            assert all(links[kind].latency_s >= 0 for links in found)
     assert all("reduction" not in links for links in gloo_pool.run(2, _links_of_a_rank, {"pp": 2}))
 
 

@@ -115,7 +115,7 @@ def test_links_are_measured_alone_and_beside_attention(gloo_pool, tmp_path, size
     found = msgspec.json.decode(answers[0][0], type=CostCoefficients)
     assert found.profile is not None
     kinds = {curve.kind: curve for curve in found.profile.transfers}
-    expected = {"cp": {"pipeline", "reduction", "context"}, "pp": {"pipeline"}, "tp": {"tensor"}}
+    expected = {"cp": {"pipeline", "reduction", "gather", "context"}, "pp": {"pipeline"}, "tp": {"tensor"}}
     assert kinds.keys() == expected[next(iter(sizes))]
     for curve in kinds.values():
         assert curve.ranks == 2

@@ -66,10 +66,10 @@ def _kinds_of_a_rank(sizes):
 def test_every_link_of_a_layout_is_timed(gloo_pool):
     """By hand: groups of two replicas share documents, and so do all four ranks; a hop is one transfer to the next."""
     assert gloo_pool.run(2, _kinds_of_a_rank, {"pp": 2}) == [[("pipeline", 2, 2)]] * 2
-    two = [("pipeline", 2, 2), ("reduction", 2, 2), ("context", 2, 2)]
+    two = [("pipeline", 2, 2), ("reduction", 2, 1), ("gather", 2, 1), ("context", 2, 2)]
     assert gloo_pool.run(2, _kinds_of_a_rank, {"dp": 2}) == [two] * 2
     assert gloo_pool.run(2, _kinds_of_a_rank, {"tp": 2}) == [[("tensor", 2, 1)]] * 2
     # dp 2 x cp 2: context ranks of a replica, then of both.
-    four = [("reduction", 4, 6), ("context", 2, 2), ("context", 4, 6)]
+    four = [("reduction", 4, 3), ("gather", 4, 3), ("context", 2, 2), ("context", 4, 6)]
     found = gloo_pool.run(4, _kinds_of_a_rank, {"dp": 2, "cp": 2})
     assert [[one for one in kinds if one[0] != "pipeline"] for kinds in found] == [four] * 4

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from evenload.cli.run_lines import data_line, first_plan_line, interval_line, reduction_line, strategy_line
+from evenload.cli.run_lines import data_line, first_plan_line, gather_line, interval_line, reduction_line, strategy_line
 from evenload.cli.worker_setup import device_name
 from evenload.cost.coefficients import BesideCompute
 from evenload.data.config import DataConfig
@@ -30,6 +30,15 @@ def test_a_run_says_when_gradients_are_summed():
     assert "25%" in beside
     costly = reduction_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
     assert "4 ranks after the last backward: beside it a sum lasts 2.50 times as long as alone" in costly
+
+
+def test_a_run_says_when_weights_are_gathered():
+    assert gather_line(1, None) == ""
+    assert gather_line(4, None).endswith("before the next step (train.overlap_gather = false, or plan.feedback)")
+    beside = gather_line(4, BesideCompute(stretch=1.5, slowdown=0.25))
+    assert "from 4 ranks unit by unit beside the next step's first packs" in beside
+    assert "1.50 times as long as alone and to keep computing from 25%" in beside
+    assert "beside its packs a gather lasts 2.50 times" in gather_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -152,7 +152,8 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    config = SimpleNamespace(parallel=SimpleNamespace(cp_exchange="all_gather"), sums_beside_packs=False)
+    parallel = SimpleNamespace(cp_exchange="all_gather")
+    config = SimpleNamespace(parallel=parallel, sums_beside_packs=False, gathers_beside_packs=False)
     trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
@@ -166,7 +167,7 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     assert found(kept) is None
 
 
-def test_gradients_are_summed_as_configured_whatever_the_costs_say(monkeypatch) -> None:
+def test_gradients_are_summed_and_weights_gathered_as_configured_whatever_the_costs_say(monkeypatch) -> None:
     """What costs do not say is measured, and where that cannot be, on a GPU, assumed as for data sheets."""
     measured, anew = BesideCompute(stretch=2.0, slowdown=0.4), BesideCompute(stretch=1.5, slowdown=0.5)
     for known, told, is_overlapped, expected in (
@@ -176,9 +177,11 @@ def test_gradients_are_summed_as_configured_whatever_the_costs_say(monkeypatch) 
         (measured, anew, False, None),
         (None, anew, False, None),
     ):
-        monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, told=told: told)
-        config = SimpleNamespace(parallel=SimpleNamespace(cp_exchange="all_gather"), sums_beside_packs=is_overlapped)
-        costs = msgspec.structs.replace(COSTS, reduction_beside=known)
+        monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, what, told=told: told)
+        parallel = SimpleNamespace(cp_exchange="all_gather")
+        config = SimpleNamespace(parallel=parallel, sums_beside_packs=is_overlapped, gathers_beside_packs=is_overlapped)
+        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
         trainer = SimpleNamespace(live=None, config=config, meshes=SimpleNamespace(sum_gradients=True))
-        assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).reduction_beside == expected
+        found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
+        assert (found.reduction_beside, found.gather_beside) == (expected, expected)

@@ -100,6 +100,8 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
     if axis == "model":
         lora = ["model.lora={rank=3, alpha=6.0}"] if MODELS[value].lora else []
         return [f"model.path={models / value}", *lora]
+    if axis == "overlap":
+        return [f"train.overlap_{name}={'true' if value == 'on' else 'false'}" for name in ("reduction", "gather")]
     keys = {
         "virtual": "parallel.virtual",
         "exchange": "parallel.cp_exchange",
@@ -112,7 +114,6 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
         "schedule": f"plan.options.schedule={'choose' if value == 'own' else value}",
         "strategy": f"plan.strategy={value}",
         "dp_merge": f"plan.options.dp_merge={'true' if value == 'on' else 'false'}",
-        "overlap": f"train.overlap_reduction={'true' if value == 'on' else 'false'}",
         "policy": f"plan.options.policy={'choose' if value == 'mixed' else value}",
     }
     return [written[axis]] if axis in written else []

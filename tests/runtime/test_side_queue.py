@@ -49,6 +49,43 @@ def test_a_thread_runs_calls_in_order_while_the_caller_goes_on():
     assert times == sorted(times)
 
 
+def test_who_waits_for_a_call_waits_for_no_later_one():
+    queue, may_run, done = ThreadQueue(CPU), threading.Event(), []
+    numbers = [queue.put(lambda: done.append(0)), queue.put(may_run.wait), queue.put(lambda: done.append(2))]
+    queue.seal()
+    assert numbers == [0, 1, 2]
+    queue.await_call(0)
+    assert done == [0]
+    may_run.set()
+    queue.await_call(2)
+    assert done == [0, 2]
+    queue._thread.join()  # a sealed queue ends by itself
+
+
+def test_who_waits_for_a_call_behind_one_that_failed_has_its_error():
+    queue, done = ThreadQueue(CPU), []
+
+    def fail() -> None:
+        raise RuntimeError("gloo: the connection broke")
+
+    before, behind = queue.put(lambda: done.append(1)), (queue.put(fail), queue.put(lambda: done.append(2)))[1]
+    queue.await_call(before)
+    with pytest.raises(RuntimeError, match="the connection broke"):
+        queue.await_call(behind)
+    assert done == [1]
+
+
+def test_on_a_gpu_what_waits_for_a_call_is_computed_after_it(device):
+    """Its stream waits for that call's end, and for no later call."""
+    queue, waited = StreamQueue(torch.device("cuda")), []
+    numbers = [queue.put(lambda: None) for _ in range(3)]
+    for number, span in enumerate(queue._spans):
+        queue._spans[number] = span._replace(end=f"end of {number}")
+    device.current_stream(None).wait_event = waited.append
+    queue.await_call(numbers[1])
+    assert waited == ["end of 1"]
+
+
 def test_the_error_of_a_call_is_raised_where_somebody_waits_and_nothing_runs_after_it():
     queue, done = ThreadQueue(CPU), []
 

@@ -16,7 +16,8 @@ from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.simulate.simulate import simulate
-from evenload.simulate.step_end import SimulatedReplica, _completing_places, run_sums
+from evenload.simulate.step_end import _completing_places, run_sums
+from evenload.simulate.step_start import SimulatedReplica
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
@@ -137,8 +138,9 @@ def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule
     plan = varied_plan(3, num_layers=8, pp=2, virtual=virtual, schedule=SCHEDULE_OF.get(schedule, schedule))
     actions = action_columns(plan.schedules[0])
     costs = PackCosts(sample_model(num_layers=8), sample_coefficients(), plan.layout)
-    simulation = simulate(timed_tasks(plan, 0), actions)
-    place, is_whole = _completing_places(costs, SimulatedReplica(SliceColumns.from_ranges([]), actions, simulation))
+    tasks, nothing = timed_tasks(plan, 0), SliceColumns.from_ranges([])
+    replica = SimulatedReplica(nothing, nothing, tasks, actions, simulate(tasks, actions))
+    place, is_whole = _completing_places(costs, replica)
     expected, whole = np.full((2, plan.layout.num_stages), -1), np.zeros((2, plan.layout.num_stages), bool)
     for rank, row in enumerate(plan.schedules[0].ranks):
         for at, stages in completing_actions((action.kind, action.stage) for action in row).items():
@@ -193,7 +195,8 @@ def test_sums_that_keep_more_from_computing_than_they_take_wait_for_the_last_bac
 
 def test_on_the_way_to_the_bound_a_reduction_disappears() -> None:
     """A long backward and a fast link: only the embedding's sum is left, which nothing can hide."""
-    fast = msgspec.structs.replace(planner_of(FREE, dp=2).costs.coefficients, reduce_bandwidth_bytes_per_s=1e6)
+    slow = planner_of(FREE, dp=2).costs.coefficients
+    fast = msgspec.structs.replace(slow, reduce_bandwidth_bytes_per_s=1e6, reduce_latency_s=0.0)
     planner = StepPlanner(sample_model(num_layers=4), fast, even_layout(4, dp=2), None, PlanOptions(max_pack_tokens=64))
     predicted = planner.plan(0, BATCH, "slimpack").predicted
     share = trained_unit_parameters(planner.costs.model, planner.layout, 0)

@@ -13,12 +13,13 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
 from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.executor import Executor, RankRun
+from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.optim.data_parallel import GradientReduction, global_norm_and_loss
+from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.weight_gathers import WeightGathers
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS
@@ -109,13 +110,19 @@ class RankUnderTest:
     def run(
         self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True
     ) -> tuple[float, dict, float, StoredBytes]:
-        """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes."""
+        """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes.
+
+        Args:
+            is_overlapped: gradients are summed beside packs, and weights of other ranks' shards, which are NaN before,
+                arrive beside them.
+        """
         mesh = self._mesh
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         with GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped) as reduction:
-            run = self.run_prepared(prepare_step(plan, tokens, mesh, exchange), reduction.release)  # type: ignore[arg-type]
+            prepared = prepare_step(plan, tokens, mesh, exchange)  # type: ignore[arg-type]
+            run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else WHOLE)
             shards = reduction.finish()
-        norm, _ = global_norm_and_loss(self.buffers, shards, torch.zeros(()), mesh)
+        norm, _ = reduction.norm_and_loss(torch.zeros(()))
         gradients = {}
         for buffer, shard in zip(self.buffers, shards, strict=True):
             flat = torch.empty_like(buffer.grads)
@@ -136,11 +143,24 @@ class RankUnderTest:
         )
         return run.loss, gradients, norm, stored
 
-    def run_prepared(self, step: RankStep, on_final: OnFinal = lambda unit: None) -> RankRun:
+    def run_prepared(self, step: RankStep, on_final: OnFinal = lambda unit: None, weights: Weights = WHOLE) -> RankRun:
         """A prepared step on a fresh gradient."""
         for buffer in self.buffers:
             buffer.grads.zero_()
-        return self._executor.run(step, on_final=on_final)
+        return self._executor.run(step, on_final=on_final, weights=weights)
+
+    def _arriving_weights(self) -> WeightGathers:
+        """Of what this rank does not own nothing is there yet."""
+        mesh, gathers = self._mesh, WeightGathers(self._mesh, is_overlapped=True)
+        for buffer in self.buffers:
+            own = buffer.shard(buffer.values, mesh.data_rank, mesh.data_size)
+            kept = own.clone()
+            buffer.values.fill_(float("nan"))
+            own.copy_(kept)
+        for buffer in sorted(self.buffers, key=lambda buffer: buffer.unit):
+            gathers.put(buffer)
+        gathers.seal()
+        return gathers
 
     def weights(self) -> dict:
         """Trained weights by name."""

@@ -28,7 +28,7 @@ class RankMeasurement:
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; None = not measured.
+        beside: sums of gradients beside compute; gather_beside: gathers of weights; None = not measured.
     """
 
     disturbance: Disturbance
@@ -39,6 +39,7 @@ class RankMeasurement:
     copy_s_per_byte: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
+    gather_beside: BesideCompute | None = None
 
 
 def coefficients_of(
@@ -69,6 +70,7 @@ def coefficients_of(
         p2p_latency_s=p2p.latency_s if p2p else 0.0,
         reduce_bandwidth_bytes_per_s=reduction.bandwidth_bytes_per_s if reduction else None,
         reduce_latency_s=reduction.latency_s if reduction else 0.0,
+        gather_link=median_link(links, "gather"),
         # Measured over the largest group that shares documents, wherever its ranks lie, else over one that shares
         # matrices; that one's transfers are in the layers' seconds already.
         intra_node=median_link(links, "context", "tensor"),
@@ -80,7 +82,8 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        reduction_beside=_beside(ranks),
+        reduction_beside=_median_beside([rank.beside for rank in ranks]),
+        gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -92,9 +95,9 @@ def coefficients_of(
     )
 
 
-def _beside(ranks: Sequence[RankMeasurement]) -> BesideCompute | None:
+def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | None:
     """Medians over ranks that know."""
-    known = [rank.beside for rank in ranks if rank.beside is not None]
+    known = [one for one in ranks if one is not None]
     if not known:
         return None
     stretch, slowdown = (float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown"))

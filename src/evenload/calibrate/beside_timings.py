@@ -1,17 +1,17 @@
-"""What sums of gradients and packs cost each other when they run at once, on a CPU.
+"""What sums of gradients, or gathers of weights, and packs cost each other when they run at once, on a CPU.
 
-gloo moves bytes with the cores that compute, so neither is free: a sum takes longer, and compute loses time. Both are
-read from one trial: a few sums in a thread, as a step runs them, and products of matrices until they are done. All
-groups of the layout at once, as in a step. Not on a GPU: its sums have copy engines and a few of its processors, and
-what they take from kernels has not been measured yet (`BesideCompute` has the assumption).
+gloo moves bytes with the cores that compute, so neither is free: a transfer takes longer, and compute loses time. Both
+are read from one trial: a few transfers in a thread, as a step runs them, and products of matrices until they are done.
+All groups of the layout at once, as in a step. Not on a GPU: its transfers have copy engines and a few of its
+processors, and what they take from kernels has not been measured yet (`BesideCompute` has the assumption).
 
-Price: some 0.1 s.
+Price: some 0.1 s each.
 """
 
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,35 +22,37 @@ from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.side_queue import ThreadQueue
 
-_NUM_SUMS = 6
+Transferred = Literal["sums", "gathers"]
+
+_NUM_CALLS = 6
 _NUM_TRIALS = 3
-_SUM_ELEMENTS = 1 << 19
+_ELEMENTS = 1 << 19
 _PRODUCT_SIZE = 256
 
 
 class _Trial(NamedTuple):
-    sum_s: float
+    alone_s: float
     product_s: float
     beside_s: float
     products: int
 
 
-def beside_compute(mesh: Mesh) -> BesideCompute | None:
+def beside_compute(mesh: Mesh, what: Transferred) -> BesideCompute | None:
     """Medians of one rank; None on a GPU, and where nothing is summed. Collective over the data group."""
     if mesh.data_size == 1 or mesh.device.type != "cpu":
         return None
-    trials = [_trial(mesh) for _ in range(1 + _NUM_TRIALS)][1:]
-    stretch = statistics.median(one.beside_s / (_NUM_SUMS * one.sum_s) for one in trials)
+    trials = [_trial(mesh, what) for _ in range(1 + _NUM_TRIALS)][1:]
+    stretch = statistics.median(one.beside_s / (_NUM_CALLS * one.alone_s) for one in trials)
     # What compute lost of the time in which sums ran; below 0 where the trial alone was disturbed.
     slowdown = statistics.median(1 - one.products * one.product_s / one.beside_s for one in trials)
     return BesideCompute(stretch=stretch, slowdown=min(1.0, max(0.0, slowdown)))
 
 
-def measured_beside(meshes: Meshes) -> BesideCompute | None:
+def measured_beside(meshes: Meshes, what: Transferred) -> BesideCompute | None:
     """Of the layout in which most ranks sum, medians over all ranks, which have the same answer; None as
     `beside_compute`. Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
-    own = None if mesh.is_idle else beside_compute(mesh)
+    own = None if mesh.is_idle else beside_compute(mesh, what)
     told = torch.tensor([math.nan, math.nan] if own is None else [own.stretch, own.slowdown], dtype=torch.float64)
     everyone = told.new_empty(2 * mesh.num_ranks)
     all_gather_single(everyone, told, group=mesh.control)
@@ -61,24 +63,27 @@ def measured_beside(meshes: Meshes) -> BesideCompute | None:
     return BesideCompute(stretch=stretch, slowdown=slowdown)
 
 
-def _trial(mesh: Mesh) -> _Trial:
-    count = -(-_SUM_ELEMENTS // mesh.data_size) * mesh.data_size
+def _trial(mesh: Mesh, what: Transferred) -> _Trial:
+    count = -(-_ELEMENTS // mesh.data_size) * mesh.data_size
     whole = torch.zeros(count)
     shard = whole[: count // mesh.data_size]
     square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
 
-    def one_sum() -> None:
-        reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+    def one_call() -> None:
+        if what == "sums":
+            reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+        else:
+            all_gather_single(whole, shard.clone(), group=mesh.data)
 
     dist.barrier(group=mesh.data)
     from_s = time.perf_counter()
-    for _ in range(_NUM_SUMS):
-        one_sum()
-    sum_s = (time.perf_counter() - from_s) / _NUM_SUMS
+    for _ in range(_NUM_CALLS):
+        one_call()
+    alone_s = (time.perf_counter() - from_s) / _NUM_CALLS
     dist.barrier(group=mesh.data)
     num_alone = 0
     from_s = time.perf_counter()
-    while not num_alone or time.perf_counter() - from_s < _NUM_SUMS * sum_s:
+    while not num_alone or time.perf_counter() - from_s < _NUM_CALLS * alone_s:
         square @ square
         num_alone += 1
     product_s = (time.perf_counter() - from_s) / num_alone
@@ -86,12 +91,12 @@ def _trial(mesh: Mesh) -> _Trial:
     queue = ThreadQueue(mesh.device)
     done: list[float] = []
     from_s = time.perf_counter()
-    for _ in range(_NUM_SUMS):
-        queue.put(one_sum)
+    for _ in range(_NUM_CALLS):
+        queue.put(one_call)
     queue.put(lambda: done.append(time.perf_counter()))
     products = 0
     while not (done or queue.has_failed):
         square @ square
         products += 1
     queue.wait()
-    return _Trial(sum_s, product_s, done[0] - from_s, products)
+    return _Trial(alone_s, product_s, done[0] - from_s, products)

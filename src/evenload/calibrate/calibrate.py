@@ -142,7 +142,8 @@ def _measured(
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
         links=quick_links(mesh),
-        beside=beside_compute(mesh),
+        beside=beside_compute(mesh, "sums"),
+        gather_beside=beside_compute(mesh, "gathers"),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)

@@ -16,16 +16,17 @@ import torch.distributed as dist
 
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.repeats import median_seconds
+from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.types.cluster import LinkSpec
 
-TransferKind = Literal["pipeline", "reduction", "context", "tensor", "host"]
+TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
 
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
-QUICK_BYTES = (64, 4 << 20)
+QUICK_BYTES = (64, 1 << 20, 4 << 20)
 """Sizes at the start of a run."""
 GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of `evenload profile`."""
@@ -59,7 +60,9 @@ def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
     if mesh.data_size > 1:
-        yield _rings("reduction", ContextGroup(mesh.data, mesh.watch), mesh.device)
+        # Apart: gloo sums in twice the time in which it gathers.
+        yield _ring("reduction", mesh)
+        yield _ring("gather", mesh)
     blocks = sorted(mesh.context, key=lambda block: block.size)
     for block in blocks if all_groups else blocks[-1:]:
         yield _rings("context", mesh.context[block], mesh.device)
@@ -142,6 +145,27 @@ def _rings(kind: TransferKind, group: ContextGroup, device: torch.device) -> Tra
         return both
 
     return TransferWork(kind, group.size, 2 * (group.size - 1), call)
+
+
+def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
+    """A reduce-scatter or an all-gather over the ranks that hold the same weights, by all groups of the layout at
+    once."""
+    size = mesh.data_size
+
+    def call(num_bytes: int) -> Callable[[], object]:
+        own = _zeros(num_bytes, mesh)
+        whole = own.new_zeros(size * own.numel())
+
+        def once() -> None:
+            with mesh.watch.waiting("calibration"):
+                if kind == "reduction":
+                    reduce_scatter_single(own, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+                else:
+                    all_gather_single(whole, own, group=mesh.data)
+
+        return once
+
+    return TransferWork(kind, size, size - 1, call)
 
 
 def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:

@@ -128,7 +128,7 @@ def profile(
     mine = results.measurement(
         mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
     )
-    mine = replace(mine, beside=beside_compute(mesh))
+    mine = replace(mine, beside=beside_compute(mesh, "sums"), gather_beside=beside_compute(mesh, "gathers"))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
     disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)

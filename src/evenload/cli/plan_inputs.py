@@ -49,7 +49,8 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
-        overlap_reduction: a run sums gradients beside packs.
+        overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
+            the next step.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -60,6 +61,7 @@ class PlanCosts:
     origin: str = ""
     context_exchange: Literal["all_gather", "ring"] | None = None
     overlap_reduction: bool = True
+    overlap_gather: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -68,9 +70,11 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
-        beside = (found.reduction_beside or BesideCompute()) if self.overlap_reduction else None
         return msgspec.structs.replace(
-            found, reduction_beside=beside, context_exchange=self.context_exchange or found.context_exchange
+            found,
+            reduction_beside=(found.reduction_beside or BesideCompute()) if self.overlap_reduction else None,
+            gather_beside=(found.gather_beside or BesideCompute()) if self.overlap_gather else None,
+            context_exchange=self.context_exchange or found.context_exchange,
         )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
@@ -219,6 +223,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
         of_run = {
             "context_exchange": run.parallel.cp_exchange,
             "overlap_reduction": run.sums_beside_packs,
+            "overlap_gather": run.gathers_beside_packs,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

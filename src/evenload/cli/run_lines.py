@@ -46,6 +46,24 @@ def reduction_line(copies: int, beside: BesideCompute | None) -> str:
     )
 
 
+def gather_line(copies: int, beside: BesideCompute | None) -> str:
+    """When the updated weights that so many ranks hold are gathered; "" where each rank has its weights alone."""
+    if copies == 1:
+        return ""
+    over = f"updated weights are gathered from {copies} ranks"
+    if beside is None:
+        return f"{over} before the next step (train.overlap_gather = false, or plan.feedback)"
+    if not beside.pays:
+        return (
+            f"{over} before the next step: beside its packs a gather lasts {beside.stretch:.2f} times as long as alone "
+            f"and keeps computing from {beside.slowdown:.0%} of that time, as measured"
+        )
+    return (
+        f"{over} unit by unit beside the next step's first packs, where a gather is taken to last {beside.stretch:.2f} "
+        f"times as long as alone and to keep computing from {beside.slowdown:.0%} of that time"
+    )
+
+
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
     batch = f"{config.batch_documents} documents" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
     order = (

@@ -16,6 +16,7 @@ from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
     data_line,
     first_plan_line,
+    gather_line,
     interval_line,
     prediction_line,
     reduction_line,
@@ -306,6 +307,7 @@ def _show_start(
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     if summed := reduction_line(max(layout.data_sizes), costs.reduction_beside):
         console.print(summed, soft_wrap=True)
+        console.print(gather_line(max(layout.data_sizes), costs.gather_beside), soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

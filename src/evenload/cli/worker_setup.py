@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from evenload.calibrate.beside_timings import measured_beside
+from evenload.calibrate.beside_timings import Transferred, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.cli.cost_lines import cost_file_warnings
@@ -153,11 +153,21 @@ def run_coefficients(
         found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
     elif found.copies is None or found.copies.num_ranks != trainer.mesh.num_ranks:
         found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
-    beside = found.reduction_beside if trainer.config.sums_beside_packs else None
-    if trainer.config.sums_beside_packs and beside is None and trainer.meshes.sum_gradients:
-        # A file of a layout in which nothing was summed, or of a run without overlap, does not say.
-        beside = measured_beside(trainer.meshes) or BesideCompute()
-    return msgspec.structs.replace(found, context_exchange=trainer.config.parallel.cp_exchange, reduction_beside=beside)
+    config = trainer.config
+    return msgspec.structs.replace(
+        found,
+        context_exchange=config.parallel.cp_exchange,
+        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.sums_beside_packs else None,
+        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.gathers_beside_packs else None,
+    )
+
+
+def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) -> BesideCompute | None:
+    """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
+    nothing was summed, or of a run without overlap. Collective there."""
+    if known is not None or not trainer.meshes.sum_gradients:
+        return known
+    return measured_beside(trainer.meshes, what) or BesideCompute()
 
 
 def _found_or_measured(

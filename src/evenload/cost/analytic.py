@@ -98,6 +98,7 @@ def analytic_coefficients(
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
         reduction_beside=BesideCompute(),
+        gather_beside=BesideCompute(),
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,

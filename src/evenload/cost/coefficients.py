@@ -107,10 +107,10 @@ class PassCoefficients(Frozen):
 
 
 class BesideCompute(Frozen):
-    """Sums of gradients that run while packs are computed: what each costs the other.
+    """Sums of gradients, or gathers of weights, that run while packs are computed: what each costs the other.
 
     Args:
-        stretch: seconds of a sum beside compute over its seconds alone.
+        stretch: seconds of a transfer beside compute over its seconds alone.
         slowdown: seconds that compute loses in each of them, 0..1. Where cores that compute move the bytes it is near
             1, and nothing is gained; the default is for devices that copy beside their kernels, and not measured.
     """
@@ -120,13 +120,13 @@ class BesideCompute(Frozen):
 
     def __post_init__(self) -> None:
         if not self.stretch > 0:
-            raise ConfigError(f"reduction_beside.stretch is {self.stretch}, must be above 0")
+            raise ConfigError(f"stretch of transfers beside compute is {self.stretch}, must be above 0")
         if not 0 <= self.slowdown <= 1:
-            raise ConfigError(f"reduction_beside.slowdown is {self.slowdown}, must be in 0..1")
+            raise ConfigError(f"slowdown by transfers beside compute is {self.slowdown}, must be in 0..1")
 
     @property
     def pays(self) -> bool:
-        """A sum keeps less from computing than it takes alone; else it had better wait for the last backward."""
+        """A transfer keeps less from computing than it takes alone; else it had better not run beside it."""
         return self.stretch * self.slowdown < 1
 
 
@@ -145,6 +145,7 @@ class CostCoefficients(Frozen):
         optimizer_s_per_parameter: one parameter of the rank's own shard.
         p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages; None = not known.
         reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks; None = unknown.
+        gather_link: the same, of gathers; None = as `reduce_*`, which are of sums.
         intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
             consecutive devices a group spans; None = such groups cannot be costed.
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
@@ -158,6 +159,8 @@ class CostCoefficients(Frozen):
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
             None = after the last backward (`train.overlap_reduction`).
+        gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
+            None = before it begins (`train.overlap_gather`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -181,6 +184,7 @@ class CostCoefficients(Frozen):
     p2p_latency_s: float = 0.0
     reduce_bandwidth_bytes_per_s: float | None = None
     reduce_latency_s: float = 0.0
+    gather_link: LinkSpec | None = None
     intra_node: LinkSpec | None = None
     inter_node: LinkSpec | None = None
     devices_per_node: int = 1
@@ -192,6 +196,7 @@ class CostCoefficients(Frozen):
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
     reduction_beside: BesideCompute | None = None
+    gather_beside: BesideCompute | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -230,17 +235,24 @@ class CostCoefficients(Frozen):
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""
         return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
 
-    def ring_seconds(self, num_bytes: float, copies: int) -> float:
-        """A reduce-scatter or an all-gather of `num_bytes` (whole buffer) over the ranks with copies of the weights.
+    def ring_seconds(
+        self, num_bytes: float, copies: int, calls: int = 1, way: Literal["sum", "gather"] = "sum"
+    ) -> float:
+        """Reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with copies of the weights.
 
         A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
         copies and no link between them is known.
+
+        Args:
+            calls: one after the other, whose bytes these are.
         """
         if copies == 1:
             return 0.0
         purpose = "that gradients are reduced over, so a layout with dp or cp above 1"
         link, steps = self._known_link("reduce", purpose, "dp=1"), copies - 1
-        return num_bytes * steps / copies / link.bandwidth_bytes_per_s + steps * link.latency_s
+        if way == "gather" and self.gather_link is not None:
+            link = self.gather_link
+        return num_bytes * steps / copies / link.bandwidth_bytes_per_s + calls * steps * link.latency_s
 
     def _known_link(self, kind: Literal["p2p", "reduce"], purpose: str, without: str) -> LinkSpec:
         bandwidth_bytes_per_s: float | None = getattr(self, f"{kind}_bandwidth_bytes_per_s")

@@ -144,6 +144,8 @@ def completed_from_cluster(
             link = take(lack, span, of_cluster)
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             changes[f"{prefix}_latency_s"] = link.latency_s
+            if prefix == "reduce":
+                changes["gather_link"] = None  # over the same link
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
     if layout.world_size > 1 and coefficients.intra_node is None:
         changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node), cluster.intra_node)
@@ -200,6 +202,8 @@ def completed_between_layouts(
         if name not in known:
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             changes[f"{prefix}_latency_s"] = link.latency_s
+            if prefix == "reduce":
+                changes["gather_link"] = None  # over the same link
             lacking.append(name)
     if coefficients.intra_node is None:
         # A switch of layout moves layers between any two processes.

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.coefficients import PassCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.slice_features import pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
+from evenload.types.micropack import Direction
 
 
 def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
@@ -35,8 +37,18 @@ def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> 
     Args:
         features: of the packs.
     """
+    seconds = unit_seconds(costs, features, stage_units(costs, stage), "backward")
+    total_s = seconds.sum(axis=1, keepdims=True)
+    left_s = total_s - np.cumsum(seconds, axis=1)
+    return np.maximum(0.0, np.divide(left_s, total_s, out=np.zeros_like(left_s), where=total_s > 0))
+
+
+def unit_seconds(
+    costs: PackCosts, features: NDArray[np.float64], units: Sequence[int], direction: Direction
+) -> NDArray[np.float64]:
+    """Of every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
     coefficients, tp = costs.coefficients, costs.layout.tp
-    layer, units = coefficients.backward, stage_units(costs, stage)
+    layer: PassCoefficients = getattr(coefficients, direction)
     rates = np.zeros((features.shape[1], len(units)))
     for at, unit in enumerate(units):
         if unit == 0:
@@ -48,7 +60,4 @@ def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> 
             rates[:3, at] = layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
             rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
             rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
-    seconds = features @ rates
-    total_s = seconds.sum(axis=1, keepdims=True)
-    left_s = total_s - np.cumsum(seconds, axis=1)
-    return np.maximum(0.0, np.divide(left_s, total_s, out=np.zeros_like(left_s), where=total_s > 0))
+    return features @ rates

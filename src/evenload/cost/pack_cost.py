@@ -249,21 +249,14 @@ class PackCosts:
 
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank, in full:
-        the most that a plan pays. How much of it one hides follows from its order (`simulate.step_end`)."""
+        for searches, which count latency once and hide nothing. What a plan pays follows from its order and its units
+        (`simulate.step_end`)."""
         element = self.model.bytes_per_element
         return max(
             sum(
                 self.coefficients.ring_seconds(num_bytes, copies)
                 for num_bytes in (max(element, 4) * parameters, element * parameters)
             )
-            for copies, parameters in self._fullest_by_copies().items()
-        )
-
-    def gather_seconds(self) -> float:
-        """Of these the all-gather of updated weights."""
-        element = self.model.bytes_per_element
-        return max(
-            self.coefficients.ring_seconds(element * parameters, copies)
             for copies, parameters in self._fullest_by_copies().items()
         )
 

@@ -9,7 +9,9 @@ With the start and end of every action and the bytes as planned:
                      copy, so the copy fits inside it, and what compute does not hide is in the planners' seconds
     p2p              transfers between stages, as edge delays
     reduction    sums of gradients, unit by unit, of every replica and rank; partly beside compute (`simulate.step_end`)
-    optimizer, gather    of every replica and rank, after the last sum, as the plan's step time counts them
+    optimizer    of every replica and rank, after the last sum
+    gather    of updated weights, unit by unit, beside the first packs (`simulate.step_start`, which also says when
+              forwards wait for them), or after the update
     memory by kind   at every sample
 
 Price: some milliseconds a replica; for plans that somebody looks at.
@@ -27,10 +29,12 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import split_pack_seconds
 from evenload.simulate.critical_path import critical_path, p2p_transfers
 from evenload.simulate.simulate import Simulation, simulate
-from evenload.simulate.step_end import SimulatedReplica, StepEnd, step_end
+from evenload.simulate.step_end import StepEnd, step_end
+from evenload.simulate.step_start import SimulatedReplica
 from evenload.simulate.timeline import join_timelines, memory_ledger, to_timeline
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns
 from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS, SideTasks, Timeline, side_tasks
@@ -53,7 +57,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         packs = (columns.forward, columns.backward, columns.num_tokens, columns.policy, columns.owners)
         tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
         simulation = simulate(tasks, actions)
-        replicas.append(SimulatedReplica(columns.backward, actions, simulation))
+        replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulation))
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
@@ -63,7 +67,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         sides += _between_stages(tasks, actions, simulation, dp_rank)
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
-        sides += _after_packs(end, dp_rank)
+        sides += _beside_and_after_packs(end, plan.layout, dp_rank)
     names = [field.name for field in dataclasses.fields(SideTasks)]
     return join_timelines(
         parts,
@@ -74,16 +78,25 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     )
 
 
-def _after_packs(end: StepEnd, dp_rank: int) -> Iterator[SideTasks]:
-    """Sums of gradients, and what follows them, of one replica; what takes no time is left out."""
+def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
+    """Sums of gradients, gathers of weights and the update, of one replica; what takes no time is left out."""
     ranks = np.arange(len(end.sums))
+    stages = np.array([layout.stages_of_rank(rank)[0] for rank in ranks.tolist()])
+
+    def of_rank(kind: str, rank: int, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> SideTasks:
+        runs = end_s > start_s
+        same = np.full(int(runs.sum()), rank)
+        return side_tasks(kind, dp_rank, same, stages[same], -1, start_s[runs], end_s[runs])
+
     for rank, sums in enumerate(end.sums):
-        runs = sums.end_s > sums.start_s
-        of_rank = np.full(int(runs.sum()), rank)
-        yield side_tasks("reduction", dp_rank, of_rank, -1, -1, sums.start_s[runs], sums.end_s[runs])
-    for name, start_s, end_s in (("optimizer", end.summed_s, end.updated_s), ("gather", end.updated_s, end.end_s)):
-        if end_s > start_s:
-            yield side_tasks(name, dp_rank, ranks, -1, -1, start_s, end_s)
+        yield of_rank("reduction", rank, sums.start_s, sums.end_s)
+    for rank, gathers in enumerate(end.gathers):
+        yield of_rank("gather", rank, gathers.start_s, gathers.end_s)
+        yield of_rank("weight_wait", rank, gathers.wait_start_s, gathers.wait_end_s)
+    if end.updated_s > end.summed_s:
+        yield side_tasks("optimizer", dp_rank, ranks, -1, -1, end.summed_s, end.updated_s)
+    if end.end_s > end.updated_s:
+        yield side_tasks("gather", dp_rank, ranks, stages, -1, end.updated_s, end.end_s)
 
 
 def _inside(

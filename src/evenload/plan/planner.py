@@ -314,6 +314,8 @@ class StepPlanner:
                     peak_host_bytes_per_node=self._host_bytes(problem, choices),
                     reduction_s=end.reduction_s,
                     reduction_hidden_s=end.reduction_hidden_s,
+                    gather_s=end.gather_s,
+                    gather_hidden_s=end.gather_hidden_s,
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),

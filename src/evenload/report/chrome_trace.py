@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from evenload.report.pack_label import PackKey, PackLabel
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
 
-_ON_THE_RANK = ("recompute", "optimizer", "gather")
+_ON_THE_RANK = ("recompute", "optimizer")
 
 
 def write_chrome_trace(
@@ -99,12 +99,15 @@ def _side_events(
 ) -> Iterator[dict[str, object]]:
     """Events of one replica, names of new threads first; these count up from `first_tid`."""
     streams: dict[str, list[int]] = {}
-    for row in np.flatnonzero(side.dp_rank == dp_rank).tolist():
+    # What lies before the step, the first gathers of its weights, is not of it.
+    for row in np.flatnonzero((side.dp_rank == dp_rank) & (side.end_s > 0)).tolist():
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
         if kind in _ON_THE_RANK:
             name = ""
         elif kind == "reduction":
             name = f"rank {rank} sums"
+        elif kind in ("gather", "weight_wait"):
+            name = f"rank {rank} weights"
         else:
             name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
         streams.setdefault(name, []).append(row)
@@ -139,7 +142,7 @@ def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
 
 def _side_event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:
     kind = SIDE_KINDS[side.kind[row]]
-    start, end = _nanoseconds(np.array([side.start_s[row], side.end_s[row]]))
+    start, end = _nanoseconds(np.array([max(0.0, side.start_s[row]), side.end_s[row]]))
     args: dict[str, object] = {}
     if side.pack[row] >= 0:
         args = {"stage": int(side.stage[row]), "pack": int(side.pack[row])}

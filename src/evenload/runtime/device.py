@@ -65,8 +65,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def seconds_now(device: torch.device) -> float:
-    """Host seconds after everything queued is done."""
-    wait_for(device)
+    """Host seconds after everything that was queued to compute is done; transfers in other streams may go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
 
 
@@ -132,19 +133,20 @@ class HostClock:
 
 
 class EventClock(HostClock):
-    """Marks are events on a GPU's computing stream. Not run on hardware yet."""
+    """Marks are events on the GPU's stream that is current where they are made. Not run on hardware yet."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._event)
         self._device = device
 
     def start(self) -> None:
-        """Waits for the device, which is idle between steps, so that both clocks start together."""
+        """Waits for the computing stream, which is idle between steps, so that both clocks start together."""
         self._first_s = seconds_now(self._device)
         self._first = self._event()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        wait_for(self._device)
+        for mark in marks:
+            mark.synchronize()
         return [self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in marks]
 
     def _event(self) -> Any:

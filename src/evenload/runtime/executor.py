@@ -7,13 +7,14 @@
 
 An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
 backward starts to come back before its gradient is waited for. Who sums gradients is told of every unit as soon as no
-action will add to it.
+action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
+unit where it reads them, and the first backward for all.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -102,6 +103,29 @@ class RankRun:
         return self.read_trace()
 
 
+class Weights(Protocol):
+    """Updated weights on their way to this rank (`optim.weight_gathers`)."""
+
+    def await_unit(self, unit: int) -> None:
+        """Until a unit's weights are there."""
+
+    def finish(self) -> None:
+        """Until all are."""
+
+
+class _WholeWeights:
+    """Nothing is on its way."""
+
+    def await_unit(self, unit: int) -> None:
+        """It is there."""
+
+    def finish(self) -> None:
+        """All are there."""
+
+
+WHOLE: Weights = _WholeWeights()
+
+
 class Executor:
     """Runs plans on one rank, which has virtual stages by index; none where it is idle in the mesh's layout."""
 
@@ -126,19 +150,21 @@ class Executor:
         step: RankStep,
         before_action: Callable[[], None] = lambda: None,
         on_final: OnFinal = lambda unit: None,
+        weights: Weights = WHOLE,
     ) -> RankRun:
         """Run this rank's actions of a step; gradients are added to `main_grad`.
 
         Args:
             before_action: called before every action; takes no time.
             on_final: told every unit whose gradients are complete, inside of actions or after them.
+            weights: knows which are there yet; all are on return.
         """
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
-            stage.begin_step(document_tokens)
+            stage.begin_step(document_tokens, weights.await_unit)
         held = HeldBytes()
         before_bytes = self._context_bytes()
         stores = self._open_stores(step, held)
@@ -153,6 +179,8 @@ class Executor:
             self._mesh.watch.note(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
+            if action.kind != "F":
+                weights.finish()
             if action.kind == "W":
                 start = self._clock.mark()
                 store.add_deferred_weights(action.pack)
@@ -177,6 +205,7 @@ class Executor:
                 for unit in reversed(self._stages[done].model.units):
                     on_final(unit)
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
+        weights.finish()  # also of stages without packs in this step
         channels.close()
         for store in stores.values():
             store.check_empty()

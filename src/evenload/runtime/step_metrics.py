@@ -13,12 +13,14 @@ included), so neither packing nor padding can inflate them.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import training_flops
@@ -26,6 +28,7 @@ from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import ReductionTrace
+from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.cluster_catalog import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
@@ -134,11 +137,19 @@ class DevicePeaks:
 
 
 def gather_timeline(
-    trace: RankTrace, sums: ReductionTrace, *, zero_s: float, step_time_s: float, static_bytes: int, mesh: Mesh
+    trace: RankTrace,
+    sums: ReductionTrace,
+    gathers: Sequence[GatherTrace],
+    *,
+    zero_s: float,
+    step_time_s: float,
+    static_bytes: int,
+    mesh: Mesh,
 ) -> Timeline | None:
     """All ranks' traces as one timeline on rank 0, None elsewhere. Collective over the control group.
 
     Args:
+        gathers: of updates whose weights became whole in this step.
         zero_s: this rank's clock at the step's start.
         static_bytes: weights, gradients and optimizer state of this rank.
     """
@@ -148,33 +159,65 @@ def gather_timeline(
         end_s=trace.end_s - zero_s,
         memory_bytes=trace.memory_bytes + static_bytes,
     )
-    summed = replace(sums, start_s=sums.start_s - zero_s, end_s=sums.end_s - zero_s)
-    told = (mesh.dp_rank, mesh.pp_rank, mine, summed)
+    told = (mesh.dp_rank, mesh.pp_rank, mine, _beside(sums, gathers, zero_s))
     everyone = [told] * mesh.num_ranks
     dist.gather_object(told, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
     places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
-    sums_of: dict[int, list[ReductionTrace]] = defaultdict(list)
+    besides: dict[tuple[int, int], list[_Beside]] = defaultdict(list)
+    holders: dict[int, list[_Beside]] = defaultdict(list)
     for dp_rank, pp_rank, one, of_rank in everyone:
         if pp_rank >= 0:  # not idle
             places[dp_rank, pp_rank].append(one)
-            sums_of[mesh.layout.leading_ranks[pp_rank]].append(of_rank)
+            besides[dp_rank, pp_rank].append(of_rank)
+            holders[mesh.layout.leading_ranks[pp_rank]].append(of_rank)
     parts = [_columns(*place, traces) for place, traces in places.items()]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    sides = [_sums_together(*place, sums_of[mesh.layout.leading_ranks[place[1]]]) for place in places]
+    sides = []
+    for place, own in besides.items():
+        stage, same = mesh.layout.stages_of_rank(place[1])[0], holders[mesh.layout.leading_ranks[place[1]]]
+        sides.append(_together("reduction", *place, stage, [one.sums for one in same]))
+        sides.append(_together("gather", *place, stage, [one.gathers for one in same]))
+        waits = max((one.waits for one in own), key=lambda one: float((one.end_s - one.start_s).sum()))
+        sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
     return Timeline(**joined, step_time_s=step_time_s, side=side)
 
 
-def _sums_together(dp_rank: int, pp_rank: int, traces: list[ReductionTrace]) -> SideTasks:
-    """Sums of all ranks that hold the same layers, which are the same sums: a sum begins when the last rank has come
-    and the sum before it is done."""
-    end_s = np.maximum.reduce([trace.end_s for trace in traces])
-    start_s = np.maximum.reduce([trace.start_s for trace in traces])
+class _Spans(NamedTuple):
+    """float64[n] each, from the step's start."""
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+
+
+class _Beside(NamedTuple):
+    """What ran beside one rank's packs, and when these waited for weights."""
+
+    sums: _Spans
+    gathers: _Spans
+    waits: _Spans
+
+
+def _beside(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: float) -> _Beside:
+    columns = (
+        [getattr(trace, name) - zero_s for trace in gathers]
+        for name in ("start_s", "end_s", "wait_start_s", "wait_end_s")
+    )
+    start_s, end_s, wait_start_s, wait_end_s = (np.concatenate([np.zeros(0), *column]) for column in columns)
+    of_sums = _Spans(sums.start_s - zero_s, sums.end_s - zero_s)
+    return _Beside(of_sums, _Spans(start_s, end_s), _Spans(wait_start_s, wait_end_s))
+
+
+def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[_Spans]) -> SideTasks:
+    """Transfers of all ranks that hold the same layers, which are the same: one begins when the last rank has come and
+    the one before it is done."""
+    end_s = np.maximum.reduce([one.end_s for one in spans])
+    start_s = np.maximum.reduce([one.start_s for one in spans])
     start_s[1:] = np.maximum(start_s[1:], end_s[:-1])
-    return side_tasks("reduction", dp_rank, np.full(len(end_s), pp_rank), -1, -1, start_s, end_s)
+    return side_tasks(kind, dp_rank, np.full(len(end_s), pp_rank), stage, -1, start_s, end_s)
 
 
 def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, np.ndarray]:
@@ -223,6 +266,7 @@ def step_row(
     padding = sum(pack.num_padding_tokens for packs in plan.pack_plans for pack in packs.forward)
     flops = float(training_flops(model, lengths).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
+    gather_s, gather_hidden_s = timeline.gather_seconds()
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
@@ -239,6 +283,10 @@ def step_row(
         "reduction_hidden_s": reduction_hidden_s,
         "predicted_reduction_s": plan.predicted.reduction_s,
         "predicted_reduction_hidden_s": plan.predicted.reduction_hidden_s,
+        "gather_s": gather_s,
+        "gather_hidden_s": gather_hidden_s,
+        "predicted_gather_s": plan.predicted.gather_s,
+        "predicted_gather_hidden_s": plan.predicted.gather_hidden_s,
         "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
         "mfu": flops / timeline.step_time_s / peaks.measured_flops_per_s,
         "mfu_of_data_sheet": peaks.data_sheet_flops_per_s

@@ -4,7 +4,6 @@ Everything about *what* to train comes in the plan; the loop only follows it. Th
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,13 +33,13 @@ from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
-from evenload.runtime.executor import RankRun
-from evenload.runtime.optim.data_parallel import GradientReduction, global_norm_and_loss
 from evenload.runtime.optim.non_finite import NonFiniteSteps
+from evenload.runtime.optim.overlaps import overlaps_of
+from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
-from evenload.runtime.stages.rank_state import RankState
+from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.step_metrics import (
     DevicePeaks,
@@ -197,6 +196,7 @@ class Trainer:
             self.mesh.watch.note("the wait for its next documents and plan")
             prepared = source.next()
             if prepared is None:
+                self.state.optimizer.gathers.finish()
                 return
             data_wait_s = time.perf_counter() - wait_from_s
             step = prepared.planned.plan.step
@@ -210,6 +210,7 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
                 wants_pause=asked_to_pause() and step + 1 != last_step,
+                goes_on=step + 1 != last_step,
                 coming_layout=source.coming_layout,
             )
             if report is not None:
@@ -220,6 +221,7 @@ class Trainer:
             saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save)
             yield None if report is None else replace(report, saved=saved, failed_save=failed_save)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
+        self.state.optimizer.gathers.finish()
         source.close()
 
     def _source(self, planner: StepPlanner | FlexPlanner, feedback: StepFeedback, left: StepsLeft) -> StepSource:
@@ -288,6 +290,7 @@ class Trainer:
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
         wants_pause: bool = False,
+        goes_on: bool = False,
         coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> StepReport | None:
         """Train one step; a report on rank 0, None elsewhere. Collective.
@@ -297,6 +300,8 @@ class Trainer:
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
             wants_pause: likewise.
+            goes_on: another step follows, so updated weights may still be on their way on return; who reads them
+                otherwise takes them from `state`, which waits.
             coming_layout: of the next step, once it is known; asked often.
 
         Raises:
@@ -313,51 +318,29 @@ class Trainer:
         if plan.layout != self.layout:
             self.state.change_layout(plan.layout, coefficients)
             self._non_finite.mesh = self.mesh
-        mesh, replicas = self.mesh, f"the ranks that hold stage {self.mesh.pipeline_stage}"
-        for buffer in self.state.buffers:
-            buffer.grads.zero_()
-        look_ahead = self.state.looking_ahead(coming_layout, self._room_bytes(plan))
+        mesh, state = self.mesh, self.state
+        look_ahead = state.looking_ahead(coming_layout, self._room_bytes(plan))
         look_ahead()
-        beside = coefficients.reduction_beside
-        is_overlapped = self.config.sums_beside_packs and (beside is None or beside.pays) and not prepared.shares_packs
-        with GradientReduction(self.state.buffers, mesh, is_overlapped=is_overlapped) as sums:
-            step, executor = prepared.step, self.state.executor
-            run = executor.idle() if step is None else executor.run(step, look_ahead, sums.release)
-            with watch.waiting("the sum of gradients", replicas):
-                shards = sums.finish()
-        with watch.waiting("the gradient norm"):
-            grad_norm, loss = global_norm_and_loss(self.state.buffers, shards, run.loss_sum, mesh)
-        switch = self._settled()
-        warning = ""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        beside = overlaps_of(self.config, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
+        found = state.gradients(prepared.step, look_ahead, is_overlapped=beside.sums)
+        gathers, switch, warning = found.gathers, self._settled(), ""
+        if found.is_finite:
             self._non_finite.note_finite()
-            with watch.waiting("the updated weights", replicas):
-                self.state.optimizer.step(shards, grad_norm, learning_rate)
+            gathers = gathers + state.update(found, learning_rate, is_overlapped=beside.gathers)
         else:
-            warning = self._non_finite.leave_out(planned, run, loss, grad_norm, self._saves.newest)
-        self.survivors.write(self.steps_done + 1, self.state.buffers, self.state.optimizer, self.mesh)
+            warning = self._non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
+        self.survivors.write(self.steps_done + 1, state.held.buffers, state.optimizer, mesh)
         warning = warning if plan.num_label_tokens else no_label_warning(plan)
-        own = RankEnd(
-            step_time_s=seconds_now(mesh.device) - zero_s,
-            # On a CPU the store's own count, without temporary buffers.
-            peak_bytes=measured_peak_bytes(mesh.device) or self.state.static_bytes() + run.peak_bytes,
-            data_wait_s=data_wait_s,
-            stop_signal=stop_signal,
-            # Rank 0 looks at its clock; the others do as it says.
-            is_time_to_save=mesh.rank == 0 and self._saves.is_time(),
-            process_bytes=peak_process_bytes(mesh.device) or 0,
-            fixed_bytes=self._process.fixed_bytes or 0,
-            wants_pause=wants_pause,
-        )
-        end, measured = self._tell(own, run, sums, zero_s)
+        own = self._rank_end(found, zero_s, (data_wait_s, stop_signal, wants_pause))
+        end, measured = self._tell(own, found, gathers, zero_s)
         if measured is None:
             return None
         row = step_row(
             plan,
             measured,
             self.model,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=found.loss,
+            grad_norm=found.grad_norm,
             learning_rate=learning_rate,
             peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
             plan_time_s=planned.plan_time_s,
@@ -366,6 +349,26 @@ class Trainer:
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
+
+    def _rank_end(self, found: StepGradients, zero_s: float, asked: tuple[float, int, bool]) -> RankEnd:
+        """What this rank says at the end of a step.
+
+        Args:
+            asked: `data_wait_s`, `stop_signal` and `wants_pause` of `run_step`.
+        """
+        device = self.mesh.device
+        return RankEnd(
+            step_time_s=seconds_now(device) - zero_s,
+            # On a CPU the store's own count, without temporary buffers.
+            peak_bytes=measured_peak_bytes(device) or self.state.static_bytes() + found.run.peak_bytes,
+            data_wait_s=asked[0],
+            stop_signal=asked[1],
+            # Rank 0 looks at its clock; the others do as it says.
+            is_time_to_save=self.mesh.rank == 0 and self._saves.is_time(),
+            process_bytes=peak_process_bytes(device) or 0,
+            fixed_bytes=self._process.fixed_bytes or 0,
+            wants_pause=asked[2],
+        )
 
     def _room_bytes(self, plan: StepPlan) -> int:
         """What a step leaves for a switch that is prepared beside it."""
@@ -378,7 +381,7 @@ class Trainer:
         return switch
 
     def _tell(
-        self, own: RankEnd, run: RankRun, sums: GradientReduction, zero_s: float
+        self, own: RankEnd, found: StepGradients, gathers: list[GatherTrace], zero_s: float
     ) -> tuple[RankEnd, Timeline | None]:
         """What all ranks say of a step together, and its timeline on rank 0, None elsewhere. Collective.
 
@@ -388,8 +391,9 @@ class Trainer:
         with self.mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(self.mesh)
             measured = gather_timeline(
-                run.trace,
-                sums.trace(),
+                found.run.trace,
+                found.sums,
+                gathers,
                 zero_s=zero_s,
                 step_time_s=end.step_time_s,
                 static_bytes=self.state.static_bytes(),

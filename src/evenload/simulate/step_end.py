@@ -1,4 +1,5 @@
-"""What follows a step's packs: gradients summed unit by unit, partly beside them, then the update, then the gather.
+"""What follows a step's packs: gradients summed unit by unit, partly beside them, then the update, then the gather
+where it does not run beside the next step's first packs (`simulate.step_start`).
 
 All ranks that hold the same units sum them in one order, from the head down to the embedding, each as soon as the last
 of the replicas has completed it and the sum before it is done (`runtime.optim.data_parallel`). Times follow two clocks:
@@ -20,21 +21,10 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import BesideCompute
 from evenload.cost.last_backward import pack_features, shares_left, stage_units
-from evenload.cost.memory import trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
-from evenload.simulate.simulate import Simulation
-from evenload.types.columns import SliceColumns
-from evenload.types.pipeline import ActionColumns
+from evenload.cost.unit_transfers import unit_transfers
+from evenload.simulate.step_start import RankGathers, SimulatedReplica, delayed, first_gathers
 from evenload.types.timeline import KINDS
-
-
-@dataclass(frozen=True, eq=False)
-class SimulatedReplica:
-    """One replica's backward packs, their order and when they run."""
-
-    backward: SliceColumns
-    actions: ActionColumns
-    simulation: Simulation
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +59,15 @@ class StepEnd:
 
     Args:
         sums: of every pipeline rank.
-        packs_s: end of the last pack, were there no sums beside it.
-        summed_s: end of the last sum; updated_s: of the update; end_s: of the gather, which is the step's.
+        gathers: of the update before the step, beside its first packs, of every pipeline rank; none where weights are
+            gathered at the end of a step.
+        packs_s: end of the last pack, were there nothing beside any.
+        summed_s: end of the last sum; updated_s: of the update; end_s: of the step, with the gather where nothing hides
+            it.
     """
 
     sums: tuple[RankSums, ...]
+    gathers: tuple[RankGathers, ...]
     packs_s: float
     summed_s: float
     updated_s: float
@@ -89,9 +83,25 @@ class StepEnd:
         """Of these, beside compute."""
         return sum(one.hidden_s for one in self.sums) / len(self.sums)
 
+    @property
+    def gather_s(self) -> float:
+        """In which updated weights are gathered, mean over pipeline ranks."""
+        return (
+            sum(one.seconds for one in self.gathers) / len(self.sums) if self.gathers else self.end_s - self.updated_s
+        )
+
+    @property
+    def gather_hidden_s(self) -> float:
+        """Of these, those in which no forward waits for them."""
+        return sum(one.hidden_s for one in self.gathers) / len(self.sums)
+
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     """Of all replicas of a step together."""
+    packs_s = max(replica.simulation.makespan_s for replica in replicas)
+    gathers = first_gathers(costs, replicas)
+    if gathers:
+        replicas = [delayed(replica, gathers) for replica in replicas]
     beside = costs.coefficients.reduction_beside
     # As the trainer decides: not where it costs more than it hides, nor where replicas wait for each other in packs.
     if beside is not None and (not beside.pays or any((one.backward.cp > costs.layout.cp).any() for one in replicas)):
@@ -99,10 +109,20 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
     sums = tuple(_rank_sums(costs, beside, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
-    packs_s = max(replica.simulation.makespan_s for replica in replicas)
-    summed_s = max(packs_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
+    packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
+    summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
     updated_s = summed_s + costs.optimizer_seconds()
-    return StepEnd(sums, packs_s, summed_s, updated_s, updated_s + costs.gather_seconds())
+    gather_s = 0.0 if gathers else _gather_seconds(costs)
+    return StepEnd(sums, gathers, packs_s, summed_s, updated_s, updated_s + gather_s)
+
+
+def _gather_seconds(costs: PackCosts) -> float:
+    """Of all updated weights, one after the other, on the rank that takes longest."""
+    transfers = (
+        unit_transfers(costs.model, costs.coefficients, costs.layout, rank)
+        for rank in range(costs.layout.pipeline_ranks)
+    )
+    return max(float(found.gather_s.sum()) for found in transfers)
 
 
 def _rank_sums(
@@ -114,18 +134,14 @@ def _rank_sums(
 ) -> RankSums:
     """Over all ranks that hold the layers of one; `completed_s` by rank and unit."""
     layout = costs.layout
-    parameters = trained_unit_parameters(costs.model, layout, rank)
-    units = sorted(parameters, reverse=True)
+    found = unit_transfers(costs.model, costs.coefficients, layout, rank)
+    units, alone_s = found.unit[::-1], found.sum_s[::-1]
     twins = [twin for twin, leading in enumerate(layout.leading_ranks) if leading == layout.leading_ranks[rank]]
     compute_end_s = float(ends_s[twins].max())
-    released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units]
-    sizes = np.array([parameters[unit] for unit in units], np.float64)
-    # Together as long as one sum of all their bytes: latency is counted once.
-    num_bytes = max(costs.model.bytes_per_element, 4) * float(sizes.sum())
-    alone_s = costs.coefficients.ring_seconds(num_bytes, layout.data_sizes[rank]) * sizes / max(1.0, sizes.sum())
+    released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units.tolist()]
     released = np.array(released_s) if beside else np.full(len(units), compute_end_s)
     start_s, end_s, compute_end_s = run_sums(released, alone_s, compute_end_s, beside or BesideCompute())
-    return RankSums(np.array(units, np.int64), start_s, end_s, compute_end_s)
+    return RankSums(units, start_s, end_s, compute_end_s)
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:

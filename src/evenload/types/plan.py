@@ -44,6 +44,8 @@ class Prediction(Frozen):
         peak_memory_bytes: of the fullest rank, over time.
         reduction_s: seconds in which gradients are summed over replicas, mean over pipeline ranks.
         reduction_hidden_s: of these, while packs are computed.
+        gather_s: seconds in which updated weights are gathered.
+        gather_hidden_s: of these, those in which no forward of the step after waits for them.
         peak_host_bytes_per_node: offloaded activations in host memory, of the fullest node (`cost.host_memory`).
     """
 
@@ -53,6 +55,8 @@ class Prediction(Frozen):
     peak_host_bytes_per_node: int = 0
     reduction_s: float = 0.0
     reduction_hidden_s: float = 0.0
+    gather_s: float = 0.0
+    gather_hidden_s: float = 0.0
 
 
 class LeftOut(Frozen):

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 KINDS = "FBIW"
 """Code of an action kind in `Timeline.kind` is its index here."""
 
-SIDE_KINDS = ("recompute", "offload", "reload", "send_forward", "send_backward", "reduction", "optimizer", "gather")
+SIDE_KINDS = (
+    "recompute", "offload", "reload", "send_forward", "send_backward", "reduction", "optimizer", "gather",
+    "weight_wait",
+)  # fmt: skip
 """Code of a side task's kind in `SideTasks.kind` is its index here."""
 
 MEMORY_KINDS = (
@@ -44,12 +47,16 @@ class SideTasks:
     offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
     send_forward, send_backward    p2p transfers from the rank to `peer`
     reduction    sums of gradients over replicas, unit by unit, beside packs and after them
-    optimizer, gather    the update and the gather of updated weights, after the last sum of all ranks
+    optimizer    the update, after the last sum of all ranks
+    gather    of updated weights: after the update, or, beside the first packs, those of the update before the step,
+              which may have begun before it (start_s below 0)
+    weight_wait    a forward waits for weights that are on their way; inside of the task
 
     Args:
         dp_rank, rank: int32[n]; `rank` is the pipeline rank.
         kind: uint8[n], index into `SIDE_KINDS`.
-        stage, pack: int32[n], of the task it belongs to, -1 for the end of the step.
+        stage, pack: int32[n], of the task it belongs to, -1 where it belongs to none; a sum or a gather has the first
+            stage of its rank, which tells the ranks that hold the same layers.
         peer: int32[n], the receiving pipeline rank of a p2p transfer, else -1.
         start_s, end_s: float64[n].
     """
@@ -140,20 +147,36 @@ class Timeline:
         return 1.0 - float((self.end_s - self.start_s).sum()) / (num_ranks * self.step_time_s)
 
     def reduction_seconds(self) -> tuple[float, float]:
-        """Seconds in which gradients are summed, and of these while the pipeline rank has packs to compute in some
-        replica; means over pipeline ranks. 0 where it is not known."""
-        if self.side is None:
+        """Seconds in which gradients are summed, and of these while one of the ranks that hold the same layers has
+        packs to compute; means over pipeline ranks. 0 where it is not known."""
+        return self._beside_packs("reduction")
+
+    def gather_seconds(self) -> tuple[float, float]:
+        """Seconds in which updated weights are gathered, and of these as `reduction_seconds` those in which no forward
+        waits for them: of the replica in which they wait longest. 0 where it is not known."""
+        return self._beside_packs("gather")
+
+    def _beside_packs(self, kind: str) -> tuple[float, float]:
+        side, ranks = self.side, np.union1d(self.rank, self.memory_rank).tolist()
+        if side is None or not ranks:
             return 0.0, 0.0
-        is_sum = self.side.kind == SIDE_KINDS.index("reduction")
-        ranks = np.union1d(self.rank, self.memory_rank).tolist()
+        of_kind, is_wait = (side.kind == SIDE_KINDS.index(name) for name in (kind, "weight_wait"))
         found = np.zeros((len(ranks), 2))
         for at, rank in enumerate(ranks):
+            own = np.flatnonzero(of_kind & (side.rank == rank))
+            if not len(own):
+                continue
             # Replicas sum together: any of them stands for all.
-            own = np.flatnonzero(is_sum & (self.side.rank == rank))
-            own = own[self.side.dp_rank[own] == self.side.dp_rank[own].min(initial=2**31 - 1)]
-            packs_end_s = float(self.end_s[self.rank == rank].max(initial=0.0))
-            start_s, end_s = self.side.start_s[own], self.side.end_s[own]
-            hidden_s = np.minimum(end_s, packs_end_s) - np.minimum(start_s, packs_end_s)
-            found[at] = (end_s - start_s).sum(), hidden_s.sum()
-        total_s, hidden_s = found.mean(axis=0).tolist() if ranks else (0.0, 0.0)
+            own = own[side.dp_rank[own] == side.dp_rank[own].min()]
+            stage = side.stage[own[0]]
+            twins = np.unique(side.rank[of_kind & (side.stage == stage)]) if stage >= 0 else [rank]
+            packs_end_s = float(self.end_s[np.isin(self.rank, twins)].max(initial=0.0))
+            start_s, end_s = side.start_s[own], side.end_s[own]
+            hidden_s = (np.minimum(end_s, packs_end_s) - np.minimum(start_s, packs_end_s)).sum()
+            if kind == "gather":
+                waits = np.flatnonzero(is_wait & (side.rank == rank))
+                waited_s = np.bincount(side.dp_rank[waits], side.end_s[waits] - side.start_s[waits])
+                hidden_s = max(0.0, hidden_s - waited_s.max(initial=0.0))
+            found[at] = (end_s - start_s).sum(), hidden_s
+        total_s, hidden_s = found.mean(axis=0).tolist()
         return total_s, hidden_s

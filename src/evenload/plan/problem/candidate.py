@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.simulate.simulate import Simulation, simulate
-from evenload.simulate.step_end import SimulatedReplica
+from evenload.simulate.step_start import SimulatedReplica
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -52,8 +52,8 @@ class Candidate:
         return self.simulation.makespan_s
 
     def simulated(self) -> SimulatedReplica:
-        """What the end of the step follows from."""
-        return SimulatedReplica(self.backward, self.actions, self.simulation)
+        """What start and end of the step follow from."""
+        return SimulatedReplica(self.forward, self.backward, self.tasks, self.actions, self.simulation)
 
     def score(self) -> tuple[int, float]:
         """Smaller is better."""

@@ -118,6 +118,7 @@ class CheckpointWriter:
 
     def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
         """Copies of this rank's part, in buffers that stay."""
+        self._optimizer.gathers.finish()  # replicas write parts of whole weights
         mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
         mine |= random_tensors(self._mesh)
         if self._mesh.rank == 0:

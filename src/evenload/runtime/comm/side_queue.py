@@ -27,8 +27,16 @@ class SideQueue(Protocol):
 
     clock: HostClock
 
-    def put(self, call: Callable[[], object]) -> None:
-        """Run a call after those before it. Does not wait."""
+    def put(self, call: Callable[[], object]) -> int:
+        """Run a call after those before it; its number, from 0. Does not wait."""
+        ...
+
+    def await_call(self, number: int) -> None:
+        """Until a call is done, on a GPU for whatever is computed next; raises what it, or one before it, raised."""
+        ...
+
+    def seal(self) -> None:
+        """No more calls come."""
 
     def wait(self) -> list[Span]:
         """Until all calls are done, on a GPU for whatever is computed next; raises what one of them raised."""
@@ -53,10 +61,17 @@ class InlineQueue:
         self.clock.start()
         self._spans: list[Span] = []
 
-    def put(self, call: Callable[[], object]) -> None:
+    def put(self, call: Callable[[], object]) -> int:
         start = self.clock.mark()
         call()
         self._spans.append(Span(start, self.clock.mark()))
+        return len(self._spans) - 1
+
+    def await_call(self, number: int) -> None:
+        """It is done."""
+
+    def seal(self) -> None:
+        """There is nothing to be let go."""
 
     def wait(self) -> list[Span]:
         return self._spans
@@ -82,12 +97,19 @@ class StreamQueue:
         self._stream = _streams[device]
         self._spans: list[Span] = []
 
-    def put(self, call: Callable[[], object]) -> None:
+    def put(self, call: Callable[[], object]) -> int:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             start = self.clock.mark()
             call()
             self._spans.append(Span(start, self.clock.mark()))
+        return len(self._spans) - 1
+
+    def await_call(self, number: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._spans[number].end)
+
+    def seal(self) -> None:
+        """The stream goes with its last call."""
 
     def wait(self) -> list[Span]:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -107,12 +129,26 @@ class ThreadQueue:
         self._spans: list[Span] = []
         self._error: BaseException | None = None
         self._is_closed = False
+        self._num_put = 0
+        self._has_ended = threading.Condition()
         # A daemon: a collective whose other ranks are gone must not keep the process.
         self._thread = threading.Thread(target=self._run, name="evenload-side-queue", daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], object]) -> None:
+    def put(self, call: Callable[[], object]) -> int:
         self._calls.put(call)
+        self._num_put += 1
+        return self._num_put - 1
+
+    def await_call(self, number: int) -> None:
+        with self._has_ended:
+            self._has_ended.wait_for(lambda: len(self._spans) > number or self._error is not None)
+        if len(self._spans) <= number and self._error is not None:
+            raise self._error
+
+    def seal(self) -> None:
+        """No more calls come: the thread ends with the last one, also where nobody waits for it."""
+        self._calls.put(None)
 
     def wait(self) -> list[Span]:
         self._calls.put(None)
@@ -135,7 +171,11 @@ class ThreadQueue:
             start = self.clock.mark()
             try:
                 call()
-            except BaseException as error:  # whatever it is, `wait` raises it
-                self._error = error
+            except BaseException as error:  # whatever it is, who waits raises it
+                with self._has_ended:
+                    self._error = error
+                    self._has_ended.notify_all()
                 return
-            self._spans.append(Span(start, self.clock.mark()))
+            with self._has_ended:
+                self._spans.append(Span(start, self.clock.mark()))
+                self._has_ended.notify_all()

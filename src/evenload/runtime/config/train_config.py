@@ -190,6 +190,9 @@ class RunConfig(Frozen):
             the layers before it are computed. The sums are the same to the bit. False = all of them after the last
             backward, as where a run measures at its start that sums keep packs longer than they take alone, in steps
             whose packs replicas share, and with `plan.feedback`.
+        overlap_gather: begin the next step while updated weights are still gathered: a forward waits for those of its
+            own layers. What is trained is the same to the bit. False = all of them before the step ends, as where a run
+            measures at its start that gathers keep packs longer than they take alone, and with `plan.feedback`.
         timeout_s: how long a rank waits for another before it gives up.
         on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
             an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
@@ -229,6 +232,7 @@ class RunConfig(Frozen):
     recalibrate: bool = False
     export_hf: bool = True
     overlap_reduction: bool = True
+    overlap_gather: bool = True
     timeout_s: float = 600.0
     on_lost_rank: Literal["stop", "shrink"] = "stop"
     replace_lost_ranks: int = 0
@@ -296,6 +300,12 @@ class TrainConfig(Frozen):
         """Gradients may be summed while packs are computed. Not with feedback: what sums take from computing would
         count as slowness of the rank, and once more beside it."""
         return self.train.overlap_reduction and not self.plan.feedback
+
+    @property
+    def gathers_beside_packs(self) -> bool:
+        """Updated weights may be gathered while the next step's first packs are computed; not with feedback, as
+        there."""
+        return self.train.overlap_gather and not self.plan.feedback
 
     def __post_init__(self) -> None:
         if self.plan.twin_bytes and self.train.device != "cpu":

@@ -11,11 +11,14 @@ queue a sum may stand in front of an action's transfer; that this makes no circl
 another inside a pack (docs/decisions/0036). Steps whose packs replicas share sum after the last action. The sums are
 the same calls on the same tensors either way, so results are equal to the bit.
 
+The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the
+last action what is left of them, so that what follows the last sum is one number a rank and then the update.
+
 Not beside compute: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -63,6 +66,7 @@ class GradientReduction:
         self._left = sorted((at for at in range(len(buffers)) if self._is_summed(buffers[at])), key=self._depth)
         self._queued: list[int] = []
         self._released: set[int] = set()
+        self._squares: dict[int, Tensor] = {}
         self._queue = side_queue(mesh.device, is_beside=is_overlapped and bool(self._left))
 
     def __enter__(self) -> Self:
@@ -98,6 +102,10 @@ class GradientReduction:
                 shard.copy_(part)
         return shards
 
+    def norm_and_loss(self, loss: Tensor) -> tuple[float, float]:
+        """After `finish`: `global_norm_and_loss`, of which each unit's part was computed behind its sum."""
+        return global_norm_and_loss(self._buffers, self._shards, loss, self._mesh, self._squares)
+
     def trace(self) -> ReductionTrace:
         """After `finish`. Waits for a GPU."""
         return ReductionTrace(
@@ -110,6 +118,10 @@ class GradientReduction:
         """Over the ranks that hold the same units."""
         return self._mesh.data_size > 1 and not (buffer.tied and self._mesh.layout.has_wide_stages)
 
+    def _changes_later(self, buffer: FlatBuffer) -> bool:
+        """What is added to its sum over replicas: of tied ends, and of norms in a tensor-parallel group."""
+        return buffer.tied or (self._mesh.tensor is not None and not buffer.is_part)
+
     def _depth(self, at: int) -> int:
         return -self._buffers[at].unit
 
@@ -121,7 +133,10 @@ class GradientReduction:
 
     def _sum(self, at: int) -> None:
         # In place, so that sums beside a backward take no memory from it.
-        reduce_scatter_single(self._shards[at], self._buffers[at].grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
+        buffer, shard = self._buffers[at], self._shards[at]
+        reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
+        if self._is_overlapped and not self._changes_later(buffer):
+            self._squares[at] = square_sum(shard)
 
 
 def reduce_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh) -> list[Tensor]:
@@ -138,8 +153,17 @@ def _sum_tied_ends(buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
             dist.all_reduce(buffer.grads[: buffer.num_elements], op=dist.ReduceOp.SUM, group=mesh.tie)
 
 
+def square_sum(shard: Tensor) -> Tensor:
+    """Sum of a gradient's squares, fp64 scalar on the device."""
+    return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+
+
 def global_norm_and_loss(
-    buffers: Sequence[FlatBuffer], shards: list[Tensor], loss: Tensor, mesh: Mesh
+    buffers: Sequence[FlatBuffer],
+    shards: list[Tensor],
+    loss: Tensor,
+    mesh: Mesh,
+    squares: Mapping[int, Tensor] | None = None,
 ) -> tuple[float, float]:
     """Euclidean norm of the gradient over all parameters of the model, each counted once, and the sum of all ranks'
     shares of the loss; the same numbers on every rank, so that all decide alike whether to take the step.
@@ -148,14 +172,16 @@ def global_norm_and_loss(
 
     Args:
         loss: fp64 scalar on the device, this rank's share.
+        squares: `square_sum` of the shards of which it is known, by their place.
     """
+    known = squares or {}
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     total[1] = loss
-    for buffer, shard in zip(buffers, shards, strict=True):
+    for at, (buffer, shard) in enumerate(zip(buffers, shards, strict=True)):
         # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
         # every rank of a tensor-parallel group.
         if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
-            total[0] += torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+            total[0] += known[at] if at in known else square_sum(shard)
     total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
     dist.all_reduce(total, group=mesh.control)
     return float(total[0].sqrt()), float(total[1])

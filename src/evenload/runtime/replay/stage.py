@@ -63,6 +63,10 @@ def _tell_nobody(unit: int) -> None:
     """Gradients come on top in later packs."""
 
 
+def _are_there(unit: int) -> None:
+    """No updated weights are on their way."""
+
+
 class PipelineStage:
     """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py).
 
@@ -85,6 +89,7 @@ class PipelineStage:
         self._tensor = tensor
         self.head_row_sums: Tensor | None = None
         """On a last stage, sums over every row of the gradient that the last backward pack's head gave."""
+        self._await_weights: Callable[[int], None] = _are_there
         self._balance: RouterBalance | None = None
         if model.architecture.experts is not None and model.router_aux_loss_coef:
             self._balance = RouterBalance(
@@ -131,8 +136,14 @@ class PipelineStage:
         """Rows of hidden states that this rank has of token ranges."""
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
 
-    def begin_step(self, num_tokens: dict[int, int]) -> None:
-        """Before a step's first pack; tokens of every document of the global batch, without padding."""
+    def begin_step(self, num_tokens: dict[int, int], await_weights: Callable[[int], None] = _are_there) -> None:
+        """Before a step's first pack.
+
+        Args:
+            num_tokens: of every document of the global batch, without padding.
+            await_weights: called by forwards before they read a unit's weights; returns when these are there.
+        """
+        self._await_weights = await_weights
         if self._balance is not None:
             self._balance.begin_step(num_tokens)
 
@@ -144,6 +155,7 @@ class PipelineStage:
             Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
         """
         if hidden is None:
+            self._await_weights(self.model.units[0])
             rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
             hidden = embed(self.model, pack.token_ids, pack.positions, rows)
         hidden = self.forward_layers(pack, hidden, store)
@@ -180,6 +192,7 @@ class PipelineStage:
         with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
+                self._await_weights(1 + index)
                 store.record((index, "input"), hidden, is_own_rows=True)
                 hidden = layer(hidden[None], **arguments[index])[0]
                 store.end_layer(index)

@@ -1,24 +1,55 @@
 """`RankState`: what a rank holds of the model in the layout that runs, and what trains it; it changes between steps.
 
-A run of one layout holds the same from start to end. Where there are several, `LiveStages` moves weights and optimizer
-state, and everything that refers to them is exchanged here, at once.
+It runs a step's packs, sums their gradients and updates its weights. A run of one layout holds the same from start to
+end. Where there are several, `LiveStages` moves weights and optimizer state, and everything that refers to them is
+exchanged here, at once.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.executor import Executor
+from evenload.runtime.executor import Executor, RankRun
+from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
 from evenload.types.layout import ParallelLayout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepGradients:
+    """What one rank has of a step before its update.
+
+    Args:
+        shards: of every buffer's summed gradient.
+        grad_norm, loss: of the whole step, the same on every rank.
+        sums: when gradients were summed.
+        gathers: of the update before, whose weights became whole in this step; nothing that was told before.
+    """
+
+    run: RankRun
+    shards: list[Tensor]
+    grad_norm: float
+    loss: float
+    sums: ReductionTrace
+    gathers: list[GatherTrace]
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class RankState:
@@ -41,17 +72,59 @@ class RankState:
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
-        """Virtual stages by index; none where the rank is idle."""
+        """Virtual stages by index, with whole weights; none where the rank is idle."""
+        self.optimizer.gathers.finish()
         return self.held.stages
 
     @property
     def buffers(self) -> list[FlatBuffer]:
-        """Trained parameters and their gradients."""
+        """Trained parameters, whole, and their gradients."""
+        self.optimizer.gathers.finish()
         return self.held.buffers
 
     def static_bytes(self) -> int:
         """Weights, gradients and optimizer state."""
         return self.optimizer.static_bytes() + self.held.frozen_bytes
+
+    def gradients(
+        self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
+    ) -> StepGradients:
+        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective.
+
+        Args:
+            before_action: called before every action; takes no time.
+            is_overlapped: sum beside packs.
+        """
+        buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
+        for buffer in buffers:
+            buffer.grads.zero_()
+        with GradientReduction(buffers, mesh, is_overlapped=is_overlapped) as sums:
+            run = self.executor.idle()
+            if step is not None:
+                run = self.executor.run(step, before_action, sums.release, gathers)
+            gathers.finish()  # in a layout in which the rank is idle, too
+            with mesh.watch.waiting("the sum of gradients", self._replicas):
+                shards = sums.finish()
+        with mesh.watch.waiting("the gradient norm"):
+            grad_norm, loss = sums.norm_and_loss(run.loss_sum)
+        return StepGradients(
+            run=run,
+            shards=shards,
+            grad_norm=grad_norm,
+            loss=loss,
+            sums=sums.trace(),
+            gathers=gathers.untold(mesh),
+        )
+
+    def update(self, found: StepGradients, learning_rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
+        """Of all weights. Collective; the gathers that are done on return: `is_overlapped`, none has to be."""
+        with self.mesh.watch.waiting("the updated weights", self._replicas):
+            self.optimizer.step(found.shards, found.grad_norm, learning_rate, is_overlapped=is_overlapped)
+        return [] if is_overlapped else self.optimizer.gathers.untold(self.mesh)
+
+    @property
+    def _replicas(self) -> str:
+        return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
     def looking_ahead(self, coming: Callable[[], ParallelLayout | None], room_bytes: int) -> Callable[[], None]:
         """What to call often in a step: where the next one runs in another layout, it begins what can be done before it

@@ -1,0 +1,56 @@
+"""Updated weights gathered beside the next packs: the same training to the bit, and only what is needed waits."""
+
+from pathlib import Path
+
+import pytest
+
+from gather_cases import one_unit_after_the_other, train_and_keep
+from sweeps import sweep
+from training_cases import STEPS, write_training_config
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
+    return write_training_config(tmp_path, corpus, num_layers=4)
+
+
+CASES = (
+    ({"pp": 2, "dp": 2}, "bfloat16"),
+    ({"dp": 3}, "float32"),
+    ({"pp": 2, "dp": 2, "virtual": 2}, "float32"),
+    ({"dp": 2, "tp": 2}, "bfloat16"),
+    ({"cp": 2, "dp": 2}, "float64"),
+)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), sweep(CASES, 2), ids=str)
+def test_training_is_the_same_to_the_bit(gloo_pool, config_file, tmp_path, sizes, dtype):
+    """Losses, weights, moments and masters of every rank, with checkpoints on the way, which need whole weights."""
+    fixed = [f"model.dtype={dtype}", "train.checkpoint_every_steps=2"]
+    fixed += [f"parallel.{name}={size}" for name, size in sizes.items()]
+    ranks = 1
+    for name, size in sizes.items():
+        ranks *= size if name != "virtual" else 1
+    found = {}
+    for is_on in (False, True):
+        here = [*fixed, f"train.overlap_gather={str(is_on).lower()}", f"train.output_dir={tmp_path}/{is_on}"]
+        found[is_on] = gloo_pool.run(ranks, train_and_keep, str(config_file), here, STEPS)
+    assert found[True][0].losses == found[False][0].losses
+    assert [one.state for one in found[True]] == [one.state for one in found[False]]
+    assert all(one.beside == 0 for one in found[False])
+    # Of the last update no step follows, and of every second one a checkpoint wanted the weights first.
+    assert all(one.beside == STEPS - 1 - (STEPS - 1) // 2 for one in found[True])
+    assert all(gather_s > 0 == hidden_s for gather_s, hidden_s in found[False][0].told)
+    # The first step has no update before it; the last one has two, of which nothing hides the second.
+    assert found[True][0].told[0] == (0, 0)
+    assert all(gather_s >= hidden_s > 0 for gather_s, hidden_s in found[True][0].told[1:])
+
+
+def test_a_forward_waits_for_its_own_weights_and_those_before_them(gloo_pool):
+    """Another rank begins a gather only when all units before were read: who waited for more would wait for ever."""
+    seen, _ = gloo_pool.run(2, one_unit_after_the_other, 4)
+    assert seen == [[10.0 * unit, 10.0 * unit, 10.0 * unit + 1, 10.0 * unit + 1] for unit in range(4)]
