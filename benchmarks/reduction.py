@@ -1,14 +1,17 @@
-"""Sums of gradients beside the last backward: what a step takes with and without, what is hidden, what was predicted.
+"""Transfers between replicas beside packs: what a step takes with and without, what is hidden, what was predicted.
 
-Two CPU processes of one thread each train the same global batches of a Llama of 8 layers (`dp = 2`), every batch with
-`train.overlap_reduction` on and off by turns, in one run of one set of processes, at learning rate 0. Costs, also what
-sums and compute cost each other, are those that a run measures at its start, just before.
+Two CPU processes of one thread each train the same global batches of a Llama of 8 layers (`dp = 2`) by turns with
+nothing beside packs, with sums of gradients (`train.overlap_reduction`), and with gathers of updated weights, too
+(`train.overlap_gather`); in one run of one set of processes, at learning rate 0. Of every turn the second step counts:
+the gathers that run in it are those of a step of its kind. Costs, also what transfers and compute cost each other, are
+those that a run measures at its start, just before.
 
-    time          step time with sums beside packs, over that without; median of ratios of neighbouring steps
-    hidden        of the seconds in which gradients are summed, those while packs are computed: as the ranks tell it
-                  (`reduction_s` and `reduction_hidden_s` of metrics.jsonl), and as the simulator predicts it
-    account       hidden seconds told over hidden seconds predicted, median of steps
-    loss          whether both train the same, to the bit
+    time          step time with transfers beside packs, over that without; median of ratios of neighbouring steps
+    hidden        of the seconds in which gradients are summed, or weights gathered, those while packs are computed and
+                  nothing waits: as the ranks tell it (`reduction_hidden_s`, `gather_hidden_s` of metrics.jsonl), and as
+                  the simulator predicts it
+    account       seconds told over seconds predicted, in all and hidden, median of steps
+    loss          whether all train the same, to the bit
 
 gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
 time tells what is gained, and the hidden share alone says little.
@@ -28,7 +31,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from evenload.cli.worker_setup import run_coefficients, started_rank
-from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
@@ -43,9 +46,12 @@ LENGTHS = [256] * 4
 BATCHES = {"2 packs a replica": 1_024}
 ROUNDS, QUICK_ROUNDS = 24, 2
 KEYS = (
-    "step_time_s", "reduction_s", "reduction_hidden_s", "predicted_reduction_s", "predicted_reduction_hidden_s", "loss",
-    "predicted_step_time_s",
+    "step_time_s", "predicted_step_time_s", "loss",
+    "reduction_s", "reduction_hidden_s", "predicted_reduction_s", "predicted_reduction_hidden_s",
+    "gather_s", "gather_hidden_s", "predicted_gather_s", "predicted_gather_hidden_s",
 )  # fmt: skip
+VARIANTS = {"after": (False, False), "sums": (True, False), "both": (True, True)}
+"""Whether sums and gathers may run beside packs."""
 
 
 def write_run(directory: Path, batch_tokens: int) -> Path:
@@ -67,21 +73,32 @@ def run_rank(rank: int, directory: str, port: int, rounds: int) -> None:
         trainer = Trainer(config, setup.mesh)
         costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
         planned: dict[str, tuple[TrainConfig, PlannedStep]] = {}
-        for name, is_beside in (("after", False), ("beside", True)):
-            chosen = msgspec.structs.replace(
-                config, train=msgspec.structs.replace(config.train, overlap_reduction=is_beside)
-            )
-            priced = costs if is_beside else msgspec.structs.replace(costs, reduction_beside=None)
+        # As if it paid in any case: what is measured says whether it does.
+        tried = {name: pays(getattr(costs, name)) for name in ("reduction_beside", "gather_beside")}
+        for name, (sums, gathers) in VARIANTS.items():
+            train = msgspec.structs.replace(config.train, overlap_reduction=sums, overlap_gather=gathers)
+            chosen = msgspec.structs.replace(config, train=train)
+            kept = {"reduction_beside": sums, "gather_beside": gathers}
+            priced = msgspec.structs.replace(costs, **{key: tried[key] if kept[key] else None for key in tried})
             planned[name] = chosen, planned_step(trainer, chosen, priced, setup.memory_cap_bytes)
+        costs = msgspec.structs.replace(costs, **tried)
         found: dict[str, list[dict]] = {name: [] for name in planned}
         for turn in range(rounds + 1):
             for name, (trainer.config, step) in sorted(planned.items(), reverse=bool(turn % 2)):
-                rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
-                report = trainer.run_step(PreparedStep(step, rank_step), costs, learning_rate=0.0)
-                if report is not None and turn:
-                    found[name].append({key: report.row[key] for key in KEYS})
+                for counts in (False, True):
+                    rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
+                    prepared = PreparedStep(step, rank_step)
+                    report = trainer.run_step(prepared, costs, learning_rate=0.0, goes_on=True)
+                    if report is not None and turn and counts:
+                        found[name].append({key: report.row[key] for key in KEYS})
+        trainer.state.optimizer.gathers.finish()
         if rank == 0:
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, costs.reduction_beside)))
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, tried)))
+
+
+def pays(beside: BesideCompute) -> BesideCompute:
+    """As measured, and at most as bad as what still runs beside packs."""
+    return msgspec.structs.replace(beside, slowdown=min(beside.slowdown, 0.99 / beside.stretch))
 
 
 def planned_step(trainer: Trainer, config: TrainConfig, costs: CostCoefficients, memory_cap_bytes: int) -> PlannedStep:
@@ -123,21 +140,28 @@ def measure(quick: bool) -> list[Row]:
 def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
     """Of one case."""
     column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in found.items()}
-    late, early = column["after"], column["beside"]
-    assert late["loss"] == early["loss"], "both variants train the same"
-    share = statistics.median(late["reduction_s"]) / statistics.median(late["step_time_s"])
-    hidden_s, predicted_s = early["reduction_hidden_s"], early["predicted_reduction_hidden_s"]
-    faster = median_ratio(early["step_time_s"], late["step_time_s"])
-    told = statistics.median(h / s for h, s in zip(hidden_s, early["reduction_s"], strict=True))
-    expected = predicted_s[0] / early["predicted_reduction_s"][0]
-    rates = f"a sum {beside['stretch']:.2f} times as long, compute loses {beside['slowdown']:.0%} of it"
-    return [
-        Row("reduction", case, "summed after packs", share, "share", "the step's time"),
-        Row("reduction", case, "time", faster, "x", "sums after packs"),
-        Row("reduction", case, "hidden", told, "share", "seconds in which gradients are summed"),
-        Row("reduction", case, "hidden, predicted", expected, "share", rates),
-        Row("reduction", case, "account", median_ratio(hidden_s, predicted_s), "x", "hidden seconds predicted"),
-    ]
+    late = column["after"]
+    assert all(one["loss"] == late["loss"] for one in column.values()), "all variants train the same"
+    rows = []
+    for what, kind in (("summed", "reduction"), ("gathered", "gather")):
+        share = statistics.median(late[f"{kind}_s"]) / statistics.median(late["step_time_s"])
+        rows.append(Row("reduction", case, f"{what} after packs", share, "share", "the step's time"))
+    for name in ("sums", "both"):
+        faster = median_ratio(column[name]["step_time_s"], late["step_time_s"])
+        rows.append(Row("reduction", case, f"time, {name}", faster, "x", "nothing beside packs"))
+    for kind, key in (("reduction", "reduction_beside"), ("gather", "gather_beside")):
+        early = column["both"]
+        seconds, hidden = early[f"{kind}_s"], early[f"{kind}_hidden_s"]
+        expected, expected_hidden = early[f"predicted_{kind}_s"], early[f"predicted_{kind}_hidden_s"]
+        told = statistics.median(h / s for h, s in zip(hidden, seconds, strict=True))
+        rates = f"{beside[key]['stretch']:.2f} times as long beside packs, compute loses {beside[key]['slowdown']:.0%}"
+        rows += [
+            Row("reduction", case, f"{kind} hidden", told, "share", "its seconds"),
+            Row("reduction", case, f"{kind} hidden, predicted", expected_hidden[0] / expected[0], "share", rates),
+            Row("reduction", case, f"{kind} account", median_ratio(seconds, expected), "x", "seconds predicted"),
+            Row("reduction", case, f"{kind} account, hidden", median_ratio(hidden, expected_hidden), "x", "predicted"),
+        ]
+    return rows
 
 
 if __name__ == "__main__":

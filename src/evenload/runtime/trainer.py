@@ -35,7 +35,6 @@ from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.overlaps import overlaps_of
-from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
@@ -323,16 +322,17 @@ class Trainer:
         look_ahead()
         beside = overlaps_of(self.config, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
         found = state.gradients(prepared.step, look_ahead, is_overlapped=beside.sums)
-        gathers, switch, warning = found.gathers, self._settled(), ""
+        switch, warning = self._settled(), ""
         if found.is_finite:
             self._non_finite.note_finite()
-            gathers = gathers + state.update(found, learning_rate, is_overlapped=beside.gathers)
+            ended = state.update(found, learning_rate, is_overlapped=beside.gathers)
+            found = replace(found, gathers=[*found.gathers, *ended])
         else:
             warning = self._non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
         self.survivors.write(self.steps_done + 1, state.held.buffers, state.optimizer, mesh)
         warning = warning if plan.num_label_tokens else no_label_warning(plan)
         own = self._rank_end(found, zero_s, (data_wait_s, stop_signal, wants_pause))
-        end, measured = self._tell(own, found, gathers, zero_s)
+        end, measured = self._tell(own, found, zero_s)
         if measured is None:
             return None
         row = step_row(
@@ -380,9 +380,7 @@ class Trainer:
             self._writer.move_to(self.state.buffers, self.state.optimizer, self.mesh)
         return switch
 
-    def _tell(
-        self, own: RankEnd, found: StepGradients, gathers: list[GatherTrace], zero_s: float
-    ) -> tuple[RankEnd, Timeline | None]:
+    def _tell(self, own: RankEnd, found: StepGradients, zero_s: float) -> tuple[RankEnd, Timeline | None]:
         """What all ranks say of a step together, and its timeline on rank 0, None elsewhere. Collective.
 
         Args:
@@ -393,7 +391,7 @@ class Trainer:
             measured = gather_timeline(
                 found.run.trace,
                 found.sums,
-                gathers,
+                found.gathers,
                 zero_s=zero_s,
                 step_time_s=end.step_time_s,
                 static_bytes=self.state.static_bytes(),

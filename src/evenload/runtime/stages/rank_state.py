@@ -37,7 +37,7 @@ class StepGradients:
         shards: of every buffer's summed gradient.
         grad_norm, loss: of the whole step, the same on every rank.
         sums: when gradients were summed.
-        gathers: of the update before, whose weights became whole in this step; nothing that was told before.
+        gathers: of updates whose weights became whole in this step; nothing that was told before.
     """
 
     run: RankRun
