@@ -138,7 +138,7 @@ def test_trace_is_the_best_plan(outputs):
         assert max(e["ts"] + e["dur"] for e in tasks) == pytest.approx(predicted_s * 1e6, abs=2e-3)
         forward = [e for e in tasks if "F" in e["name"]]
         assert len(forward) == STAGES * len(plan["replicas"][dp_rank]["forward"])
-        ends = [e["ts"] + e["dur"] for e in own if e["name"] == "gather"]
+        ends = [e["ts"] + e["dur"] for e in own if e["name"] == "optimizer"]
         assert ends == pytest.approx([plan["predicted"]["step_time_s"] * 1e6] * STAGES, abs=2e-3)
     counters = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["name"].startswith("memory bytes")]
     assert max(counters) == plan["predicted"]["peak_memory_bytes"]
