@@ -83,6 +83,7 @@ class PassTable:
         cut: ContextTraffic,
         home_token_bytes: float = 0.0,
         home_hops: float = 0.0,
+        context_part_s: float = 0.0,
     ) -> None: ...
 
 class CostTable:
@@ -100,6 +101,9 @@ class CostTable:
     context_hidden_share: float
     copy_s_per_byte: float
     context_ring: bool
+    context_most_parts: int
+    context_gained_share: float
+    context_computed_share: float
     intra_node: Link
     inter_node: Link
     host: Link

@@ -13,6 +13,7 @@ from evenload.calibrate.beside_timings import beside_compute, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
+from evenload.calibrate.part_timings import part_seconds
 from evenload.runtime.comm.mesh import create_mesh, create_meshes
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -24,8 +25,8 @@ from quick_calibration import quick_calibration
 from reference_training import tiny_config
 
 
-def tiny_stage():
-    config = tiny_config("mistral")
+def tiny_stage(**changes):
+    config = tiny_config("mistral", **changes)
     model = build_stage_model(
         config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
     )
@@ -78,6 +79,21 @@ def test_transfers_beside_compute_are_timed_where_ranks_hold_the_same_weights(gl
     assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, what) == [None, None]
 
 
+def test_gathers_beside_compute_are_timed_where_ranks_may_share_documents(gloo_pool):
+    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, "context"):
+        assert stretch > 0
+        assert 0 <= slowdown < 1, "products were computed while keys and values travelled"
+    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, "context") == [None, None]
+
+
+def test_a_part_more_of_keys_and_values_is_timed():
+    """Its launches and copies take some time, and no more than a whole layer; with one key head there are none."""
+    stage, _ = tiny_stage()
+    for part_s in part_seconds(stage):
+        assert 0 <= part_s < 0.1
+    assert part_seconds(tiny_stage(num_key_value_heads=1)[0]) == (0.0, 0.0)
+
+
 def _beside_of_a_run(sizes_of_layouts):
     layouts = [even_layout(3, **sizes) for sizes in sizes_of_layouts]
     found = measured_beside(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S), "sums")
@@ -103,7 +119,7 @@ def test_a_sum_that_fails_ends_the_trial(monkeypatch):
     monkeypatch.setattr("evenload.calibrate.beside_timings.reduce_scatter_single", sum_or_fail)
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     with pytest.raises(RuntimeError, match="the connection broke"):
-        beside_compute(SimpleNamespace(data_size=2, data=None, device=torch.device("cpu")), "sums")
+        beside_compute(SimpleNamespace(data=SimpleNamespace(size=lambda: 2), device=torch.device("cpu")), "sums")
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

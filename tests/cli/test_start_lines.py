@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from evenload.cli.run_lines import data_line, first_plan_line, gather_line, interval_line, reduction_line, strategy_line
+from evenload.cli.run_lines import (
+    context_line,
+    data_line,
+    first_plan_line,
+    gather_line,
+    interval_line,
+    reduction_line,
+    strategy_line,
+)
 from evenload.cli.worker_setup import device_name
 from evenload.cost.coefficients import BesideCompute
 from evenload.data.config import DataConfig
@@ -39,6 +47,17 @@ def test_a_run_says_when_weights_are_gathered():
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
     assert "1.50 times as long as alone and to keep computing from 25%" in beside
     assert "beside its packs a gather lasts 2.50 times" in gather_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
+
+
+def test_a_run_says_how_keys_and_values_travel():
+    assert context_line(1, "all_gather", None) == ""
+    assert context_line(2, "all_gather", None).endswith("travel in one part (train.overlap_context = false)")
+    assert "round the ranks" in context_line(2, "ring", None)
+    beside = context_line(2, "all_gather", BesideCompute(stretch=1.5, slowdown=0.25))
+    assert "in parts where that pays" in beside
+    assert "1.50 times" in beside
+    costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "in one part: beside attention they take 2.50 times as long as alone" in costly
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -127,6 +127,7 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
     assert not msgspec.structs.replace(costs, reduction_beside=BesideCompute()).is_changed
+    assert not msgspec.structs.replace(costs, context_beside=BesideCompute()).is_changed
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
     assert costs.profile is not None
@@ -146,14 +147,23 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
 
 
+def run_config(*, sums: bool, gathers: bool, parts: bool) -> SimpleNamespace:
+    """What decides of costs how a run is priced."""
+    return SimpleNamespace(
+        parallel=SimpleNamespace(cp_exchange="all_gather"),
+        sums_beside_packs=sums,
+        gathers_beside_packs=gathers,
+        parts_beside_attention=parts,
+    )
+
+
 def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypatch):
     """A run of four lost two: those that are left share cores and memory with fewer. With as many ranks as before plans
     stay the same, and where nothing is shared there are no copies."""
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    parallel = SimpleNamespace(cp_exchange="all_gather")
-    config = SimpleNamespace(parallel=parallel, sums_beside_packs=False, gathers_beside_packs=False)
+    config = run_config(sums=False, gathers=False, parts=False)
     trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
@@ -178,10 +188,12 @@ def test_gradients_are_summed_and_weights_gathered_as_configured_whatever_the_co
         (None, anew, False, None),
     ):
         monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, what, told=told: told)
-        parallel = SimpleNamespace(cp_exchange="all_gather")
-        config = SimpleNamespace(parallel=parallel, sums_beside_packs=is_overlapped, gathers_beside_packs=is_overlapped)
-        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known)
+        config = run_config(sums=is_overlapped, gathers=is_overlapped, parts=is_overlapped)
+        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known, context_beside=known)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        trainer = SimpleNamespace(live=None, config=config, meshes=SimpleNamespace(sum_gradients=True))
-        found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
-        assert (found.reduction_beside, found.gather_beside) == (expected, expected)
+        for is_shared in (True, False):
+            meshes = SimpleNamespace(sum_gradients=True, share_documents=is_shared)
+            trainer = SimpleNamespace(live=None, config=config, meshes=meshes)
+            found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
+            assert (found.reduction_beside, found.gather_beside) == (expected, expected)
+            assert found.context_beside == (expected if is_shared or known else None)

@@ -44,6 +44,9 @@ PLACES = [
 ]
 
 
+OVERLAPS = ("reduction", "gather", "context")
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """Where the adapter of models that have one lies; written when plain training is asked for."""
@@ -101,7 +104,7 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
         lora = ["model.lora={rank=3, alpha=6.0}"] if MODELS[value].lora else []
         return [f"model.path={models / value}", *lora]
     if axis == "overlap":
-        return [f"train.overlap_{name}={'true' if value == 'on' else 'false'}" for name in ("reduction", "gather")]
+        return [f"train.overlap_{name}={'true' if value == 'on' else 'false'}" for name in OVERLAPS]
     keys = {
         "virtual": "parallel.virtual",
         "exchange": "parallel.cp_exchange",

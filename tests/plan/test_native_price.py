@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD
+from evenload.cost.coefficients import BesideCompute
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError
@@ -78,10 +79,20 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     # Of a host that is never late, one that is late for small packs, and one for all.
     host = {"host_slice_s": draw(st.sampled_from([0.0, 7.0])), "host_pack_s": draw(st.sampled_from([0.0, 50.0, 1e5]))}
     passes = {
-        name: msgspec.structs.replace(one, **host) for name, one in (("forward", FORWARD), ("backward", BACKWARD))
+        name: msgspec.structs.replace(one, **host, context_part_s=draw(st.floats(0, 3)))
+        for name, one in (("forward", FORWARD), ("backward", BACKWARD))
     }
+    beside = None
+    if draw(st.booleans()):
+        beside = BesideCompute(stretch=draw(st.sampled_from([1.0, 1.3])), slowdown=draw(st.floats(0, 1)))
     slowness = draw(st.sampled_from([None, tuple(1.0 + 0.25 * rank for rank in range(layout.pp))]))
-    coefficients = sample_coefficients(**links, **passes, context_exchange=exchange)
+    coefficients = sample_coefficients(
+        **links,
+        **passes,
+        context_exchange=exchange,
+        context_beside=beside,
+        context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
+    )
     costs = PackCosts(model, coefficients, layout, slowness=slowness)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
     if not shares:

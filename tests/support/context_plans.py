@@ -69,6 +69,19 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
     return seal(msgspec.structs.replace(plan, layout=layout, pack_plans=packs))
 
 
+def in_parts(plan: StepPlan, parts: int) -> StepPlan:
+    """The same plan whose keys and values travel in so many parts."""
+    packs = tuple(
+        msgspec.structs.replace(
+            one,
+            forward=tuple(msgspec.structs.replace(pack, context_parts=parts) for pack in one.forward),
+            backward=tuple(msgspec.structs.replace(pack, context_parts=parts) for pack in one.backward),
+        )
+        for one in plan.pack_plans
+    )
+    return seal(msgspec.structs.replace(plan, pack_plans=packs))
+
+
 def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "per_document", num_layers: int = 4):
     """Documents of every aligned block of replicas, larger blocks first, then every replica's own: one phase each,
     finished on every pipeline rank before the next."""

@@ -120,7 +120,7 @@ MEANINGS: Mapping[str, str] = {
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
-    "overlap": "`train.overlap_reduction`, `train.overlap_gather`",
+    "overlap": "`train.overlap_reduction`, `train.overlap_gather`, `train.overlap_context`",
 }
 
 

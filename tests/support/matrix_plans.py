@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from context_plans import one_after_the_other
-from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.activation import local_kv_heads
+from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -154,6 +155,8 @@ def _mixed_by_hand(plan: StepPlan) -> StepPlan:
 
 def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostCoefficients = COSTS) -> StepPlan:
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths_of(row)))
+    if row.overlap == "on" and row.exchange == "all_gather":
+        costs = msgspec.structs.replace(costs, context_beside=BesideCompute(stretch=1.0, slowdown=0.0))
     return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options).plan(0, documents, row.strategy)
 
 
@@ -224,6 +227,12 @@ def _missing_of_sharing(row: Row, plan: StepPlan) -> Iterator[str]:
     # `auto` may find that `skrull` is fastest.
     if shared and not (kinds <= RESOLVED.get(row.sharding, {row.sharding}) or (row.strategy, kinds) == OF_SKRULL):
         yield f"shardings {sorted(kinds)}"
+    parts = {pack.context_parts for packs in plan.pack_plans for pack in (*packs.forward, *packs.backward)}
+    travels_in_parts = (
+        row.overlap == "on" and row.exchange == "all_gather" and local_kv_heads(model_of(row), layout.tp) > 1
+    )
+    if (parts != {1}) != travels_in_parts:
+        yield f"keys and values in {sorted(parts)} parts"
     if row.sharding == "dacp" and {piece.cp for piece in pieces} != {1, layout.cp}:
         yield "no document that is whole on a rank"
 

@@ -28,7 +28,9 @@ class RankMeasurement:
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; gather_beside: gathers of weights; None = not measured.
+        beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
+            shared documents; None = not measured.
+        part_s: forward and backward, of every part but the first in which these travel, on one layer.
     """
 
     disturbance: Disturbance
@@ -40,6 +42,8 @@ class RankMeasurement:
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
+    context_beside: BesideCompute | None = None
+    part_s: tuple[float, float] = (0.0, 0.0)
 
 
 def coefficients_of(
@@ -84,6 +88,7 @@ def coefficients_of(
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         reduction_beside=_median_beside([rank.beside for rank in ranks]),
         gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
+        context_beside=_median_beside([rank.context_beside for rank in ranks]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -136,6 +141,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
         prefix_s_per_token=prefix * tp,
         slice_s=slices,
         pack_s=packs,
+        context_part_s=float(np.median([rank.part_s[direction == "backward"] for rank in ranks])),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )

@@ -1,4 +1,4 @@
-"""What sums of gradients, or gathers of weights, and packs cost each other when they run at once, on a CPU.
+"""What sums of gradients, gathers of weights, or of keys and values, and packs cost each other at once, on a CPU.
 
 gloo moves bytes with the cores that compute, so neither is free: a transfer takes longer, and compute loses time. Both
 are read from one trial: a few transfers in a thread, as a step runs them, and products of matrices until they are done.
@@ -22,7 +22,7 @@ from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.side_queue import ThreadQueue
 
-Transferred = Literal["sums", "gathers"]
+Transferred = Literal["sums", "gathers", "context"]
 
 _NUM_CALLS = 6
 _NUM_TRIALS = 3
@@ -38,10 +38,12 @@ class _Trial(NamedTuple):
 
 
 def beside_compute(mesh: Mesh, what: Transferred) -> BesideCompute | None:
-    """Medians of one rank; None on a GPU, and where nothing is summed. Collective over the data group."""
-    if mesh.data_size == 1 or mesh.device.type != "cpu":
+    """Medians of one rank; None on a GPU, and where nothing is summed, or no documents are shared. Collective over the
+    data group, or over the largest one that shares documents."""
+    group = _group(mesh, what)
+    if group is None or group.size() == 1 or mesh.device.type != "cpu":
         return None
-    trials = [_trial(mesh, what) for _ in range(1 + _NUM_TRIALS)][1:]
+    trials = [_trial(mesh.device, group, what) for _ in range(1 + _NUM_TRIALS)][1:]
     stretch = statistics.median(one.beside_s / (_NUM_CALLS * one.alone_s) for one in trials)
     # What compute lost of the time in which sums ran; below 0 where the trial alone was disturbed.
     slowdown = statistics.median(1 - one.products * one.product_s / one.beside_s for one in trials)
@@ -49,9 +51,11 @@ def beside_compute(mesh: Mesh, what: Transferred) -> BesideCompute | None:
 
 
 def measured_beside(meshes: Meshes, what: Transferred) -> BesideCompute | None:
-    """Of the layout in which most ranks sum, medians over all ranks, which have the same answer; None as
-    `beside_compute`. Collective over all ranks of the run, idle ones too."""
+    """Of the layout in which most ranks sum, or may share documents, medians over all ranks, which have the same
+    answer; None as `beside_compute`. Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
+    if what == "context":
+        mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: one.layout.dp * one.layout.cp)
     own = None if mesh.is_idle else beside_compute(mesh, what)
     told = torch.tensor([math.nan, math.nan] if own is None else [own.stretch, own.slowdown], dtype=torch.float64)
     everyone = told.new_empty(2 * mesh.num_ranks)
@@ -63,32 +67,38 @@ def measured_beside(meshes: Meshes, what: Transferred) -> BesideCompute | None:
     return BesideCompute(stretch=stretch, slowdown=slowdown)
 
 
-def _trial(mesh: Mesh, what: Transferred) -> _Trial:
-    count = -(-_ELEMENTS // mesh.data_size) * mesh.data_size
+def _group(mesh: Mesh, what: Transferred) -> dist.ProcessGroup | None:
+    if what != "context":
+        return mesh.data
+    return max(mesh.context.values(), key=lambda one: one.size).process_group if mesh.context else None
+
+
+def _trial(device: torch.device, group: dist.ProcessGroup, what: Transferred) -> _Trial:
+    count = -(-_ELEMENTS // group.size()) * group.size()
     whole = torch.zeros(count)
-    shard = whole[: count // mesh.data_size]
+    shard = whole[: count // group.size()]
     square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
 
     def one_call() -> None:
         if what == "sums":
-            reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+            reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=group)
         else:
-            all_gather_single(whole, shard.clone(), group=mesh.data)
+            all_gather_single(whole, shard.clone(), group=group)
 
-    dist.barrier(group=mesh.data)
+    dist.barrier(group=group)
     from_s = time.perf_counter()
     for _ in range(_NUM_CALLS):
         one_call()
     alone_s = (time.perf_counter() - from_s) / _NUM_CALLS
-    dist.barrier(group=mesh.data)
+    dist.barrier(group=group)
     num_alone = 0
     from_s = time.perf_counter()
     while not num_alone or time.perf_counter() - from_s < _NUM_CALLS * alone_s:
         square @ square
         num_alone += 1
     product_s = (time.perf_counter() - from_s) / num_alone
-    dist.barrier(group=mesh.data)
-    queue = ThreadQueue(mesh.device)
+    dist.barrier(group=group)
+    queue = ThreadQueue(device)
     done: list[float] = []
     from_s = time.perf_counter()
     for _ in range(_NUM_CALLS):

@@ -33,6 +33,7 @@ from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.pack_clock import PackClock, pack_clock
+from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     QUICK_ROUNDS,
@@ -144,6 +145,8 @@ def _measured(
         links=quick_links(mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
+        context_beside=beside_compute(mesh, "context"),
+        part_s=part_seconds(first) if mesh.context else (0.0, 0.0),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)

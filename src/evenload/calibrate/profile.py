@@ -32,6 +32,7 @@ from evenload.calibrate.fit import LeftOut, left_out
 from evenload.calibrate.grid_choice import choose_rounds, windows_of
 from evenload.calibrate.kernel_timings import matmul_flops_per_s
 from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
+from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.partial_file import PartialProfile, Pass, read_partial, write_partial
 from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
@@ -128,7 +129,13 @@ def profile(
     mine = results.measurement(
         mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
     )
-    mine = replace(mine, beside=beside_compute(mesh, "sums"), gather_beside=beside_compute(mesh, "gathers"))
+    mine = replace(
+        mine,
+        beside=beside_compute(mesh, "sums"),
+        gather_beside=beside_compute(mesh, "gathers"),
+        context_beside=beside_compute(mesh, "context"),
+        part_s=part_seconds(stage) if mesh.context else (0.0, 0.0),
+    )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
     disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)

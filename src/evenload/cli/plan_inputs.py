@@ -50,7 +50,7 @@ class PlanCosts:
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
         overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step.
+            the next step; overlap_context: keys and values of shared documents travel in parts beside attention.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -62,6 +62,7 @@ class PlanCosts:
     context_exchange: Literal["all_gather", "ring"] | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
+    overlap_context: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -74,6 +75,7 @@ class PlanCosts:
             found,
             reduction_beside=(found.reduction_beside or BesideCompute()) if self.overlap_reduction else None,
             gather_beside=(found.gather_beside or BesideCompute()) if self.overlap_gather else None,
+            context_beside=(found.context_beside or BesideCompute()) if self.overlap_context else None,
             context_exchange=self.context_exchange or found.context_exchange,
         )
 
@@ -224,6 +226,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "context_exchange": run.parallel.cp_exchange,
             "overlap_reduction": run.sums_beside_packs,
             "overlap_gather": run.gathers_beside_packs,
+            "overlap_context": run.parts_beside_attention,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

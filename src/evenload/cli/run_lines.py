@@ -64,6 +64,28 @@ def gather_line(copies: int, beside: BesideCompute | None) -> str:
     )
 
 
+def context_line(largest_group: int, exchange: str, beside: BesideCompute | None) -> str:
+    """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
+    ranks may."""
+    if largest_group == 1:
+        return ""
+    if exchange == "ring":
+        return "keys and values of shared documents travel round the ranks, beside attention of those that are there"
+    whole = "keys and values of shared documents travel in one part"
+    if beside is None:
+        return f"{whole} (train.overlap_context = false)"
+    if not beside.pays:
+        return (
+            f"{whole}: beside attention they take {beside.stretch:.2f} times as long as alone and keep it from "
+            f"{beside.slowdown:.0%} of that time, as measured"
+        )
+    return (
+        "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
+        f"taken to last {beside.stretch:.2f} times as long as alone and to keep it from {beside.slowdown:.0%} of that "
+        "time"
+    )
+
+
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
     batch = f"{config.batch_documents} documents" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
     order = (

@@ -14,6 +14,7 @@ from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
+    context_line,
     data_line,
     first_plan_line,
     gather_line,
@@ -308,6 +309,9 @@ def _show_start(
     if summed := reduction_line(max(layout.data_sizes), costs.reduction_beside):
         console.print(summed, soft_wrap=True)
         console.print(gather_line(max(layout.data_sizes), costs.gather_beside), soft_wrap=True)
+    largest_group = max((group.size for group in mesh.context.values()), default=1)
+    if travelling := context_line(largest_group, config.parallel.cp_exchange, costs.context_beside):
+        console.print(travelling, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

@@ -139,8 +139,8 @@ def run_coefficients(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
 ) -> CostCoefficients:
     """The checkpoint's cost file after a resume (so that plans stay the same) where it covers the layout, else the
-    configured one, else cached, else measured; for the configured way in which keys and values travel and gradients are
-    summed.
+    configured one, else cached, else measured; for the configured ways in which keys and values travel and gradients
+    are summed.
 
     With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
     not say, or say it of another number of ranks (those before a loss, say), which share a machine in other parts.
@@ -159,15 +159,17 @@ def run_coefficients(
         context_exchange=config.parallel.cp_exchange,
         reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.sums_beside_packs else None,
         gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.gathers_beside_packs else None,
+        context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
     )
 
 
 def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) -> BesideCompute | None:
     """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
     nothing was summed, or of a run without overlap. Collective there."""
-    if known is not None or not trainer.meshes.sum_gradients:
+    meshes = trainer.meshes
+    if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
         return known
-    return measured_beside(trainer.meshes, what) or BesideCompute()
+    return measured_beside(meshes, what) or BesideCompute()
 
 
 def _found_or_measured(

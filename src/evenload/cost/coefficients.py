@@ -24,6 +24,7 @@ A pack on a stage takes the longer of the two. Where both were measured (`calibr
 host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -95,6 +96,8 @@ class PassCoefficients(Frozen):
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
+        context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
+            launches, and what attention of fewer heads loses.
     """
 
     linear_s_per_token: float
@@ -104,10 +107,12 @@ class PassCoefficients(Frozen):
     pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
+    context_part_s: float = 0.0
 
 
 class BesideCompute(Frozen):
-    """Sums of gradients, or gathers of weights, that run while packs are computed: what each costs the other.
+    """Sums of gradients, gathers of weights, or of keys and values, that run while packs are computed: what each costs
+    the other.
 
     Args:
         stretch: seconds of a transfer beside compute over its seconds alone.
@@ -128,6 +133,16 @@ class BesideCompute(Frozen):
     def pays(self) -> bool:
         """A transfer keeps less from computing than it takes alone; else it had better not run beside it."""
         return self.stretch * self.slowdown < 1
+
+    @property
+    def gained_share(self) -> float:
+        """Of the seconds of a sum alone, what a step saves by running it beside compute; below 0 where it loses."""
+        return 1 - self.stretch * self.slowdown
+
+    @property
+    def computed_share(self) -> float:
+        """Seconds of compute that go on beside a sum, over its seconds alone; at least the smallest float above 0."""
+        return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
 
 
 class CostCoefficients(Frozen):
@@ -153,8 +168,10 @@ class CostCoefficients(Frozen):
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
-        context_hidden_share: of the attention that runs meanwhile (`cost.group_comm`), behind which transfers of K and
-            V hide; below 1 because both slow each other down.
+        context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
+            V of others hide; below 1 because both slow each other down.
+        context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
+            (`cost.context_waiting`), and what that costs both; None = in one part (`train.overlap_context`).
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
@@ -197,6 +214,7 @@ class CostCoefficients(Frozen):
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
     reduction_beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
+    context_beside: BesideCompute | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -225,6 +243,10 @@ class CostCoefficients(Frozen):
                 raise ConfigError(
                     f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"
                 )
+
+    def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
+        """Of one direction."""
+        return self.forward if direction == "forward" else self.backward
 
     @property
     def is_changed(self) -> bool:

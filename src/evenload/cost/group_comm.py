@@ -11,8 +11,8 @@ gradients of both outputs again: 4 more.
 Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
 in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
 them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
-`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank: only their
-keys are there meanwhile (`runtime/replay/context_attention.py`).
+`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank, and where
+they travel in parts all but the first behind that of the parts before (`cost.context_waiting`).
 
 A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
 in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
@@ -115,6 +115,27 @@ def context_seconds(
         home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
         plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
     return hidden_s, plain_s
+
+
+def context_latency_seconds(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    tp: int,
+    ranks: NDArray[np.int64],
+    whole_tokens: NDArray[np.float64],
+    cut_tokens: NDArray[np.float64],
+    direction: Direction,
+) -> NDArray[np.float64]:
+    """Of the transfers of `context_seconds` that attention may hide what any number of bytes takes;
+    float64[num_packs]."""
+    whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
+    found, has_tokens = np.zeros(len(ranks)), whole_tokens + cut_tokens > 0
+    for size in np.unique(ranks[has_tokens]).tolist():
+        if size > 1:
+            of_size = (ranks == size) & has_tokens
+            hops = np.where(whole_tokens[of_size] > 0, whole.rings, cut.rings) * (size - 1)
+            found[of_size] = hops * coefficients.group_link(size, stride=tp).latency_s
+    return found
 
 
 def context_traffic(

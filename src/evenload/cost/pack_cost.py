@@ -9,9 +9,8 @@ Details that matter:
 - The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
 - Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut, and hide behind attention of those
-  that stay whole on a rank. That is what searches compare; what a plan promises is the slowest rank by its own rows
-  (`cost.ranked_packs`).
+  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.context_waiting`). That is
+  what searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
 - Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
 - Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
@@ -25,9 +24,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_token
-from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.context_waiting import ContextWork, context_parts, most_parts, waiting_seconds
 from evenload.cost.flops import recomputed_share
-from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
+from evenload.cost.group_comm import context_latency_seconds, context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
@@ -63,6 +63,7 @@ class PackCosts:
         slowness: tuple[float, ...] | None = None,
     ) -> None:
         require_supported_layout(model, layout)
+        self.most_context_parts = most_parts(model, coefficients, layout.tp)
         self.keeps_short_whole = keeps_short_whole
         self.slowness = slowness
         self.model = model
@@ -142,7 +143,9 @@ class PackCosts:
         if (columns.cp > 1).any():
             is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
             travelling = self._travelling_tokens(columns, is_cut)
-            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *travelling, is_local)
+            work = self.context_work(columns, direction, columns.pack_ranks(), *travelling, is_local)
+            parts = context_parts(self.coefficients, direction, self.most_context_parts, work)
+            seconds += waiting_seconds(self.coefficients, direction, parts, work)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
 
     def under_policy(
@@ -164,7 +167,7 @@ class PackCosts:
         seconds, host = weighted(features, self.stage_seconds[direction]), self.host_seconds[direction]
         return np.maximum(seconds, weighted(features[:, 1:3], host)) if host.any() else seconds
 
-    def waiting_seconds(
+    def context_work(
         self,
         columns: SliceColumns,
         direction: Direction,
@@ -172,23 +175,22 @@ class PackCosts:
         whole_tokens: NDArray[np.float64],
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
-    ) -> NDArray[np.float64]:
-        """What keys and values of shared documents cost that attention does not hide; float64[num_packs, P].
+    ) -> ContextWork:
+        """Transfers of shared documents' keys and values, and the attention that runs meanwhile.
 
         Args:
             ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
-        layer_s, plain_s = context_seconds(
-            self.model, self.coefficients, self.layout.tp, ranks, whole_tokens, cut_tokens, direction
-        )
-        hiding_s = self._attention_seconds(self._features(columns, is_local), direction)
+        tokens, tp = (ranks, whole_tokens, cut_tokens), self.layout.tp
+        layer_s, plain_s = context_seconds(self.model, self.coefficients, tp, *tokens, direction)
+        latency_s = context_latency_seconds(self.model, self.coefficients, tp, *tokens, direction)
+        local_s = self._attention_seconds(self._features(columns, is_local), direction)
+        all_s = self._attention_seconds(self._features(columns), direction)
         if self.coefficients.context_exchange == "ring":
             # All rounds but the last have a transfer under way.
-            all_s = self._attention_seconds(self._features(columns), direction)
-            hiding_s = hiding_s + (all_s - hiding_s) * ((ranks - 1) / ranks)[:, None]
-        hidden_s = self.coefficients.context_hidden_share * hiding_s
-        return np.maximum(0.0, np.outer(layer_s, self.layers()) - hidden_s) + np.outer(plain_s, self.layers())
+            local_s = local_s + (all_s - local_s) * ((ranks - 1) / ranks)[:, None]
+        return ContextWork(layer_s, latency_s, plain_s, local_s, all_s, self.layers())
 
     def context_seconds(
         self, columns: SliceColumns, direction: Direction
@@ -286,7 +288,7 @@ class PackCosts:
     def _stage_matrix(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
         """Seconds per feature; float64[3 + 2·num_windows, P]. `tp` 1 gives the whole work, without transfers."""
         tp = self.layout.tp if tp is None else tp
-        layer = self._pass(direction)
+        layer = self.coefficients.of_pass(direction)
         stages = self.layout.stage_layers
         matrix = np.zeros((3 + 2 * len(self.windows), len(stages)))
         matrix[0], matrix[2] = self._linear_seconds(direction, tp)
@@ -305,13 +307,13 @@ class PackCosts:
 
     def _host_matrix(self, direction: Direction) -> NDArray[np.float64]:
         """Seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its own."""
-        layer = self._pass(direction)
+        layer = self.coefficients.of_pass(direction)
         return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
 
     def _linear_seconds(self, direction: Direction, tp: int | None = None) -> tuple[NDArray, NDArray]:
         """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
         tp = self.layout.tp if tp is None else tp
-        layer, layers = self._pass(direction), self.layers()
+        layer, layers = self.coefficients.of_pass(direction), self.layers()
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
 
@@ -368,9 +370,6 @@ class PackCosts:
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
         copied_bytes = np.outer(tokens, self.layers() * token_bytes)
         return np.where(copied_bytes > 0, copied_bytes / link.bandwidth_bytes_per_s + link.latency_s, 0.0)
-
-    def _pass(self, direction: Direction) -> PassCoefficients:
-        return self.coefficients.forward if direction == "forward" else self.coefficients.backward
 
     def _features(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         self.require_sliceable(columns)

@@ -140,7 +140,7 @@ def digest_of(coefficients: msgspec.Struct) -> str:
     default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and when
     gradients are summed, which it chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
-    for of_run in ("context_exchange", "reduction_beside", "gather_beside", "copies"):
+    for of_run in ("context_exchange", "reduction_beside", "gather_beside", "context_beside", "copies"):
         tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)

@@ -21,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.transfer_queue import TransferTimes
 from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock
 from evenload.runtime.rank_packs import RankStep
@@ -42,6 +44,8 @@ class RankTrace:
 
     Args:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
+        context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
+            these the ones in which nothing waited for them.
         memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
             by kind of `held_bytes.STORE_KINDS`.
     """
@@ -53,6 +57,8 @@ class RankTrace:
     end_s: NDArray[np.float64]
     memory_bytes: NDArray[np.int64]
     memory_kind_bytes: NDArray[np.int64]
+    context_s: float = 0.0
+    context_hidden_s: float = 0.0
 
 
 class HeadOutput(NamedTuple):
@@ -174,6 +180,8 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
+        if (times := self._context_times()) is not None:
+            times.begin_step()
         for at, action in enumerate(actions):
             before_action()
             self._mesh.watch.note(action)
@@ -212,7 +220,7 @@ class Executor:
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock),
+            functools.partial(_trace, rows, self._clock, times),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -237,6 +245,10 @@ class Executor:
             )
             for number, stage in self._stages.items()
         }
+
+    def _context_times(self) -> BesideTimes | None:
+        """Of all groups that may share documents; None = there are none."""
+        return next((group.times for group in self._mesh.context.values()), None)
 
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
@@ -269,7 +281,8 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
+def _trace(rows: list[_Row], clock: HostClock, context: BesideTimes | None = None) -> RankTrace:
+    beside = TransferTimes(0.0, 0.0) if context is None else context.read()
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
@@ -280,4 +293,6 @@ def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
         end_s=np.array(ends, dtype=np.float64),
         memory_bytes=kinds.sum(axis=1),
         memory_kind_bytes=kinds,
+        context_s=beside.transfer_s,
+        context_hidden_s=beside.hidden_s,
     )

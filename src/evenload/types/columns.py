@@ -158,6 +158,7 @@ class SliceColumns:
         slices: PackSlices,
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
+        context_parts: Sequence[int] = (),
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -165,12 +166,22 @@ class SliceColumns:
             slices: of `pack_slices`.
             cost_s: float64[num_packs].
             shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
+            context_parts: of every pack (`MicroPack`); () = 1.
         """
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
-        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
+        parts = context_parts or (1,) * self.num_packs
+        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, parts, cost_s.tolist(), strict=True)
         return tuple(
-            MicroPack(index=index, direction=direction, slices=pieces, pad_to=pad_to, sharding=sharding, cost_s=seconds)
-            for index, (pieces, pad_to, sharding, seconds) in enumerate(rows)
+            MicroPack(
+                index=index,
+                direction=direction,
+                slices=pieces,
+                pad_to=pad_to,
+                sharding=sharding,
+                context_parts=of_pack,
+                cost_s=seconds,
+            )
+            for index, (pieces, pad_to, sharding, of_pack, seconds) in enumerate(rows)
         )
 
 

@@ -9,13 +9,14 @@ documents; nothing where no rank shares anything.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, rank_seconds
+from evenload.cost.ranked_packs import RankedPacks, TravellingParts, rank_seconds, travelling_parts
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -24,8 +25,11 @@ from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 from evenload.types.replica_block import ReplicaBlock
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
@@ -48,13 +52,17 @@ def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     if forward is None or backward is None:
         return found
     tasks = found.tasks
+    travelling: tuple[list[TravellingParts], list[TravellingParts]] = [], []
     # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
     for num_ranks in np.unique(np.concatenate([forward.num_ranks(), backward.num_ranks()])).tolist():
         size = max(1, num_ranks // costs.layout.cp)
         of_block = problem.of_block(ReplicaBlock(dp_rank // size * size, size)).costs
         forward_s = forward.slowest(rank_seconds(of_block, forward, "forward", found.policy))
         priced = with_slowest_backward(of_block, replace(tasks, forward_s=forward_s), backward, found.policy)
-        tasks = _with_rows(tasks, priced, forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks)
+        of_size = forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks
+        tasks = _with_rows(tasks, priced, *of_size)
+        for mine, ranked, direction, chosen in zip(travelling, (forward, backward), DIRECTIONS, of_size, strict=True):
+            mine.append(travelling_parts(of_block, ranked, direction).only(chosen))
     actions = found.actions
     of_forward, of_backward = _phases(costs.layout.cp, forward), _phases(costs.layout.cp, backward)
     if of_forward.any() and costs.layout.pp > 1:
@@ -62,7 +70,18 @@ def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     simulation = simulate(tasks, actions)
     cap_bytes = problem.cap_bytes
     excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
-    return replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
+    found = replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
+    return with_parts(found, *travelling) if travelling[0] else found  # an idle replica has no packs
+
+
+def with_parts(found: Candidate, forward: Sequence[TravellingParts], backward: Sequence[TravellingParts]) -> Candidate:
+    """The candidate with how keys and values of its packs travel: every pack's is one of those of its direction, and 1
+    part in the others."""
+    parts = tuple(tuple(np.max([one.parts for one in side], axis=0).tolist()) for side in (forward, backward))
+    beside_s, hidden_s = (
+        sum(float(getattr(one, name).sum()) for one in (*forward, *backward)) for name in ("beside_s", "hidden_s")
+    )
+    return replace(found, context_parts=parts, context_s=(beside_s, hidden_s))
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:

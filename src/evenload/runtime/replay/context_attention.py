@@ -1,25 +1,31 @@
 """Attention of one rank's rows of a pack that a context-parallel group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
 
-    forward    start the gather ─► local documents ─► wait ─► shared documents, range by range
-    backward   start the gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
-               and dV (fp32) ─► local ─► wait
+    forward    start the gathers ─► local documents ─► of every part: wait ─► shared documents, range by range
+    backward   start the gathers of documents never cut ─► local ─► of every part: wait ─► shared ─► start the
+               reduce-scatter of dK and dV (fp32) ─► local ─► wait for what is still under way
 
 Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
-K and V of all ranks' rows of shared slices travel in one all-gather a layer, and go to the positions that the plan
-gives them; one reduce-scatter a layer sums dK and dV of the slices for the ranks that own the rows.
+K and V of all ranks' rows of shared slices travel in all-gathers, and go to the positions that the plan gives them;
+reduce-scatters sum dK and dV of the slices for the ranks that own the rows. They travel in as many *parts* as the plan
+says, each of some key heads with the query heads that read them: while one part is computed the others are under way,
+forward and backward. Heads never meet in attention, so nothing is merged, whatever the size of the group
+(docs/decisions/0038-context-transfers-in-parts.md).
 
 What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
 and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
 cut a rank keeps its own rows and gathers the others again in backward. `cost.memory` charges exactly this.
 
-Documents that lie whole on one rank are computed while transfers of the others run, part of them under each transfer
-in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received
-a layer and transfer, and a copy of the gathered rows.
+Documents that lie whole on one rank are computed while the first transfers of the others run, some of them under the
+last ones in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D
+elements received a layer and transfer, a copy of the gathered rows, and the launches of every part.
 """
 
+import itertools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,9 +40,9 @@ from evenload.attention.range_attention import (
     rows_of_all,
     work_dtype,
 )
+from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.token_range import Range
@@ -158,11 +164,36 @@ class _Exchange:
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
 
 
-class GatherAttention(PackAttention):
-    """All-gather of keys and values (see the module)."""
+class HeadPart(NamedTuple):
+    """Key heads that travel together, and the query heads that read them."""
 
-    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
+    keys: slice
+    queries: slice
+
+
+def head_parts(num_heads: int, kv_heads: int, parts: int) -> tuple[HeadPart, ...]:
+    """Parts of about equal size, smaller ones first, for nothing hides the first transfer.
+
+    Raises:
+        InvalidPlanError: there are fewer key heads than parts.
+    """
+    if parts > kv_heads:
+        raise InvalidPlanError(
+            f"keys and values are planned to travel in {parts} parts, but this rank has {kv_heads} key heads; plan for "
+            "the layout and the model that run"
+        )
+    edges, repeat = [kv_heads * index // parts for index in range(parts + 1)], num_heads // kv_heads
+    return tuple(
+        HeadPart(slice(low, high), slice(low * repeat, high * repeat)) for low, high in itertools.pairwise(edges)
+    )
+
+
+class GatherAttention(PackAttention):
+    """All-gather of keys and values, in so many parts (see the module)."""
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device, parts: int = 1) -> None:
         super().__init__(rows, group, label)
+        self._parts = parts
         self._ranges: list[list[tuple[slice, Range]]] = []
         row = 0
         for piece in self._slices:
@@ -175,56 +206,89 @@ class GatherAttention(PackAttention):
         self._again = self._exchange(again, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self._all.rows
-        under_way = self._gather(self._all, k[mine], v[mine], call)
+        mine, parts = self._all.rows, head_parts(q.shape[1], k.shape[1], self._parts)
+        under_way = deque(self._gather(self._all, k[mine, one.keys], v[mine, one.keys], call) for one in parts)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
-        gathered = under_way.wait()
-        seen: list[KeyRange] = []
-        for index, places in zip(self._all.slices, self._all.places, strict=True):
-            keys, values = (gathered[:, side][places] for side in (0, 1))
-            self._keep(call, index, keys, values, k, v)
-            piece = self._slices[index]
-            if piece.document.is_cut:
-                keys, values = call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
-            for rows, (_, start, stop) in self._ranges[index]:
-                first = call.first_key(start)
-                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
-        attend_into(call, q, seen, out, lse)
+        self._keep_own(call, k, v)
+        for part in parts:
+            gathered = under_way.popleft().wait()
+            seen: list[KeyRange] = []
+            for index, places in zip(self._all.slices, self._all.places, strict=True):
+                keys, values = self._placed(call, index, places, gathered, part, k)
+                for rows, (_, start, stop) in self._ranges[index]:
+                    first = call.first_key(start)
+                    seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
+            attend_into(call, q[:, part.queries], seen, out[:, part.queries], lse[:, part.queries])
         return out, lse
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        store, layer = call.store, call.layer
-        under_way = self._gather_again(call)
-        no_keys, _ = store.keys_and_values(self._slices[0].document.doc_id, layer, 0, 0)
+        no_keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
+        parts = head_parts(q.shape[1], no_keys.shape[1], self._parts)
+        under_way = deque(self._gather_again(call, one) for one in parts)
         like = lse.new_empty(no_keys.shape)
         dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
-        # Local work goes under both transfers, by what they move.
-        gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
+        # Local work goes under the first gather and the last sums, by what all of them move.
+        gathered_bytes = sum(0 if one is None else one.sent.nbytes for one in under_way)
         scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
         first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        gathered = under_way.wait() if under_way is not None else None
+        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
+        scattered: list[Transfer] = []
+        for part in parts:
+            transfer = under_way.popleft()
+            gathered = None if transfer is None else transfer.wait()
+            heads = part.queries
+            sums = self._backward_part(
+                call, part, gathered, (grad[:, heads], q[:, heads], out[:, heads], lse[:, heads]), dq[:, heads], like
+            )
+            scattered.append(self.group.reduce_scatter(sums, what, in_queue=self._parts > 1))
+        then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        mine = self._all.rows
+        for part, transfer in zip(parts, scattered, strict=True):
+            own = transfer.wait()[: mine.stop]
+            dk[mine, part.keys], dv[mine, part.keys] = own[:, 0], own[:, 1]
+        return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+    def _backward_part(
+        self,
+        call: AttentionCall,
+        part: HeadPart,
+        gathered: Tensor | None,
+        given: tuple[Tensor, Tensor, Tensor, Tensor],
+        dq: Tensor,
+        like: Tensor,
+    ) -> Tensor:
+        """Fills the shared rows of `dq` [T, h, D] of a part; its gradients of K and V as they travel, [n, 2, g, D].
+
+        Args:
+            gathered: K and V [m, 2, g, D] of documents that are never cut; None = there are none.
+            given: gradient, q, output and log-sum-exp of the part's query heads.
+            like: [_, G, D], of the precision of gradients.
+        """
+        store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
-        sums = like.new_zeros((self.group.size * self._all.padded, 2, *like.shape[1:]))
+        shape = (part.keys.stop - part.keys.start, *like.shape[2:])
+        sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
             piece = self._slices[index]
             if index in places:
                 assert gathered is not None
                 keys, values = (gathered[:, side][places[index]] for side in (0, 1))
             else:
-                keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+                whole = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+                keys, values = (one[:, part.keys] for one in whole)
             first = call.first_key(piece.start)
-            total_k, total_v = (like.new_zeros((piece.stop - first, *like.shape[1:])) for _ in range(2))
+            total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
             visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
             seen = [
                 KeyRange(rows, keys[low:stop], values[low:stop])
                 for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
             ]
-            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
-            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
+            found = call.backend.backward(grad, q, seen, out, lse, call.scoring)
+            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, found, strict=True):
                 dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v
@@ -232,15 +296,9 @@ class GatherAttention(PackAttention):
                 sums[place[first:], 0], sums[place[first:], 1] = total_k, total_v
             else:
                 sums[place, 0], sums[place, 1] = store.add_key_grads(
-                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
+                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop, heads=part.keys
                 )
-        scattered = self.group.reduce_scatter(
-            sums, f"the gradients of keys and values of {self._label} (layer {layer})"
-        )
-        then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        own = scattered.wait()[: self._all.rows.stop]
-        dk[self._all.rows], dv[self._all.rows] = own[:, 0], own[:, 1]
-        return dq, dk.to(q.dtype), dv.to(q.dtype)
+        return sums
 
     def _exchange(self, slices: Sequence[int], device: torch.device) -> _Exchange:
         size = self.group.size
@@ -260,27 +318,40 @@ class GatherAttention(PackAttention):
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         rows = exchange.pad(torch.stack([k, v], dim=1))
-        return self.group.all_gather(rows, f"the keys and values of {self._label} (layer {call.layer})")
+        what = f"the keys and values of {self._label} (layer {call.layer})"
+        return self.group.all_gather(rows, what, in_queue=self._parts > 1)
 
-    def _gather_again(self, call: AttentionCall) -> Transfer | None:
+    def _gather_again(self, call: AttentionCall, part: HeadPart) -> Transfer | None:
         if not self._again.slices:
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
             for piece in (self._slices[index] for index in self._again.slices)
         ]
-        keys, values = (torch.cat(parts) for parts in zip(*own, strict=True))
+        keys, values = (torch.cat([one[:, part.keys] for one in pieces]) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
-    def _keep(self, call: AttentionCall, index: int, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
-        """Of a cut document the gathered slice, of others this rank's rows."""
+    def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
+        """This rank's rows of documents that are never cut; of others it keeps all that arrive."""
+        for index in self._again.slices:
+            own = self._ranges[index]
+            mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
+            call.store.record_keys(self._slices[index].document.doc_id, call.layer, 0, k[mine], v[mine])
+
+    def _placed(
+        self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor, part: HeadPart, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of a part, [stop, g, D] each, of a slice's document up to its end; `like` has all heads' shape."""
         piece = self._slices[index]
-        if piece.document.is_cut:
-            call.store.record_keys(piece.document.doc_id, call.layer, piece.start, keys, values)
-            return
-        own = self._ranges[index]
-        mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
-        call.store.record_keys(piece.document.doc_id, call.layer, 0, k[mine], v[mine])
+        keys, values = (gathered[:, side][places] for side in (0, 1))
+        if not piece.document.is_cut:
+            return keys, values
+        document = piece.document.doc_id
+        call.store.open_keys(document, call.layer, like, like)
+        kept = call.store.keys_and_values(document, call.layer, 0, piece.stop)
+        for all_heads, new in zip(kept, (keys, values), strict=True):
+            all_heads[piece.start :, part.keys] = new
+        return kept[0][:, part.keys], kept[1][:, part.keys]
 
 
 def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:
@@ -288,38 +359,6 @@ def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: T
     if seen:
         rows = rows_of_all(seen)
         out[rows], lse[rows] = call.backend.forward(q, seen, call.scoring)
-
-
-def join_forward(
-    shared: PackAttention | None, model: StageModel, backend: RangeAttention, store: ActivationStore, like: Tensor
-) -> None:
-    """Take part in the transfers of a forward pack, if it has any, of which this rank computes no rows; the others need
-    it there. `like` is of the dtype and device of hidden states."""
-    if shared is not None:
-        for layer in model.layers:
-            q, k = _no_rows(model, layer, like)
-            shared.forward(AttentionCall(backend, store, layer, Scoring(1.0)), q, k, k)
-
-
-def join_backward(
-    shared: PackAttention | None,
-    model: StageModel,
-    layer: int,
-    backend: RangeAttention,
-    store: ActivationStore,
-    like: Tensor,
-) -> None:
-    """As `join_forward`, of one layer."""
-    if shared is not None:
-        q, _ = _no_rows(model, layer, like)
-        lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
-        shared.backward(AttentionCall(backend, store, layer, Scoring(1.0)), q, q, q, lse)
-
-
-def _no_rows(model: StageModel, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
-    heads, kv_heads, dim = model.attention_heads(layer)
-    return like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
 
 
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:

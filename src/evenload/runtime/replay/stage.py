@@ -21,8 +21,6 @@ from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.blocks import StoredBlock
 from evenload.runtime.replay.context_attention import (
     LocalAttention,
-    join_backward,
-    join_forward,
     rows_of,
 )
 from evenload.runtime.replay.head import (
@@ -32,6 +30,7 @@ from evenload.runtime.replay.head import (
     embed,
     head_blocks,
 )
+from evenload.runtime.replay.joined_transfers import join_backward, join_forward
 from evenload.runtime.replay.linear import linear_with_known_output
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable

@@ -1,0 +1,138 @@
+"""Keys and values in parts beside attention: what a step takes with and without, what is hidden, what was predicted.
+
+Two CPU processes of one thread each train the same global batch of a Llama of 4 layers with 8 key heads, with
+`train.overlap_context` on and off by turns, in one run of one set of processes, at learning rate 0: once as context
+ranks (`cp = 2`), once as replicas that share documents (`dp = 2`, DP-Merge). Costs, also what transfers and compute
+cost each other, are those that a run measures at its start, just before. Parts are as the planner chooses them; where
+it measures that they do not pay, it would choose one, and so is told that compute loses nothing.
+
+    time          step time with parts, over that without; median of ratios of neighbouring steps
+    hidden        of the seconds in which keys and values travel, those in which no rank waits for them: as the ranks
+                  tell it (`context_s`, `context_hidden_s` of metrics.jsonl), and as predicted
+    account       hidden seconds told over hidden seconds predicted, median of steps
+    loss          whether both train the same
+
+gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
+time tells what is gained, and the hidden share alone says little.
+
+    python benchmarks/context_overlap.py [--quick] [--append]
+"""
+
+import math
+import os
+import socket
+import statistics
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch.multiprocessing
+from rich.console import Console
+from transformers import LlamaConfig
+
+from evenload.cli.worker_setup import run_coefficients, started_rank
+from evenload.cost.coefficients import BesideCompute
+from evenload.runtime.config.train_config import layout_of, load_train_config
+from evenload.runtime.prepare import prepare_step
+from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.trainer import Trainer
+from reduction import planned_step
+from results import Row, median_ratio, run_benchmark
+from token_runs import write_token_run
+
+LAYERS, RANKS = 4, 2
+LENGTHS = [4_096, 2_048, 2_048]
+CASES = {"cp=2": ["parallel.cp=2"], "dp=2, shared": ["parallel.dp=2", "plan.options.dp_merge=true"]}
+ROUNDS, QUICK_ROUNDS = 16, 2
+KEYS = (
+    "step_time_s", "context_s", "context_hidden_s", "predicted_context_s", "predicted_context_hidden_s", "loss",
+    "predicted_step_time_s",
+)  # fmt: skip
+
+
+def write_run(directory: Path) -> Path:
+    """The run's configuration."""
+    model = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None, max_position_embeddings=8_192,
+    )  # fmt: skip
+    return write_token_run(directory, model, LENGTHS, f"batch_tokens = {sum(LENGTHS)}", steps=1, device="cpu")
+
+
+def run_rank(rank: int, directory: str, port: int, rounds: int, settings: list[str]) -> None:
+    """One process; rank 0 leaves rows of all steps that count, by variant, and what was measured before."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    settings = ["model.dtype=float32", *settings, "plan.strategy=slimpack", "train.threads_per_process=1"]
+    settings += [f"data.max_document_tokens={max(LENGTHS)}"]
+    config = load_train_config(Path(directory) / "config.toml", settings)
+    with started_rank(config, layout_of(config, LAYERS)) as setup:
+        trainer = Trainer(config, setup.mesh)
+        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
+        beside = costs.context_beside
+        assert beside is not None
+        asked = beside if beside.pays else BesideCompute(stretch=beside.stretch, slowdown=0.0)
+        planned = {
+            name: planned_step(
+                trainer, config, msgspec.structs.replace(costs, context_beside=one), setup.memory_cap_bytes
+            )
+            for name, one in (("whole", None), ("parts", asked))
+        }
+        found: dict[str, list[dict]] = {name: [] for name in planned}
+        for turn in range(rounds + 1):
+            for name, step in sorted(planned.items(), reverse=bool(turn % 2)):
+                rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
+                report = trainer.run_step(PreparedStep(step, rank_step), costs, learning_rate=0.0)
+                if report is not None and turn:
+                    found[name].append({key: report.row[key] for key in KEYS})
+        if rank == 0:
+            parts = [
+                pack.context_parts
+                for packs in planned["parts"].plan.pack_plans[:1]
+                for pack in (*packs.forward, *packs.backward)
+            ]
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, beside, costs.forward, parts)))
+
+
+def measure(quick: bool) -> list[Row]:
+    """All rows of the benchmark."""
+    rows = []
+    for name, settings in CASES.items():
+        with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
+            write_run(Path(directory))
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+            free.close()
+            arguments = (directory, port, QUICK_ROUNDS if quick else ROUNDS, settings)
+            torch.multiprocessing.spawn(run_rank, arguments, nprocs=RANKS)
+            found, beside, forward, parts = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+        rows += rows_of(f"{name}, documents of {LENGTHS} tokens, {LAYERS} layers, gloo", found, beside, forward, parts)
+    return rows
+
+
+def rows_of(case: str, found: dict[str, list[dict]], beside: dict, forward: dict, parts: list[int]) -> list[Row]:
+    """Of one case."""
+    column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in found.items()}
+    whole, apart = column["whole"], column["parts"]
+    assert all(math.isclose(*losses, rel_tol=1e-5) for losses in zip(whole["loss"], apart["loss"], strict=True))
+    hidden_s, predicted_s = apart["context_hidden_s"], apart["predicted_context_hidden_s"]
+    told = statistics.median(h / s for h, s in zip(hidden_s, apart["context_s"], strict=True))
+    rates = (
+        f"a transfer {beside['stretch']:.2f} times as long, compute loses {beside['slowdown']:.0%} of it, a part "
+        f"{forward['context_part_s'] * 1e6:.0f} us; parts {min(parts)} to {max(parts)}"
+    )
+    travels = statistics.median(c / s for c, s in zip(apart["context_s"], apart["step_time_s"], strict=True))
+    expected = predicted_s[0] / apart["predicted_context_s"][0]
+    seconds = median_ratio(apart["context_s"], apart["predicted_context_s"])
+    return [
+        Row("context_overlap", case, "time", median_ratio(apart["step_time_s"], whole["step_time_s"]), "x", "one part"),
+        Row("context_overlap", case, "travels", travels, "share", "the step's time"),
+        Row("context_overlap", case, "hidden", told, "share", "seconds in which keys and values travel"),
+        Row("context_overlap", case, "hidden, predicted", expected, "share", rates),
+        Row("context_overlap", case, "seconds", seconds, "x", "seconds of transfers predicted"),
+        Row("context_overlap", case, "account", median_ratio(hidden_s, predicted_s), "x", "hidden seconds predicted"),
+    ]
+
+
+if __name__ == "__main__":
+    run_benchmark(measure, __doc__ or "")
