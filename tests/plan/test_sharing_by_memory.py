@@ -15,7 +15,8 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.search import replica_search
 from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.step_search import search_merged
-from evenload.plan.strategies.slimpack import slimpack_rules
+from evenload.plan.strategies import slimpack
+from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.columns import whole_document_columns
@@ -87,7 +88,7 @@ def test_slimpack_plans_what_balanced_fits() -> None:
         ("books", 256, True, "slimpack", 3_000),
         ("books", 256, True, "auto", 3_500),
         ("docs", 512, True, "slimpack", 3_600),
-        ("docs", 512, True, "auto", 5_600),
+        ("docs", 512, True, "auto", 6_600),
         ("docs", 512, False, "slimpack", 1_000),
     ],
 )
@@ -105,6 +106,27 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
     )
     assert proposal.feasible
     assert 50 <= rated[0] <= most
+
+
+@pytest.mark.parametrize(("dp", "shared"), [(2, 6), (8, 6), (12, 4), (24, 3), (64, 3)])
+def test_replicas_rate_fewer_of_the_best_trials_where_there_are_many(dp, shared) -> None:
+    problem = planner_of({"dp": dp, "pp": 2})._problem(0, documents([1_000] * dp))
+    assert slimpack_rules(problem).shared == shared
+
+
+def test_a_schedule_far_behind_on_the_best_packs_is_not_searched(monkeypatch) -> None:
+    """Where it is not far behind it is, and the better step is taken."""
+    searched: list[int] = []
+    problem = planner_of({"dp": 2, "pp": 4}, limited=False)._problem(0, documents(batch_of("docs", 48)))
+    rank, monkey = slimpack._search_ranked, monkeypatch.setattr
+    monkey(slimpack, "_search_ranked", lambda *args, **named: searched.append(1) or rank(*args, **named))
+    monkey(slimpack, "PROMISING", 1e6)
+    least = plan_slimpack([problem])
+    assert len(searched) == 1
+    monkey(slimpack, "PROMISING", 0.0)
+    both = plan_slimpack([problem])
+    assert len(searched) == 3
+    assert max(one.candidate.makespan_s for one in both[1]) <= max(one.candidate.makespan_s for one in least[1])
 
 
 def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:

@@ -33,7 +33,7 @@ from evenload.plan.search.refine_step import RefineRules, refine
 from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
 from evenload.plan.search.trial_space import Setting, Trial, trial_under
 from evenload.plan.sharing.as_run import choices_as_run
-from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_below, slimpack_rules
+from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST
@@ -93,9 +93,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
-            beaten = slimpack_below(problems, known, step_score(plans[0][1])[:2]) if plans else None
-            if beaten or not plans:
-                plans.append(beaten or plan_slimpack(problems, known))
+            plans.append(plan_slimpack(problems, known))
         except (ConfigError, InfeasiblePlanError) as error:
             failure = error
     for rival in others:

@@ -65,7 +65,10 @@ MOST_CONSTANT = 0.1
 FEWEST_COUNTS = 3
 """Numbers of packs that are tried whatever their constants take."""
 SHARED_TRIALS = 6
-"""Best trials of the first replica that the others rate."""
+"""Best trials of the first replica that the others rate, at most."""
+ALL_SHARED = 48
+"""Such trials of all replicas together; at least `FEWEST_SHARED` each."""
+FEWEST_SHARED = 3
 
 
 class SlimpackOptions(StrategyOptions, tag="slimpack"):
@@ -96,19 +99,6 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
                 "plan options: slimpack.as_published is true and slimpack.cuts 'symmetric', but SlimPack cuts forward "
                 "and backward packs on their own; leave one out"
             )
-
-
-def slimpack_below(
-    problems: Sequence[StepProblem], known: dict[int, KnownScores], worth: tuple[int, float]
-) -> Planned | None:
-    """As `plan_slimpack`; None where a few trials put it clearly behind what another plan is worth: memory beyond the
-    limit, and seconds."""
-    options = problems[0].options
-    if options.own(SlimpackOptions).as_published:
-        return plan_slimpack(problems, known)
-    policies = rank_policies(problems, _rules_under(_ranked_by(options.schedule), known))
-    (excess, seconds), _ = policies.ranked[0]
-    return plan_slimpack(problems, known) if (excess, PROMISING * seconds) < worth else None
 
 
 def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores] | None = None) -> Planned:
@@ -244,7 +234,7 @@ def slimpack_rules(
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
         spare=partial(_spare_trials, order=orders[0]),
         worth=partial(_worth, most_uneven),
-        shared=SHARED_TRIALS,
+        shared=min(SHARED_TRIALS, max(FEWEST_SHARED, ALL_SHARED // problem.layout.dp)),
         known=known,
     )
 
