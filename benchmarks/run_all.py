@@ -6,6 +6,7 @@ python benchmarks/run_all.py [--quick]      --quick tries every benchmark with s
 import sys
 
 import attention
+import context_overlap
 import demo
 import dp_merge
 import feedback
@@ -32,6 +33,7 @@ def main() -> None:
     for module in (simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap):
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     run_benchmark(reduction.measure, reduction.__doc__ or "", arguments)
+    run_benchmark(context_overlap.measure, context_overlap.__doc__ or "", arguments)
     run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
