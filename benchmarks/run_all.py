@@ -24,6 +24,7 @@ import replay
 import sharding
 import simulator
 import step_overhead
+import tensor_halves
 from results import run_benchmark
 
 
@@ -34,6 +35,7 @@ def main() -> None:
         run_benchmark(module.measure, module.__doc__ or "", arguments)
     run_benchmark(reduction.measure, reduction.__doc__ or "", arguments)
     run_benchmark(context_overlap.measure, context_overlap.__doc__ or "", arguments)
+    run_benchmark(tensor_halves.measure, tensor_halves.__doc__ or "", arguments)
     run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)

@@ -6,12 +6,13 @@ from evenload.cli.run_lines import (
     data_line,
     first_plan_line,
     gather_line,
+    halves_line,
     interval_line,
     reduction_line,
     strategy_line,
 )
 from evenload.cli.worker_setup import device_name
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import BesideCompute, BesideHalves
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval, processor_of
 from evenload.plan.strategies.registry import STRATEGIES
@@ -58,6 +59,16 @@ def test_a_run_says_how_keys_and_values_travel():
     assert "1.50 times" in beside
     costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9))
     assert "in one part: beside attention they take 2.50 times as long as alone" in costly
+
+
+def test_a_run_says_whether_halves_hide_tensor_parallel_transfers():
+    assert halves_line(1, BesideHalves()) == ""
+    assert halves_line(2, None).endswith("nothing hides them (train.overlap_tensor = false)")
+    beside = halves_line(2, BesideHalves(stretch=1.5, slowdown=0.25, turns_s=2e-4))
+    for words in ("beside the other half", "1.50 times", "25%", "0.20 ms"):
+        assert words in beside
+    costly = halves_line(2, BesideHalves(stretch=2.5, slowdown=0.9))
+    assert "nothing hides them, because beside compute they last 2.50 times as long" in costly
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -11,10 +11,11 @@ from dist_training import COSTS
 from evenload.cli import worker_setup
 from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
-from evenload.cost.coefficients import BesideCompute, MeasuredOn, read_coefficients, write_coefficients
+from evenload.cost.coefficients import BesideCompute, BesideHalves, MeasuredOn, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import FitError, Profile, digest_of
 from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import MODELS, model_from
 from small_run import write_small_run
@@ -164,7 +165,7 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
     config = run_config(sums=False, gathers=False, parts=False)
-    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2), config=config)
+    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2, layout=even_layout(2)), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
         costs = msgspec.structs.replace(COSTS, copies=saved)
@@ -193,7 +194,27 @@ def test_gradients_are_summed_and_weights_gathered_as_configured_whatever_the_co
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
         for is_shared in (True, False):
             meshes = SimpleNamespace(sum_gradients=True, share_documents=is_shared)
-            trainer = SimpleNamespace(live=None, config=config, meshes=meshes)
+            mesh = SimpleNamespace(layout=even_layout(2))
+            trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=meshes)
             found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
             assert (found.reduction_beside, found.gather_beside) == (expected, expected)
             assert found.context_beside == (expected if is_shared or known else None)
+
+
+def test_halves_beside_compute_are_as_configured_whatever_the_costs_say(monkeypatch) -> None:
+    measured, anew = BesideHalves(stretch=2.0, slowdown=0.4), BesideHalves(stretch=1.5, slowdown=0.5)
+    for known, told, is_overlapped, tp, expected in (
+        (None, anew, True, 2, anew),
+        (None, None, True, 2, BesideHalves()),
+        (measured, anew, True, 2, measured),
+        (measured, anew, False, 2, None),
+        (measured, anew, True, 1, None),
+    ):
+        monkeypatch.setattr(worker_setup, "measured_halves", lambda meshes, told=told: told)
+        config = run_config(sums=False, gathers=False, parts=False)
+        config.train = SimpleNamespace(overlap_tensor=is_overlapped)
+        costs = msgspec.structs.replace(COSTS, tensor_beside=known)
+        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
+        mesh = SimpleNamespace(layout=even_layout(2, tp=tp))
+        trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=None)
+        assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).tensor_beside == expected

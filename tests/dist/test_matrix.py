@@ -44,7 +44,7 @@ PLACES = [
 ]
 
 
-OVERLAPS = ("reduction", "gather", "context")
+OVERLAPS = ("reduction", "gather", "context", "tensor")
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from evenload.runtime.comm.transfer_queue import ThreadTransfers
+from evenload.runtime.comm import transfer_queue as module
+from evenload.runtime.comm.transfer_queue import StreamTransfers, ThreadTransfers
 from evenload.runtime.comm.turns import Turns
+from evenload.runtime.device import HostClock
+from fake_streams import Device
 
 CPU = torch.device("cpu")
 
@@ -140,6 +143,22 @@ def test_an_error_of_either_half_ends_both(who):
     again = turns()
     again.run(*by_turns(again, told))
     assert len(told) == 20, "the next pack finds both threads ready"
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["transfers at once", "transfers late"])
+def test_a_gpus_transfers_read_what_was_computed_before_and_are_there_when_waited_for(at_once, monkeypatch):
+    monkeypatch.setattr(module, "step_clock", lambda device: HostClock())
+    device = Device(copies_at_once=at_once).replace(monkeypatch)
+    transfers = StreamTransfers(torch.device("cuda"))
+    given, gathered, seen = torch.zeros(2), torch.zeros(2), []
+    device.compute.queue(lambda: given.fill_(1))
+    pending = transfers.start(lambda: device.current_stream(None).queue(lambda: gathered.copy_(2 * given)))
+    device.compute.queue(lambda: seen.append("the other half"))
+    pending.wait()
+    pending.wait()
+    device.compute.queue(lambda: seen.append(gathered.tolist()))
+    device.end()
+    assert seen == ["the other half", [2, 2]]
 
 
 def test_seconds_that_nothing_hides_are_those_waited_for():

@@ -8,7 +8,10 @@ from evenload.types.plan import StepPlan, seal
 
 
 def halved_plan(plan: StepPlan, share: float = 0.5) -> StepPlan:
-    """The same plan with every pack in halves that may be; `share` of the rows are the first half's."""
+    """The same plan with every pack in halves that may be; `share` of the rows are the first half's. Without tensor
+    parallelism none may be."""
+    if plan.layout.tp == 1:
+        return plan
     return seal(
         msgspec.structs.replace(
             plan,

@@ -35,7 +35,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan, seal
 from evenload.types.schedule import Schedule
-from matrix import NONE, Row, shares_documents
+from halved_plans import halved_plan, num_halved
+from matrix import LAYOUTS, NONE, Row, shares_documents
 from matrix_cases import MatrixCase
 from pipeline_cases import with_split
 from steep_costs import STEEP_COSTS
@@ -59,6 +60,8 @@ HOST_LINKS = (1e9, 1e8, 1e7, 3e6, 1e6)
 """Limits of memory, on the way from everything offloaded to everything stored, and bytes a second to the host, under
 which "choose" is asked to mix policies."""
 
+HALVED_AT = 0.4
+"""Of a pack's rows, where packs are computed in halves."""
 COSTS = STEEP_COSTS
 
 
@@ -95,6 +98,8 @@ def plan_of(row: Row) -> StepPlan:
     plan = _planned(row)
     if row.schedule != "own" and not _is_asked(row):
         plan = _rescheduled(plan, row.schedule)
+    if row.overlap == "on":
+        plan = halved_plan(plan, HALVED_AT)
     validate_plan(plan)
     missing = list(_missing_features(row, plan))
     assert not missing, f"{row.describe()}: the plan has {'; '.join(missing)}"
@@ -196,6 +201,10 @@ def _missing_features(row: Row, plan: StepPlan, *, is_final: bool = True) -> Ite
     expected = {"replay", "recompute", "offload"} if row.policy == "mixed" else {row.policy}
     if not _policies(plan) <= expected or (row.policy == "mixed" and len(_policies(plan)) < 2):
         yield f"policies {sorted(_policies(plan))}"
+    if is_final and row.overlap == "on" and row.policy in ("replay", "recompute"):
+        may_be = "tp" in LAYOUTS[row.layout] and "cp" not in LAYOUTS[row.layout] and row.dp_merge == "off"
+        if may_be and not num_halved(plan):
+            yield "no pack in halves"
     yield from _missing_of_sharing(row, plan)
 
 

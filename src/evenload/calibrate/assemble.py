@@ -10,7 +10,14 @@ from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, MeasuredOn, MeasuredPack, PassCoefficients
+from evenload.cost.coefficients import (
+    BesideCompute,
+    BesideHalves,
+    CostCoefficients,
+    MeasuredOn,
+    MeasuredPack,
+    PassCoefficients,
+)
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -29,8 +36,8 @@ class RankMeasurement:
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
         beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
-            shared documents; None = not measured.
-        part_s: forward and backward, of every part but the first in which these travel, on one layer.
+            shared documents; halves: transfers of one half of a pack; None = not measured.
+        part_s: forward and backward, of every part but the first in which keys and values travel, on one layer.
     """
 
     disturbance: Disturbance
@@ -44,6 +51,7 @@ class RankMeasurement:
     gather_beside: BesideCompute | None = None
     context_beside: BesideCompute | None = None
     part_s: tuple[float, float] = (0.0, 0.0)
+    halves: BesideHalves | None = None
 
 
 def coefficients_of(
@@ -89,6 +97,7 @@ def coefficients_of(
         reduction_beside=_median_beside([rank.beside for rank in ranks]),
         gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
         context_beside=_median_beside([rank.context_beside for rank in ranks]),
+        tensor_beside=_halves(ranks),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -107,6 +116,17 @@ def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | Non
         return None
     stretch, slowdown = (float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown"))
     return BesideCompute(stretch=stretch, slowdown=slowdown)
+
+
+def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
+    """Medians over ranks that know."""
+    known = [rank.halves for rank in ranks if rank.halves is not None]
+    if not known:
+        return None
+    stretch, slowdown, turns_s = (
+        float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown", "turns_s")
+    )
+    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=turns_s)
 
 
 def pass_timings(

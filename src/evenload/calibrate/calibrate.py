@@ -30,6 +30,7 @@ from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
+from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.pack_clock import PackClock, pack_clock
@@ -147,6 +148,7 @@ def _measured(
         gather_beside=beside_compute(mesh, "gathers"),
         context_beside=beside_compute(mesh, "context"),
         part_s=part_seconds(first) if mesh.context else (0.0, 0.0),
+        halves=beside_halves(mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)

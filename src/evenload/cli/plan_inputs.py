@@ -15,7 +15,7 @@ from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.errors import ConfigError
@@ -50,7 +50,8 @@ class PlanCosts:
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
         overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step; overlap_context: keys and values of shared documents travel in parts beside attention.
+            the next step; overlap_context: keys and values of shared documents travel in parts beside attention;
+            overlap_tensor: it computes packs in halves where that hides tensor-parallel transfers.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -63,6 +64,7 @@ class PlanCosts:
     overlap_reduction: bool = True
     overlap_gather: bool = True
     overlap_context: bool = True
+    overlap_tensor: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -76,6 +78,7 @@ class PlanCosts:
             reduction_beside=(found.reduction_beside or BesideCompute()) if self.overlap_reduction else None,
             gather_beside=(found.gather_beside or BesideCompute()) if self.overlap_gather else None,
             context_beside=(found.context_beside or BesideCompute()) if self.overlap_context else None,
+            tensor_beside=(found.tensor_beside or BesideHalves()) if self.overlap_tensor else None,
             context_exchange=self.context_exchange or found.context_exchange,
         )
 
@@ -227,6 +230,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "overlap_reduction": run.sums_beside_packs,
             "overlap_gather": run.gathers_beside_packs,
             "overlap_context": run.parts_beside_attention,
+            "overlap_tensor": run.train.overlap_tensor,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

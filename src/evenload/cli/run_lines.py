@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import BesideCompute, BesideHalves
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -83,6 +83,21 @@ def context_line(largest_group: int, exchange: str, beside: BesideCompute | None
         "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
         f"taken to last {beside.stretch:.2f} times as long as alone and to keep it from {beside.slowdown:.0%} of that "
         "time"
+    )
+
+
+def halves_line(tp: int, beside: BesideHalves | None) -> str:
+    """Whether packs are computed in halves; "" without tensor parallelism."""
+    if tp == 1:
+        return ""
+    if beside is None:
+        return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
+    measured = f"last {beside.stretch:.2f} times as long as alone and keep computing from {beside.slowdown:.0%} of that"
+    if not beside.pays:
+        return f"tensor-parallel transfers: nothing hides them, because beside compute they {measured}, as measured"
+    return (
+        "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
+        f"taken to {measured}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
     )
 
 

@@ -18,6 +18,7 @@ from evenload.cli.run_lines import (
     data_line,
     first_plan_line,
     gather_line,
+    halves_line,
     interval_line,
     prediction_line,
     reduction_line,
@@ -312,6 +313,8 @@ def _show_start(
     largest_group = max((group.size for group in mesh.context.values()), default=1)
     if travelling := context_line(largest_group, config.parallel.cp_exchange, costs.context_beside):
         console.print(travelling, soft_wrap=True)
+    if halves := halves_line(layout.tp, costs.tensor_beside):
+        console.print(halves, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

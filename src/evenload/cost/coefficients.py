@@ -145,6 +145,22 @@ class BesideCompute(Frozen):
         return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
 
 
+class BesideHalves(BesideCompute):
+    """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
+
+    Args:
+        turns_s: of a layer and direction, in which the halves hand the turn to each other some twelve times; the
+            default is for threads that wake each other.
+    """
+
+    turns_s: float = 1.5e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.turns_s >= 0:
+            raise ConfigError(f"tensor_beside.turns_s is {self.turns_s}, must be >= 0 seconds")
+
+
 class CostCoefficients(Frozen):
     """What computing and communicating costs.
 
@@ -178,6 +194,8 @@ class CostCoefficients(Frozen):
             None = after the last backward (`train.overlap_reduction`).
         gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
             None = before it begins (`train.overlap_gather`).
+        tensor_beside: packs may be computed in halves that take turns, so that tensor-parallel transfers of one run
+            beside the other, and what that costs both; None = never (`train.overlap_tensor`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -215,6 +233,7 @@ class CostCoefficients(Frozen):
     reduction_beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
     context_beside: BesideCompute | None = None
+    tensor_beside: BesideHalves | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None

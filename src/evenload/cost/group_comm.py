@@ -3,7 +3,8 @@
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
 for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it does not hide
-behind matrix products: all of it, because the runtime waits for each. Recomputing makes the output of attention again,
+behind matrix products: all of it, because the runtime waits for each, but where a pack is computed in halves
+(`cost.tensor_halves`). Recomputing makes the output of attention again,
 so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept. A backward split
 into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of both blocks and the
 gradients of both outputs again: 4 more.
@@ -57,18 +58,18 @@ def tensor_seconds(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
 ) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer that are exposed."""
-    return _tensor_rings_s(model, coefficients, tp, TENSOR_RINGS[direction] * coefficients.tensor_exposed_share)
+    return tensor_ring_seconds(model, coefficients, tp, TENSOR_RINGS[direction] * coefficients.tensor_exposed_share)
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W, exposed."""
     if model.adapter_parameters_per_layer:
         return 0.0, 0.0  # frozen matrices have no products to defer
-    return _tensor_rings_s(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
+    return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
 
-def _tensor_rings_s(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
-    """Of a layer's hidden states: (seconds a token, seconds a pack)."""
+def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
+    """So many gathers and scatters of a layer's hidden states: (seconds a token, seconds a pack)."""
     if tp == 1:
         return 0.0, 0.0
     link = coefficients.group_link(tp, stride=1)
@@ -79,7 +80,7 @@ def _tensor_rings_s(model: ModelSpec, coefficients: CostCoefficients, tp: int, r
 def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
     rings = (2 if model.post_norm else 1) * coefficients.tensor_exposed_share
-    return _tensor_rings_s(model, coefficients, tp, rings)
+    return tensor_ring_seconds(model, coefficients, tp, rings)
 
 
 def context_seconds(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
@@ -21,6 +22,7 @@ from evenload.cost.split_backward import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.sharing.halved import gathered_again_s
 from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import step_end
@@ -80,6 +82,7 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
             excess_bytes=0,
             policy=packs.policy,
             shardings=packs.shardings,
+            first_rows=packs.first_rows,
         )
         choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
@@ -101,13 +104,26 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
     ]
     ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
     return [
-        split_pack_seconds(costs, columns, direction, policy, of_ranks)
-        for columns, direction, of_ranks in zip(sides, _DIRECTIONS, ranked, strict=True)
+        split_pack_seconds(costs, columns, direction, policy, of_ranks, _first_rows(found, at))
+        for at, (columns, direction, of_ranks) in enumerate(zip(sides, _DIRECTIONS, ranked, strict=True))
     ]
+
+
+def _first_rows(found: Sequence[Candidate], direction: int) -> NDArray[np.int64]:
+    """Of all replicas' packs."""
+    packs = [(one.forward, one.backward)[direction].num_packs for one in found]
+    return np.concatenate(
+        [
+            np.zeros(count, np.int64) if one.first_rows is None else one.first_rows[direction]
+            for one, count in zip(found, packs, strict=True)
+        ]
+    )
 
 
 def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
     """What its backwards take on top because they run as I and W."""
     weights = found.actions.kind == KINDS.index("W")
     again_s = gather_seconds(costs.model, costs.coefficients, costs.layout, found.backward)
+    if found.first_rows is not None:
+        again_s = again_s + gathered_again_s(costs, found.first_rows[1])
     return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())

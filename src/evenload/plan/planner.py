@@ -29,6 +29,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
+from evenload.plan.sharing.halved import halves_seconds
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.simulate.step_end import step_end
@@ -275,12 +276,12 @@ class StepPlanner:
             is_same = found.backward is found.forward
             backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
             forward_s, backward_s = (_slowest_stage(s) for s in (found.tasks.forward_s, found.tasks.backward_s))
-            of_forward, of_backward = found.context_parts
+            of_forward, of_backward = zip(found.context_parts, found.first_rows or (None, None), strict=True)
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or (), of_forward),
-                    backward=found.backward.packs("backward", backward_slices, backward_s, (), of_backward),
+                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or (), *of_forward),
+                    backward=found.backward.packs("backward", backward_slices, backward_s, (), *of_backward),
                     policies=_policies(doc_ids, found.policy),
                 )
             )
@@ -289,6 +290,7 @@ class StepPlanner:
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
         context_s = np.sum([c.candidate.context_s for c in choices], axis=0) / len(choices) / self.layout.pipeline_ranks
         end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
+        tensor_s, tensor_hidden_s = halves_seconds(problem, choices)
         trained = trained_documents(choices)
         if len(trained) < len(documents):
             chosen = set(trained.tolist())
@@ -319,6 +321,8 @@ class StepPlanner:
                     gather_hidden_s=end.gather_hidden_s,
                     context_s=float(context_s[0]),
                     context_hidden_s=float(context_s[1]),
+                    tensor_s=tensor_s,
+                    tensor_hidden_s=tensor_hidden_s,
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),

@@ -24,7 +24,7 @@ from torch import Tensor
 from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.transfer_queue import TransferTimes
+from evenload.runtime.comm.transfer_queue import NO_TRANSFERS, TransferQueue, TransferTimes, transfer_queue
 from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock
 from evenload.runtime.rank_packs import RankStep
@@ -46,6 +46,7 @@ class RankTrace:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
         context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
             these the ones in which nothing waited for them.
+        halves: transfers of packs in halves.
         memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
             by kind of `held_bytes.STORE_KINDS`.
     """
@@ -59,6 +60,7 @@ class RankTrace:
     memory_kind_bytes: NDArray[np.int64]
     context_s: float = 0.0
     context_hidden_s: float = 0.0
+    halves: TransferTimes = NO_TRANSFERS
 
 
 class HeadOutput(NamedTuple):
@@ -179,6 +181,7 @@ class Executor:
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
+        transfers = self._halves_transfers(step)
         self._clock.start()
         if (times := self._context_times()) is not None:
             times.begin_step()
@@ -220,7 +223,7 @@ class Executor:
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock, times),
+            functools.partial(_trace, rows, self._clock, times, transfers),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -228,6 +231,15 @@ class Executor:
             self._context_bytes() - before_bytes,
             tuple(heads),
         )
+
+    def _halves_transfers(self, step: RankStep) -> TransferQueue | None:
+        """That of packs in halves, which begins to measure; None without such packs."""
+        packs = step.plan.pack_plans[self._mesh.dp_rank]
+        if not any(pack.first_rows for pack in (*packs.forward, *packs.backward)):
+            return None
+        transfers = transfer_queue(self._mesh.device)
+        transfers.begin_times()
+        return transfers
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
@@ -281,8 +293,10 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(rows: list[_Row], clock: HostClock, context: BesideTimes | None = None) -> RankTrace:
-    beside = TransferTimes(0.0, 0.0) if context is None else context.read()
+def _trace(
+    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, transfers: TransferQueue | None = None
+) -> RankTrace:
+    beside = NO_TRANSFERS if context is None else context.read()
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
@@ -295,4 +309,5 @@ def _trace(rows: list[_Row], clock: HostClock, context: BesideTimes | None = Non
         memory_kind_bytes=kinds,
         context_s=beside.transfer_s,
         context_hidden_s=beside.hidden_s,
+        halves=NO_TRANSFERS if transfers is None else transfers.times(),
     )

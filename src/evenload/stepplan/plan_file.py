@@ -88,6 +88,8 @@ def _pack_to_json(pack: MicroPack) -> list[dict[str, Any]]:
     extra: dict[str, Any] = {}
     if pack.pad_to:
         extra["pad_to"] = pack.pad_to
+    if pack.first_rows:
+        extra["first_rows"] = pack.first_rows
     if isinstance(pack.sharding, str) and pack.sharding:
         extra["sharding"] = pack.sharding
     if pack.context_parts > 1:
@@ -170,6 +172,7 @@ def _direction_from_json(
             pad_to=pack[0].get("pad_to", 0) if pack else 0,
             sharding=_sharding_from_json(pack, f"{direction} pack {index}"),
             context_parts=pack[0].get("context_parts", 1) if pack else 1,
+            first_rows=pack[0].get("first_rows", 0) if pack else 0,
             cost_s=max(durations[index], default=0.0),
         )
         for index, pack in enumerate(packs)

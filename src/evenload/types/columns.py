@@ -159,6 +159,7 @@ class SliceColumns:
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
         context_parts: Sequence[int] = (),
+        first_rows: NDArray[np.int64] | None = None,
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -167,10 +168,13 @@ class SliceColumns:
             cost_s: float64[num_packs].
             shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
             context_parts: of every pack (`MicroPack`); () = 1.
+            first_rows: int64[num_packs], of halves; None = all are computed in one go.
         """
+        halves = np.zeros(self.num_packs, np.int64) if first_rows is None else first_rows
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
         parts = context_parts or (1,) * self.num_packs
-        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, parts, cost_s.tolist(), strict=True)
+        pads, first = self.pad_to.tolist(), halves.tolist()
+        rows = zip(slices, pads, shardings or unshared, parts, first, cost_s.tolist(), strict=True)
         return tuple(
             MicroPack(
                 index=index,
@@ -179,9 +183,10 @@ class SliceColumns:
                 pad_to=pad_to,
                 sharding=sharding,
                 context_parts=of_pack,
+                first_rows=first,
                 cost_s=seconds,
             )
-            for index, (pieces, pad_to, sharding, of_pack, seconds) in enumerate(rows)
+            for index, (pieces, pad_to, sharding, of_pack, first, seconds) in enumerate(rows)
         )
 
 

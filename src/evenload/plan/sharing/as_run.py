@@ -21,6 +21,7 @@ from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.sharing.cp_sharding import pack_shardings
+from evenload.plan.sharing.halved import with_halves
 from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.simulate.simulate import simulate
@@ -40,10 +41,14 @@ def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> 
 
 
 def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
-    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation; itself where it has
-    them."""
+    """The candidate of a replica with shardings, halves, its slowest ranks' seconds and their simulation; itself where
+    it has them."""
     if found.shardings is not None:
         return found
+    return with_halves(problem.of_replica(dp_rank).costs, _as_shared(problem, found, dp_rank))
+
+
+def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     costs = problem.costs
     rule, price = problem.options.cp_sharding, functools.partial(sharding_cost, costs)
     found = replace(found, shardings=pack_shardings(rule, found.forward, found.backward, price))

@@ -37,6 +37,9 @@ class TransferTimes(NamedTuple):
         return max(0.0, self.transfer_s - self.waited_s)
 
 
+NO_TRANSFERS = TransferTimes(0.0, 0.0)
+
+
 class TransferQueue:
     """What both devices have in common: when transfers ran, and when computing waited for them."""
 
@@ -140,9 +143,10 @@ class StreamTransfers(TransferQueue):
         with torch.cuda.stream(self._stream):
             start = self._clock.mark()
             call()
-            end = self._clock.mark()
-        self._spans.append(Span(start, end))
-        return _StreamPending(self, end, call)
+            self._spans.append(Span(start, self._clock.mark()))
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return _StreamPending(self, done, call)
 
     def wait(self, done: Any) -> None:
         start = self._clock.mark()

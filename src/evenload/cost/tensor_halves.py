@@ -1,0 +1,202 @@
+"""What it costs and saves to compute a pack in two halves that take turns, so that one's tensor-parallel transfers run
+beside the other's compute (`runtime/comm/turns.py`).
+
+    costs    the constants of one more pack on every layer: launches, small matrix products, latency of as many
+             transfers again; a piece more where a slice is cut; turns
+    saves    of a half's transfers what the other half's compute is long enough for, but for the first and the last of a
+             stage, beside which nothing runs; less what they take from compute (`CostCoefficients.tensor_beside`)
+
+Halves are even in rows, because transfers are, and fall between slices where that is near enough; else a slice is cut
+at a whole number of attention's tiles. Which packs are halved follows from these seconds alone. Packs that a group
+shares are not, nor such as have offloaded documents or some that are recomputed and some that are not: their halves
+would make different transfers. Not priced: backwards find the activations of halves in two pieces where they are cut
+elsewhere, and copy them together.
+
+O(slices + packs · stages) numpy, three times the price of the packs; for chosen candidates (`plan.sharing.as_run`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.activation import OFFLOAD, RECOMPUTE
+from evenload.cost.group_comm import TENSOR_RINGS, tensor_ring_seconds
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.slice_features import weighted
+from evenload.types.columns import SliceColumns
+from evenload.types.micropack import Direction
+
+_NEAR = 8
+"""A cut between slices is taken where it is within so small a part of the pack's rows from its middle."""
+
+
+@dataclass(frozen=True, eq=False)
+class HalvedPacks:
+    """Packs of one direction, priced in halves where these are shorter.
+
+    Args:
+        first_rows: int64[num_packs], of the first half; 0 = computed in one go.
+        more_s: float64[num_packs, P], what halves take beyond the whole; below 0 on the mean of stages, 0 where there
+            are none.
+        transfer_s, hidden_s: float64[num_packs, P], the halves' transfers, and of them what runs beside compute.
+    """
+
+    first_rows: NDArray[np.int64]
+    more_s: NDArray[np.float64]
+    transfer_s: NDArray[np.float64]
+    hidden_s: NDArray[np.float64]
+
+
+def pays(costs: PackCosts) -> bool:
+    """Whether any pack could be halved."""
+    beside = costs.coefficients.tensor_beside
+    return costs.layout.tp > 1 and beside is not None and beside.pays
+
+
+def halved_packs(
+    costs: PackCosts,
+    columns: SliceColumns,
+    direction: Direction,
+    policy: NDArray[np.int8] | None = None,
+    first_rows: NDArray[np.int64] | None = None,
+) -> HalvedPacks:
+    """Decide which packs are halved, and price them.
+
+    Args:
+        policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+        first_rows: int64[num_packs], of packs that are halved already; None = decide.
+    """
+    m, stages = columns.num_packs, costs.layout.num_stages
+    nothing = HalvedPacks(np.zeros(m, np.int64), *(np.zeros((m, stages)) for _ in range(3)))
+    if not m or (not pays(costs) if first_rows is None else not first_rows.any()):
+        return nothing
+    wanted = _middles(columns, costs.coefficients.attention_tile, costs.model.causal)
+    is_wanted = _may_be_halved(columns, policy) & (wanted > 0) if first_rows is None else first_rows > 0
+    chosen = np.flatnonzero(is_wanted)
+    if not len(chosen):
+        return nothing
+    cut = (wanted if first_rows is None else first_rows)[chosen]
+    packs = _chosen_packs(columns, chosen)
+    more_s, transfer_s, hidden_s = _halves_seconds(costs, packs, cut, direction, policy)
+    taken = more_s.sum(axis=1) < 0 if first_rows is None else np.ones(len(chosen), bool)
+    nothing.first_rows[chosen] = np.where(taken, cut, 0)
+    for of_all, of_chosen in (
+        (nothing.more_s, more_s),
+        (nothing.transfer_s, transfer_s),
+        (nothing.hidden_s, hidden_s),
+    ):
+        of_all[chosen] = np.where(taken[:, None], of_chosen, 0.0)
+    return nothing
+
+
+def _halves_seconds(
+    costs: PackCosts,
+    packs: SliceColumns,
+    first_rows: NDArray[np.int64],
+    direction: Direction,
+    policy: NDArray[np.int8] | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """(more, transfers, hidden) seconds of packs that are halved; float64[num_packs, P] each."""
+    coefficients, layout, layers = costs.coefficients, costs.layout, costs.layers().astype(np.float64)
+    beside = coefficients.tensor_beside
+    assert beside is not None, "the price of halves is not known"
+    whole = costs.features.of_packs(packs)
+    # Halves of pack i are packs 2i and 2i + 1.
+    halves = costs.features.of_packs(_in_halves(packs, first_rows)).reshape(len(first_rows), 2, -1)
+    delta = halves.sum(axis=1) - whole
+    slowness = np.array([(costs.slowness or (1.0,) * layout.pipeline_ranks)[rank] for rank in layout.stage_to_rank])
+    matrix = costs.stage_seconds[direction].copy()
+    # What embedding and head cost is no layer's.
+    matrix[0] -= slowness * np.eye(1, layout.num_stages)[0] * coefficients.embedding_s_per_token / layout.tp
+    if direction == "backward":
+        last = slowness * np.eye(1, layout.num_stages, layout.num_stages - 1)[0]
+        matrix[0] -= last * coefficients.head_s_per_token / layout.tp
+        matrix[2] -= last * coefficients.head_pack_s
+    more_s = weighted(delta, matrix) + beside.turns_s * layers
+    if direction == "backward" and policy is not None:
+        more_s += np.outer(_has_policy(packs, policy, RECOMPUTE) > 0, costs.linear_again_s[1])
+    token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, layout.tp, TENSOR_RINGS[direction])
+    half_s = layers * (halves[:, :, :1] * token_s + latency_s)
+    # What of them is in the pack's seconds: all that a run measured, and what a data sheet does not hide already.
+    in_pack = 1.0 if coefficients.source == "calibrated" else coefficients.tensor_exposed_share
+    compute_s = weighted(halves.reshape(-1, whole.shape[1]), matrix).reshape(half_s.shape) - in_pack * half_s
+    # The first transfer and the last of a stage: two of the halves' 2 · rings · layers.
+    beside_s = in_pack * half_s * (1.0 - 1.0 / (TENSOR_RINGS[direction] * np.maximum(layers, 1.0)))
+    room_s = np.maximum(0.0, compute_s[:, ::-1]) / max(1e-12, beside.stretch * (1.0 - beside.slowdown))
+    alone_s = np.minimum(beside_s, room_s)
+    hidden_s = beside.stretch * alone_s.sum(axis=1)
+    more_s -= (1.0 - beside.stretch * beside.slowdown) * alone_s.sum(axis=1)
+    host = costs.host_seconds[direction]
+    if host.any():
+        device_s, queued_s = weighted(whole, costs.stage_seconds[direction]), weighted(whole[:, 1:3], host)
+        halved_s = np.maximum(device_s + more_s, queued_s + weighted(delta[:, 1:3], host))
+        more_s = halved_s - np.maximum(device_s, queued_s)
+    return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
+
+
+def _may_be_halved(columns: SliceColumns, policy: NDArray[np.int8] | None) -> NDArray[np.bool_]:
+    """bool[num_packs]."""
+    pack, m = columns.pack_of_slice(), columns.num_packs
+    free = np.bincount(pack, weights=columns.cp > 1, minlength=m) == 0
+    if policy is None:
+        return free
+    again, slices = _has_policy(columns, policy, RECOMPUTE), np.diff(columns.pack_offset)
+    return free & (_has_policy(columns, policy, OFFLOAD) == 0) & ((again == 0) | (again == slices))
+
+
+def _has_policy(columns: SliceColumns, policy: NDArray[np.int8], code: int) -> NDArray[np.int64]:
+    """Slices of every pack whose documents have it; int64[num_packs]."""
+    return np.bincount(columns.pack_of_slice()[policy[columns.doc] == code], minlength=columns.num_packs)
+
+
+def _middles(columns: SliceColumns, tile: int, causal: bool) -> NDArray[np.int64]:
+    """Where every pack would be halved; 0 = nowhere. int64[num_packs]."""
+    rows = columns.slice_tokens()
+    ends = np.cumsum(rows)
+    found = np.zeros(columns.num_packs, np.int64)
+    for pack, (first, stop) in enumerate(zip(columns.pack_offset[:-1], columns.pack_offset[1:], strict=True)):
+        if first == stop:
+            continue
+        before = int(ends[first] - rows[first])
+        total = int(ends[stop - 1]) - before
+        middle = total // 2
+        at = first + int(np.searchsorted(ends[first:stop] - before, middle, side="right"))
+        edges = [int(ends[i]) - before for i in (at - 1, at) if first <= i < stop - 1]
+        nearest = min(edges, key=lambda edge: abs(2 * edge - total), default=0)
+        if nearest and _NEAR * abs(2 * nearest - total) <= 2 * total:
+            found[pack] = nearest
+        elif causal and at < stop:
+            start = int(ends[at] - rows[at]) - before
+            found[pack] = start + (middle - start) // tile * tile
+        else:
+            found[pack] = nearest
+    return found
+
+
+def _in_halves(columns: SliceColumns, first_rows: NDArray[np.int64]) -> SliceColumns:
+    """Packs 2i and 2i + 1 are the halves of pack i; without padding, which the rows have already."""
+    rows = columns.slice_tokens()
+    start, stop, pack = columns.start, columns.start + rows, columns.pack_of_slice()
+    before = np.cumsum(rows) - rows
+    first_row = before - np.repeat(before[columns.pack_offset[:-1]], np.diff(columns.pack_offset))
+    edge = np.clip(start + first_rows[pack] - first_row, start, stop)
+    starts, stops = np.stack([start, edge], axis=1), np.stack([edge, stop], axis=1)
+    place = 2 * pack[:, None] + np.array([0, 1])
+    used = (stops > starts).ravel()
+    order = np.argsort(place.ravel()[used], kind="stable")
+    count = np.bincount(place.ravel()[used], minlength=2 * columns.num_packs)
+    return SliceColumns(
+        doc=np.repeat(columns.doc, 2)[used][order],
+        start=starts.ravel()[used][order],
+        stop=stops.ravel()[used][order],
+        pack_offset=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
+        pad_to=np.zeros(2 * columns.num_packs, np.int64),
+        cp=np.ones(int(used.sum()), np.int64),
+    )
+
+
+def _chosen_packs(columns: SliceColumns, packs: NDArray[np.intp]) -> SliceColumns:
+    """Some packs, in their order."""
+    parts = [columns.pack_range(int(pack), int(pack) + 1) for pack in packs]
+    return SliceColumns.concat(parts, [0] * len(parts))

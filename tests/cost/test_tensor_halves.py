@@ -1,0 +1,166 @@
+"""What packs in halves cost and save, against numbers made by hand; which packs are halved, and where."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.coefficients import BesideHalves, PassCoefficients
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.tensor_halves import halved_packs, pays
+from evenload.errors import ConfigError
+from evenload.types.cluster import LinkSpec
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import even_layout
+
+TOKEN_S = 8 * 2 / 2 / 100.0  # hidden · bytes, half of it over the link
+LATENCY_S = 0.25
+LINKS = {
+    "intra_node": LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=LATENCY_S),
+    "devices_per_node": 4,
+}
+FREE = BesideHalves(stretch=1.0, slowdown=0.0, turns_s=0.0)
+LAYERS = 3
+
+
+def costs(beside: BesideHalves | None = FREE, tp: int = 2, **changes) -> PackCosts:
+    passes = {
+        name: PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.0, slice_s=0.5, pack_s=1.0)
+        for name in ("forward", "backward")
+    }
+    fields = {"source": "analytic", "tensor_beside": beside, **LINKS, **passes, **changes}
+    return PackCosts(sample_model(), sample_coefficients(**fields), even_layout(LAYERS, tp=tp))
+
+
+def transfers_s(tokens: int, rings: int = 4) -> float:
+    """Of all layers."""
+    return LAYERS * rings * (tokens * TOKEN_S + LATENCY_S)
+
+
+def test_all_but_the_first_and_the_last_transfer_hide_behind_enough_compute() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+    for direction, rings in (("forward", 4), ("backward", 6)):
+        found = halved_packs(costs(), packs, direction)
+        hidden_s = 2 * transfers_s(100, rings) * (1 - 1 / (rings * LAYERS))
+        another_pack_s = LAYERS * (1.0 + rings * LATENCY_S)
+        assert found.first_rows.tolist() == [100]
+        assert found.transfer_s.item() == pytest.approx(2 * transfers_s(100, rings))
+        assert found.hidden_s.item() == pytest.approx(hidden_s)
+        assert found.more_s.item() == pytest.approx(another_pack_s - hidden_s)
+
+
+def test_embedding_and_head_hide_nothing() -> None:
+    """They run before or after all halves, and once."""
+    packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+    for direction in ("forward", "backward"):
+        plain = halved_packs(costs(), packs, direction)
+        heavy = costs(embedding_s_per_token=50.0, head_s_per_token=50.0, head_pack_s=500.0)
+        assert halved_packs(heavy, packs, direction).more_s == pytest.approx(plain.more_s)
+
+
+def test_a_transfer_hides_no_longer_than_the_other_half_computes() -> None:
+    """The second half has 40 rows: of the first's transfers no more than 40 rows' compute hides."""
+    slow = costs(intra_node=LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=0.0))
+    packs = SliceColumns.from_ranges([[(0, 0, 60), (1, 0, 40)]])
+    found = halved_packs(slow, packs, "forward", first_rows=np.array([60]))
+    # Every ring of a token takes 2 s on 4 rings, its compute 1 s.
+    compute_s = [LAYERS * (rows * 2.0 / 2 + 1.0 + 0.5) for rows in (40, 60)]
+    assert found.hidden_s.item() == pytest.approx(sum(compute_s))
+
+
+def test_what_transfers_and_compute_take_from_each_other_is_paid() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+    free, paid = (
+        halved_packs(costs(one), packs, "forward")
+        for one in (FREE, BesideHalves(stretch=1.5, slowdown=0.4, turns_s=0.2))
+    )
+    assert paid.hidden_s.item() == pytest.approx(1.5 * free.hidden_s.item())
+    lost_s = 0.4 * 1.5 * free.hidden_s.item() + LAYERS * 0.2
+    assert paid.more_s.item() == pytest.approx(free.more_s.item() + lost_s)
+
+
+def test_measured_layers_hold_their_transfers() -> None:
+    """So that compute is the rest, and nothing is charged on top but another pack."""
+    measured = costs(source="calibrated", tensor_exposed_share=0.0)
+    packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+    hidden_s = 2 * transfers_s(100) * (1 - 1 / (4 * LAYERS))
+    assert halved_packs(measured, packs, "forward").more_s.item() == pytest.approx(LAYERS * 1.0 - hidden_s)
+
+
+def test_small_packs_are_computed_in_one_go() -> None:
+    """A pack that is halved is shorter by it; one that is not would not be."""
+    packs = SliceColumns.from_ranges([[(0, 0, rows)] for rows in range(2, 200, 3)])
+    found = halved_packs(costs(), packs, "forward")
+    halved = found.first_rows > 0
+    assert halved.any()
+    assert not halved.all()
+    assert (found.more_s[halved] < 0).all()
+    assert not found.more_s[~halved].any()
+    forced = halved_packs(costs(), packs, "forward", first_rows=packs.pack_tokens() // 2)
+    assert (forced.more_s[~halved] >= 0).all()
+
+
+def test_cuts_are_between_slices_near_the_middle_else_at_whole_tiles() -> None:
+    wide = costs(attention_tile=16)
+    packs = SliceColumns.from_ranges(
+        [
+            [(0, 0, 300), (1, 0, 320), (2, 0, 20)],
+            [(0, 0, 600), (1, 0, 20)],
+            [(0, 48, 448)],
+            [(0, 0, 30), (1, 0, 600)],
+        ]
+    )
+    first = halved_packs(wide, packs, "backward").first_rows.tolist()
+    assert first == [300, 304, 192, 30 + 272]
+    two_way = PackCosts(sample_model(causal=False), wide.coefficients, even_layout(LAYERS, tp=2))
+    whole = SliceColumns.from_ranges([[(0, 0, 600), (1, 0, 300)], [(0, 0, 600)]])
+    assert halved_packs(two_way, whole, "forward").first_rows.tolist() == [600, 0], "its documents are never cut"
+
+
+def test_a_cut_slice_pays_for_two() -> None:
+    costly = costs(
+        backward=PassCoefficients(
+            linear_s_per_token=2.0, attention_s_per_pair=0.0, prefix_s_per_token=0.1, slice_s=0.5, pack_s=1.0
+        )
+    )
+    one = SliceColumns.from_ranges([[(0, 10, 210)]])
+    found = halved_packs(costly, one, "backward", first_rows=np.array([100])).more_s.item()
+    two = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+    uncut = halved_packs(costly, two, "backward", first_rows=np.array([100])).more_s.item()
+    assert found - uncut == pytest.approx(LAYERS * (0.5 + 110 * 0.1 / 2))
+
+
+def test_what_may_not_be_halved() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]])
+    for policy, is_halved in (([0, 0], True), ([1, 1], True), ([0, 1], False), ([2, 2], False), ([0, 2], False)):
+        found = halved_packs(costs(), packs, "backward", np.array(policy, np.int8))
+        assert found.first_rows.any() == is_halved, policy
+    shared = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]], cp=2)
+    assert not halved_packs(costs(), shared, "forward").first_rows.any()
+    for one in (costs(None), costs(tp=1), costs(BesideHalves(stretch=2.0, slowdown=0.5))):
+        assert not pays(one)
+        assert not halved_packs(one, packs, "forward").first_rows.any()
+    empty = SliceColumns.from_ranges([[], [(0, 0, 600)], []])
+    assert halved_packs(costs(), empty, "forward").first_rows.tolist() == [0, 300, 0]
+
+
+def test_recomputing_pays_its_constants_twice() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]])
+    stored, again = (
+        halved_packs(costs(), packs, "backward", np.full(2, code, np.int8)).more_s.item() for code in (0, 1)
+    )
+    assert again - stored == pytest.approx(float(costs().linear_again_s[1].sum()))
+
+
+def test_padding_is_rows_too() -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 100)]])
+    padded = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, np.array([300]), packs.cp)
+    assert halved_packs(costs(), padded, "forward").first_rows.tolist() == [300]
+
+
+def test_coefficients_below_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"turns_s is -1\.0"):
+        BesideHalves(turns_s=-1.0)
+    with pytest.raises(ConfigError, match=r"slowdown by transfers beside compute is 1\.5"):
+        BesideHalves(slowdown=1.5)
+    assert msgspec.json.decode(msgspec.json.encode(FREE), type=BesideHalves) == FREE
