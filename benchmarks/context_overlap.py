@@ -41,7 +41,7 @@ from results import Row, median_ratio, run_benchmark
 from token_runs import write_token_run
 
 LAYERS, RANKS = 4, 2
-LENGTHS = [4_096, 2_048, 2_048]
+LENGTHS = [2_048, 1_024, 1_024]
 CASES = {"cp=2": ["parallel.cp=2"], "dp=2, shared": ["parallel.dp=2", "plan.options.dp_merge=true"]}
 ROUNDS, QUICK_ROUNDS = 16, 2
 KEYS = (
@@ -54,7 +54,7 @@ def write_run(directory: Path) -> Path:
     """The run's configuration."""
     model = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None, max_position_embeddings=8_192,
+        num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None, max_position_embeddings=4_096,
     )  # fmt: skip
     return write_token_run(directory, model, LENGTHS, f"batch_tokens = {sum(LENGTHS)}", steps=1, device="cpu")
 
