@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from check_cases import invariance_verdict, isolation_verdict, resume_verdict
+from check_cases import invariance_verdict, isolation_verdict, resume_verdict, summed_in_a_check
 from dist_training import COSTS
 from evenload.check.smaller_run import checked_scope
 from evenload.check.survey import check_ledger, check_memory, survey_batches
@@ -92,6 +92,18 @@ def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype)
     assert verdict.outcome == "pass", verdict
     for title in ("slimpack", "padded", "best_fit", "balanced", "slimpack in short slices"):
         assert title in verdict.found
+
+
+def test_gradients_are_summed_as_the_run_does(gloo_pool, config_file):
+    """Beside packs or after them: the same to the bit, and what is checked is what runs."""
+    more = ["parallel.dp=2", "plan.options.dp_merge=false"]
+    beside = gloo_pool.run(2, summed_in_a_check, str(config_file), more)
+    after = gloo_pool.run(2, summed_in_a_check, str(config_file), [*more, "train.overlap_reduction=false"])
+    assert [seen for seen, _ in beside] == [[True]] * 2
+    assert [seen for seen, _ in after] == [[False]] * 2
+    for (_, one), (_, other) in zip(beside, after, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_wrong_denominator_is_caught(gloo_pool, config_file):

@@ -29,25 +29,29 @@ def test_every_strategy_says_what_it_does():
 
 
 def test_a_run_says_when_gradients_are_summed():
-    assert reduction_line(1, None) == ""
-    assert reduction_line(4, None).endswith(
+    assert reduction_line([1], None) == ""
+    assert reduction_line([4], None).endswith(
         "4 ranks after the last backward (train.overlap_reduction = false, or plan.feedback)"
     )
-    beside = reduction_line(4, BesideCompute(stretch=1.5, slowdown=0.25))
+    beside = reduction_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
     assert "beside the last backward" in beside
     assert "1.50 times" in beside
     assert "25%" in beside
-    costly = reduction_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], BesideCompute())
+    # Silent before, where the first layout has no replicas.
+    assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
+    assert reduction_line([1, 1], None) == ""
+    costly = reduction_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
     assert "4 ranks after the last backward: beside it a sum lasts 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_when_weights_are_gathered():
-    assert gather_line(1, None) == ""
-    assert gather_line(4, None).endswith("before the next step (train.overlap_gather = false, or plan.feedback)")
-    beside = gather_line(4, BesideCompute(stretch=1.5, slowdown=0.25))
+    assert gather_line([1], None) == ""
+    assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false, or plan.feedback)")
+    beside = gather_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
     assert "1.50 times as long as alone and to keep computing from 25%" in beside
-    assert "beside its packs a gather lasts 2.50 times" in gather_line(4, BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "beside its packs a gather lasts 2.50 times" in gather_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
 
 
 def test_a_run_says_how_keys_and_values_travel():

@@ -129,6 +129,15 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
     assert not msgspec.structs.replace(costs, reduction_beside=BesideCompute()).is_changed
     assert not msgspec.structs.replace(costs, context_beside=BesideCompute()).is_changed
+    assert costs.profile is not None
+    kept = msgspec.structs.replace(costs.profile, beside=(("reduction_beside", 1.5, 0.25),))
+    measured = msgspec.structs.replace(costs, profile=kept, reduction_beside=BesideCompute(stretch=1.5, slowdown=0.25))
+    measured = msgspec.structs.replace(measured, profile=msgspec.structs.replace(kept, digest=digest_of(measured)))
+    assert not measured.is_changed
+    assert not msgspec.structs.replace(measured, reduction_beside=None).is_changed, "a run sums after its packs"
+    assert msgspec.structs.replace(measured, reduction_beside=BesideCompute(stretch=1.0, slowdown=0.25)).is_changed
+    untold = msgspec.structs.replace(measured, profile=msgspec.structs.replace(measured.profile, beside=()))
+    assert untold.is_changed, "what was measured is part of the record"
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
     assert costs.profile is not None

@@ -1,7 +1,9 @@
 """Memory of attention's backward beside its results, by hand for an 8B Llama: 32 heads, 8 key heads of 128, bf16."""
 
 import dataclasses
+import itertools
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +28,23 @@ def test_a_row_has_sums_in_fp32_and_a_document_a_block_of_rows_more():
     of_dim = {dim: sample_model(head_dim=dim, attention_workspace=True) for dim in (80, 160)}
     assert workspace_rates(of_dim[80], 2, 1).row == 4 * 2 * 97
     assert workspace_rates(of_dim[160], 2, 1).row == 4 * 2 * 193
+
+
+def test_sums_in_one_order_are_held_for_every_processor():
+    """As torch allocates them: ceil(processors / (documents · heads)) times, for all heads or for some of them at a
+    time, of the GPUs that there are."""
+    ordered = msgspec.structs.replace(LLAMA, ordered_attention=True)
+    rates = workspace_rates(ordered, 32, 8)
+    assert rates.row == 4 * ((32 + 147) * 128 + 32)
+    assert rates.piece == 128 * rates.row
+    for processors, documents in itertools.product((108, 132, 148), (1, 2, 5, 40)):
+        for heads in range(4, 33, 4):
+            splits = -(-processors // (documents * heads))
+            assert 4 * heads * (splits * 128 + 1) <= rates.row
+    assert dataclasses.replace(rates, row=0, piece=0) == dataclasses.replace(
+        workspace_rates(LLAMA, 32, 8), row=0, piece=0
+    )
+    assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 32, 8) == WorkspaceRates()
 
 
 def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():

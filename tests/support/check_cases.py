@@ -1,12 +1,14 @@
 """Checks of a small run as one rank of a `GlooPool`, right and broken on purpose."""
 
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
+from evenload.check import step_runner
 from evenload.check.invariance import check_invariance
 from evenload.check.isolation import check_isolation
 from evenload.check.resume import check_resume
@@ -18,6 +20,7 @@ from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_mesh
 from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
+from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from single_range import attend
@@ -74,6 +77,23 @@ def invariance_verdict(config_file: str, overrides: list[str], wrong_labels: boo
         title, plan = plans[-1]
         plans[-1] = (title, msgspec.structs.replace(plan, num_label_tokens=plan.num_label_tokens - 1))
     return check_invariance(config, StepRunner(config, mesh), plans, left_out, batch.tokens, mesh)
+
+
+def summed_in_a_check(config_file: str, overrides: list[str]) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Whether a check's step sums gradients beside its packs, and what comes out."""
+    config, mesh = small_run(config_file, overrides)
+    batch = GlobalBatchLoader(config.data).next_batch()
+    plans, _ = _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)
+    seen = []
+
+    class Recorded(GradientReduction):
+        def __init__(self, *args, is_overlapped: bool) -> None:
+            seen.append(is_overlapped)
+            super().__init__(*args, is_overlapped=is_overlapped)
+
+    with mock.patch.object(step_runner, "GradientReduction", Recorded):
+        outcome = StepRunner(config, mesh).run(plans[0][1], batch.tokens)
+    return seen, outcome.gradients
 
 
 def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool) -> Verdict:

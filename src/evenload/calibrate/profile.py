@@ -39,7 +39,7 @@ from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
 from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID
-from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coefficients import BESIDE, CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
@@ -252,6 +252,7 @@ def _recorded(
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],
+        beside=tuple((name, one.stretch, one.slowdown) for name in BESIDE if (one := getattr(fitted, name))),
     )
     whole = msgspec.structs.replace(
         fitted,

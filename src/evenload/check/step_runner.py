@@ -20,7 +20,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.optim.data_parallel import reduce_gradients
+from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange
 from evenload.runtime.replay.pack_tokens import PackTokens
@@ -28,6 +28,7 @@ from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
+from evenload.runtime.step_source import replicas_share_packs
 from evenload.types.plan import StepPlan
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -92,6 +93,7 @@ class StepRunner:
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
         self._exchange: Exchange = config.parallel.cp_exchange
+        self._sums_beside_packs = config.sums_beside_packs
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
         """Run a step on zero gradients, with the tokens of every document of it. Collective."""
@@ -101,8 +103,11 @@ class StepRunner:
             buffer.grads.zero_()
         for stage in self._stages.values():
             stage.seen = {}
-        run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange))
-        shards = reduce_gradients(self._buffers, mesh)
+        # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
+        is_overlapped = self._sums_beside_packs and not replicas_share_packs(plan)
+        with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
+            run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
+            shards = sums.finish()
         loss = torch.tensor([run.loss], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)
         gradients: dict[str, Tensor] = {}

@@ -184,12 +184,13 @@ def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
             )
         return name, model_from(name)
     name = name or run.model.path
-    model = msgspec.structs.replace(
-        model_from(name),
-        bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype],
-        attention_workspace=run.has_attention_workspace,
-    )
-    return name, with_adapters(model, run.model.lora)
+    model = msgspec.structs.replace(model_from(name), bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype])
+    return name, with_adapters(run.with_attention_memory(model), run.model.lora)
+
+
+def _in_kernels(model: ModelSpec) -> ModelSpec:
+    """Where no run says otherwise, attention runs in a GPU's kernels if these compute in the model's precision."""
+    return msgspec.structs.replace(model, attention_workspace=model.bytes_per_element == 2)
 
 
 def _layout(
@@ -234,8 +235,9 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "reads_twins": reads_twins,
         }
     if cost_file is None:
+        model = model if run else _in_kernels(model)
         return PlanCosts(model, cluster, attention=run.train.attention if run else "auto", **of_run)
     measured, origin = read_coefficients(cost_file), f"cost file {cost_file}"
-    model = model if run else in_measured_precision(model, measured)
+    model = model if run else _in_kernels(in_measured_precision(model, measured))
     require_measured_on(measured, model, origin)
     return PlanCosts(model, cluster, measured, origin, **of_run)

@@ -6,7 +6,7 @@ decides speed or data order stands here, with its value.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -28,11 +28,12 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def reduction_line(copies: int, beside: BesideCompute | None) -> str:
-    """When the gradients of so many ranks are summed; "" where each rank has its weights alone."""
-    if copies == 1:
+def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
+    """When gradients are summed, over so many ranks in each layout of the run; "" where each rank has its weights alone
+    in all of them."""
+    if max(copies) == 1:
         return ""
-    over = f"gradients are summed over {copies} ranks"
+    over = f"gradients are summed over {_over(copies)}"
     if beside is None:
         return f"{over} after the last backward (train.overlap_reduction = false, or plan.feedback)"
     if not beside.pays:
@@ -46,11 +47,11 @@ def reduction_line(copies: int, beside: BesideCompute | None) -> str:
     )
 
 
-def gather_line(copies: int, beside: BesideCompute | None) -> str:
-    """When the updated weights that so many ranks hold are gathered; "" where each rank has its weights alone."""
-    if copies == 1:
+def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
+    """When updated weights are gathered; arguments and answer as `reduction_line`."""
+    if max(copies) == 1:
         return ""
-    over = f"updated weights are gathered from {copies} ranks"
+    over = f"updated weights are gathered from {_over(copies)}"
     if beside is None:
         return f"{over} before the next step (train.overlap_gather = false, or plan.feedback)"
     if not beside.pays:
@@ -99,6 +100,14 @@ def halves_line(tp: int, beside: BesideHalves | None) -> str:
         "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
         f"taken to {measured}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
     )
+
+
+def _over(copies: Collection[int]) -> str:
+    """Ranks with the same weights, in each layout of a run."""
+    least, most = min(copies), max(copies)
+    if least == most:
+        return f"{most} ranks"
+    return f"up to {most} ranks (by layout{', in those with replicas' if least == 1 else ''})"
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:

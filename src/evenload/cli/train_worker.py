@@ -307,9 +307,10 @@ def _show_start(
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
-    if summed := reduction_line(max(layout.data_sizes), costs.reduction_beside):
+    copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
+    if summed := reduction_line(copies, costs.reduction_beside):
         console.print(summed, soft_wrap=True)
-        console.print(gather_line(max(layout.data_sizes), costs.gather_beside), soft_wrap=True)
+        console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
     if travelling := context_line(largest_group, config.parallel.cp_exchange, costs.context_beside):
         console.print(travelling, soft_wrap=True)

@@ -4,6 +4,8 @@ Of one layer of one backward pack with T rows in n slices that see K keys in all
 key heads of dimension D (kernels: rounded up), e bytes an element:
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
+      added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`): as
+                                                           for one document; n of them share S
     keys of prefixes            4·e·G·D a key              K and V copied into one tensor, and their gradients
     gradients of grouped keys   2·e·H·D a key              dK and dV for every query head, where H > G; above
                                                            `KEY_GRADIENT_BYTES` they are made for some key heads at a
@@ -25,6 +27,8 @@ from evenload.types.model import ModelSpec
 KEY_GRADIENT_BYTES = 1 << 29
 """Of gradients of keys and values that a kernel makes for every query head before it adds those of a key head."""
 _ROWS_OF_BLOCK = 128
+_PROCESSORS = 148
+"""Of the largest GPU that the kernels run on (B200; an H100 has 132)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRat
         return WorkspaceRates()
     element, dim = model.bytes_per_element, model.head_dim
     rounded_dim = -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
-    row = 4 * heads * (rounded_dim + 1)
+    # In one order every call holds `ceil(S / (documents · heads))` sums of dQ. It has at most all heads of the rank, so
+    # sums times heads are fewer than S and heads together.
+    sums = heads + (_PROCESSORS - 1 if model.ordered_attention else 0)
+    row = 4 * (sums * rounded_dim + heads)
     grouped = 2 * element * heads * dim if heads > kv_heads else 0
     return WorkspaceRates(
         row=row,

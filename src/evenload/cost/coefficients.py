@@ -42,6 +42,8 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
+BESIDE = ("reduction_beside", "gather_beside")
+"""Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
 
@@ -270,7 +272,11 @@ class CostCoefficients(Frozen):
     @property
     def is_changed(self) -> bool:
         """A profile was changed after it was measured, by hand or by another program."""
-        return self.profile is not None and self.profile.digest != digest_of(self)
+        if self.profile is None:
+            return False
+        kept = ((getattr(self, name), measured) for name, *measured in self.profile.beside)
+        is_other = any(own is not None and [own.stretch, own.slowdown] != measured for own, measured in kept)
+        return is_other or self.profile.digest != digest_of(self)
 
     def stage_link(self) -> LinkSpec:
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""

@@ -28,7 +28,10 @@ Lack = Literal["layers", "pipeline link", "reduction link", "group link"]
 """A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
 reduced, and inside a tensor- or context-parallel group."""
 
-_NOT_SHAPE = {"name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows", "attention_workspace"}
+_NOT_SHAPE = {
+    *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
+    *("attention_workspace", "ordered_attention"),
+}
 _LINK_OF: Mapping[Lack, str] = {
     "pipeline link": "the transfer between pipeline stages",
     "reduction link": "the reduction of gradients",

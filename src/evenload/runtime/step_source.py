@@ -22,6 +22,7 @@ from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import Exchange, RankStep
 from evenload.types.layout import ParallelLayout
+from evenload.types.plan import StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +35,13 @@ class PreparedStep:
     @functools.cached_property
     def shares_packs(self) -> bool:
         """Replicas share packs of the step (DP-Merge)."""
-        plan = self.planned.plan
-        packs = (pack for part in plan.pack_plans for pack in part.backward)
-        return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
+        return replicas_share_packs(self.planned.plan)
+
+
+def replicas_share_packs(plan: StepPlan) -> bool:
+    """Replicas share packs of a plan (DP-Merge)."""
+    packs = (pack for part in plan.pack_plans for pack in part.backward)
+    return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 
 
 def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:

@@ -37,6 +37,7 @@ class ModelSpec(Frozen):
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in a GPU's kernels, whose workspace in backward counts as memory.
+        ordered_attention: these add in one order (`train.deterministic`), for which they hold more.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ModelSpec(Frozen):
     causal: bool = True
     bytes_per_element: int = 2
     attention_workspace: bool = False
+    ordered_attention: bool = False
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:

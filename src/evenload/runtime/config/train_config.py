@@ -19,6 +19,7 @@ from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.types.base import Frozen
 from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.model import ModelSpec
 from evenload.types.transfers import ChannelChoice
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -168,8 +169,8 @@ class RunConfig(Frozen):
         on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
             "continue" until the next one. The last one of a run has to succeed.
         deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
-            case: kernels that add in one order (attention's backward holds more memory for it, which predictions
-            leave out), and plans that follow nothing that is measured on the way: refused with `plan.feedback`,
+            case: kernels that add in one order (attention's backward holds more memory for it, which is in the
+            predictions), and plans that follow nothing that is measured on the way: refused with `plan.feedback`,
             `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is
             told at start.
         fused_norms: root-mean-square norms as one kernel, equal but for rounding; default: on GPUs.
@@ -360,11 +361,13 @@ class TrainConfig(Frozen):
         """Token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
-    @property
-    def has_attention_workspace(self) -> bool:
-        """Attention runs in a GPU's kernels; where its shape keeps `auto` from them, plans leave memory unused."""
-        runs_kernels = self.train.device == "cuda" and self.train.attention != "reference"
-        return runs_kernels and self.model.dtype == "bfloat16"
+    def with_attention_memory(self, model: ModelSpec) -> ModelSpec:
+        """A model whose memory counts what attention holds in a GPU's kernels, if it runs in them; where its shape
+        keeps `auto` from them, plans leave memory unused."""
+        in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
+        in_kernels = in_kernels and self.model.dtype == "bfloat16"
+        ordered = in_kernels and self.train.deterministic
+        return msgspec.structs.replace(model, attention_workspace=in_kernels, ordered_attention=ordered)
 
 
 def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:

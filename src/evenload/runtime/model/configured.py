@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.errors import ConfigError
@@ -52,5 +51,4 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     found = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
-    found = msgspec.structs.replace(found, attention_workspace=config.has_attention_workspace)
-    return with_adapters(found, config.model.lora)
+    return with_adapters(config.with_attention_memory(found), config.model.lora)
