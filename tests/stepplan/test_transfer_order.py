@@ -153,8 +153,15 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
     monkeypatch.setattr(freed_sends_module, "LAG", lag)
     for seed in range(12):
         plan = merged_plan(seed, dp=4, pp=2 + seed % 2)
-        assert not stuck_ranks(plan_events(plan), one_queue=True)
-        assert not stuck_ranks(plan_events(with_other_seconds(plan, seed)), one_queue=True)
+        for one in (plan, with_other_seconds(plan, seed)):
+            assert not stuck_ranks(plan_events(one), one_queue=True)
+            assert not stuck_ranks(plan_events(one, sums="behind"), one_queue=True)
+
+
+def test_sums_beside_shared_packs_do_deadlock():
+    """Why such steps sum behind their last action (decision 36): replicas wait for each other inside actions."""
+    plans = [merged_plan(seed, dp=4, pp=2 + seed % 2) for seed in range(12)]
+    assert any(stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True) for plan in plans)
 
 
 def with_other_seconds(plan: StepPlan, seed: int) -> StepPlan:

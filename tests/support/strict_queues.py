@@ -39,7 +39,8 @@ def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder, *, sums: str =
 
     Args:
         sums: "downwards": gradients of a stage are summed over all replicas where its last backward completes them,
-            those of the highest stage first; "as complete": in each rank's own order. In the rank's queue a sum stands
+            those of the highest stage first; "as complete": in each rank's own order; "behind": after the rank's last
+            action, as where replicas share packs. In the rank's queue a sum stands
             behind all transfers posted before it and in front of all after it; the rank waits for it here, as if it
             could do nothing meanwhile.
     """
@@ -50,11 +51,11 @@ def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder, *, sums: str =
     sent: dict[Channel, list[Transfer]] = {}
     completing = completing_actions((a.kind, a.stage) for a in plan.schedules[dp_rank].ranks[pp_rank])
     left = [stage for stage, owner in enumerate(ranks) if owner == pp_rank] if sums else []
-    complete = set() if completing else set(left)
+    complete = set() if completing or sums == "behind" else set(left)
 
     def sum_complete() -> None:
         while left and (left[-1] in complete or (sums == "as complete" and complete & set(left))):
-            stage = left[-1] if sums == "downwards" else max(complete & set(left))
+            stage = max(complete & set(left)) if sums == "as complete" else left[-1]
             left.remove(stage)
             events.extend([Event("wait", event.what) for event in events if event.does == "post"])
             events.append(Event("meet", ("sum", pp_rank, stage)))
@@ -71,13 +72,15 @@ def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder, *, sums: str =
             events.append(Event("wait", incoming(plan, rank, (kind, action.stage), action.pack)))
         if action.kind != "W":
             events.append(Event("meet", names[pp_rank, at]))
-        complete |= set(completing.get(at, ()))
+        complete |= set() if sums == "behind" else set(completing.get(at, ()))
         sum_complete()
         if action.kind != "W" and 0 <= action.stage + step < num_stages and ranks[action.stage + step] != pp_rank:
             channel = kind, action.stage + step
             transfer = Transfer(rank, (dp_rank, ranks[channel[1]]), channel, action.pack)
             sent.setdefault(channel, []).append(transfer)
             events.append(Event("post", transfer))
+    complete |= set(left) if sums == "behind" else set()
+    sum_complete()
     assert not left
     return events
 

@@ -189,7 +189,8 @@ def _training(identifier: str, section: RunSection) -> list[str]:
 def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
-    off = measured / predicted - 1 if measured is not None and predicted else None
+    exchange = typical(rows, "exchange_s") or 0.0
+    off = (measured - exchange) / predicted - 1 if measured is not None and predicted else None
     meaning = typical_meaning(rows)
     peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     return [
@@ -213,7 +214,9 @@ def _loss(row: MetricRow) -> str:
 
 def _prediction_error(rows: Sequence[MetricRow]) -> str:
     rows = latest_per_step(rows)
-    measured, predicted = metric_column(rows, "step_time_s"), metric_column(rows, "predicted_step_time_s")
+    # A prediction is of all but what ranks tell each other around the step.
+    measured = metric_column(rows, "step_time_s") - np.nan_to_num(metric_column(rows, "exchange_s"))
+    predicted = metric_column(rows, "predicted_step_time_s")
     known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
     if not known.any():
         return " No step has both numbers."

@@ -28,6 +28,7 @@ METRIC_KEYS = (
     "padding_tokens",
     "documents",
     "step_time_s",
+    "exchange_s",
     "predicted_step_time_s",
     "reduction_s",
     "reduction_hidden_s",

@@ -85,7 +85,8 @@ def step_line(row: MetricRow) -> str:
     """One line about one step: what was trained, how fast, and how far the prediction was off. Tokens are real ones,
     without padding. A dash stands for what is not known."""
     measured_s, predicted_s = _number(row["step_time_s"]), _number(row["predicted_step_time_s"])
-    off = measured_s / predicted_s - 1 if measured_s and predicted_s else None
+    # A prediction is of all but what ranks tell each other around the step.
+    off = (measured_s - (_number(row["exchange_s"]) or 0.0)) / predicted_s - 1 if measured_s and predicted_s else None
     parts = [
         f"step {row['step']}",
         f"loss {format_plain(_number(row['loss']), '.4f')}",

@@ -93,6 +93,7 @@ class RankEnd:
 
     Args:
         step_time_s: what the step took on its clock; data_wait_s: that it waited for the step before.
+        barrier_s: in the barrier at the step's start.
         peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
         stop_signal: why it is to end after the step; 0 = it is not.
         is_time_to_save: by its clock.
@@ -102,6 +103,7 @@ class RankEnd:
     step_time_s: float
     peak_bytes: int
     data_wait_s: float
+    barrier_s: float
     stop_signal: int
     is_time_to_save: bool
     process_bytes: int
@@ -109,9 +111,13 @@ class RankEnd:
     wants_pause: bool
 
     def joined(self, mesh: Mesh) -> "RankEnd":
-        """The largest that any rank says of each. Collective over the control group."""
+        """The largest that any rank says of each, and the shortest barrier: that of the rank which came last, and
+        waited for nobody. Collective over the control group."""
         told = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
+        signs = torch.tensor([-1.0 if field.name == "barrier_s" else 1.0 for field in fields(self)]).double()
+        told *= signs
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+        told *= signs
         kinds = (type(getattr(self, field.name)) for field in fields(self))
         named = zip(fields(self), kinds, told.tolist(), strict=True)
         return RankEnd(**{field.name: kind(value) for field, kind, value in named})
@@ -264,6 +270,7 @@ def step_row(
     peaks: DevicePeaks,
     plan_time_s: float,
     data_wait_s: float,
+    exchange_s: float,
     memory: StepMemory,
 ) -> dict[str, int | float | str | None]:
     """One row.
@@ -271,6 +278,8 @@ def step_row(
     Args:
         peaks: of all devices of the run together, idle ones included.
         data_wait_s: seconds the step waited for its batch and plan.
+        exchange_s: seconds around the timeline in which ranks meet and tell each other what they measured. They are
+            part of the row's step time, and in no prediction.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -278,6 +287,7 @@ def step_row(
     flops = float(training_flops(model, lengths).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     gather_s, gather_hidden_s = timeline.gather_seconds()
+    step_time_s = timeline.step_time_s + exchange_s
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
@@ -288,7 +298,8 @@ def step_row(
         "label_tokens": plan.num_label_tokens,
         "padding_tokens": padding,
         "documents": len(plan.documents),
-        "step_time_s": timeline.step_time_s,
+        "step_time_s": step_time_s,
+        "exchange_s": exchange_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "reduction_s": reduction_s,
         "reduction_hidden_s": reduction_hidden_s,
@@ -306,10 +317,9 @@ def step_row(
         "tensor_hidden_s": timeline.tensor_hidden_s,
         "predicted_tensor_s": plan.predicted.tensor_s,
         "predicted_tensor_hidden_s": plan.predicted.tensor_hidden_s,
-        "tokens_per_s": tokens / (timeline.step_time_s + data_wait_s),
-        "mfu": flops / timeline.step_time_s / peaks.measured_flops_per_s,
-        "mfu_of_data_sheet": peaks.data_sheet_flops_per_s
-        and flops / timeline.step_time_s / peaks.data_sheet_flops_per_s,
+        "tokens_per_s": tokens / (step_time_s + data_wait_s),
+        "mfu": flops / step_time_s / peaks.measured_flops_per_s,
+        "mfu_of_data_sheet": peaks.data_sheet_flops_per_s and flops / step_time_s / peaks.data_sheet_flops_per_s,
         "bubble_fraction": timeline.bubble_fraction(),
         "imbalance_forward": pack_times(timeline, "forward").imbalance(),
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),

@@ -309,6 +309,7 @@ class Trainer:
         planned, plan = prepared.planned, prepared.planned.plan
         watch = self.mesh.watch
         watch.step = plan.step
+        came_s = time.perf_counter()
         with watch.waiting("the barrier at the start"):
             dist.barrier(group=self.mesh.control)
         zero_s = seconds_now(self.mesh.device)
@@ -331,7 +332,7 @@ class Trainer:
             warning = self._non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
         self.survivors.write(self.steps_done + 1, state.held.buffers, state.optimizer, mesh)
         warning = warning if plan.num_label_tokens else no_label_warning(plan)
-        own = self._rank_end(found, zero_s, (data_wait_s, stop_signal, wants_pause))
+        own = self._rank_end(found, (came_s, zero_s), (data_wait_s, stop_signal, wants_pause))
         end, measured = self._tell(own, found, zero_s)
         if measured is None:
             return None
@@ -345,20 +346,23 @@ class Trainer:
             peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
             plan_time_s=planned.plan_time_s,
             data_wait_s=end.data_wait_s,
+            exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             memory=end.memory(self._process.predicted_bytes(plan, end.fixed_bytes)),
         )
         lines = self._non_finite.ledger_lines(planned)
         return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
 
-    def _rank_end(self, found: StepGradients, zero_s: float, asked: tuple[float, int, bool]) -> RankEnd:
+    def _rank_end(self, found: StepGradients, start_s: tuple[float, float], asked: tuple[float, int, bool]) -> RankEnd:
         """What this rank says at the end of a step.
 
         Args:
+            start_s: its clock before and behind the barrier at the step's start.
             asked: `data_wait_s`, `stop_signal` and `wants_pause` of `run_step`.
         """
         device = self.mesh.device
         return RankEnd(
-            step_time_s=seconds_now(device) - zero_s,
+            step_time_s=seconds_now(device) - start_s[1],
+            barrier_s=start_s[1] - start_s[0],
             # On a CPU the store's own count, without temporary buffers.
             peak_bytes=measured_peak_bytes(device) or self.state.static_bytes() + found.run.peak_bytes,
             data_wait_s=asked[0],

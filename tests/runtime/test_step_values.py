@@ -1,0 +1,139 @@
+"""What is told of a step, by numbers: four ranks' traces as one timeline, what ranks say, the row's seconds."""
+
+import numpy as np
+import pytest
+import torch
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.executor import RankTrace
+from evenload.runtime.optim.data_parallel import ReductionTrace
+from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.step_metrics import DevicePeaks, RankEnd, StepMemory, gather_timeline, step_row
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.timeline import KINDS, SIDE_KINDS
+from gloo_pool import TIMEOUT_S
+
+LAYOUT = even_layout(4, dp=2, pp=2)
+ZERO_S = (100.0, 2000.0, -30.0, 7.5)
+"""Clocks of the ranks at the step's start: nothing may depend on them."""
+# Of (replica, stage), seconds from the step's start: packs end, two sums each begin and end, a gather, a wait for it.
+PACKS = {(0, 0): (1.0, 6.0), (1, 0): (0.5, 5.0), (0, 1): (2.0, 4.0), (1, 1): (2.5, 4.5)}
+SUMS = {
+    (0, 0): ((4.0, 6.5), (5.0, 8.0)),
+    (1, 0): ((3.5, 6.25), (5.5, 7.5)),
+    (0, 1): ((3.0, 3.5), (3.5, 5.0)),
+    (1, 1): ((3.25, 4.0), (3.75, 5.25)),
+}
+GATHERS = {(0, 0): (-0.5, 0.75), (1, 0): (-0.25, 0.5), (0, 1): (-1.0, 0.25), (1, 1): (-1.0, 0.125)}
+
+
+def _gathered(traces):
+    mesh = create_mesh(LAYOUT, torch.device("cpu"), TIMEOUT_S)
+    place, zero_s = (mesh.dp_rank, mesh.pp_rank), ZERO_S[mesh.rank]
+    packs, sums, gather = (np.array(one[place]) + zero_s for one in traces)
+    none = np.zeros(0)
+    trace = RankTrace(
+        kind=np.array([KINDS.index("forward")], np.uint8),
+        stage=np.array([place[1]], np.int32),
+        pack=np.zeros(1, np.int32),
+        start_s=packs[:1],
+        end_s=packs[1:],
+        memory_bytes=np.array([10 * place[0] + place[1]]),
+        memory_kind_bytes=np.zeros((1, 1), np.int64),
+    )
+    found = gather_timeline(
+        trace,
+        ReductionTrace(np.array([3, 2], np.int32), sums[:, 0], sums[:, 1]),
+        [GatherTrace(np.zeros(1, np.int32), gather[:1], gather[1:], none, none)],
+        zero_s=zero_s,
+        step_time_s=9.0,
+        static_bytes=1000,
+        mesh=mesh,
+    )
+    own = RankEnd(
+        step_time_s=1.0 + mesh.rank,
+        peak_bytes=100 - mesh.rank,
+        data_wait_s=0.0,
+        barrier_s=0.5 * (4 - mesh.rank),
+        stop_signal=15 * (mesh.rank == 2),
+        is_time_to_save=False,
+        process_bytes=7,
+        fixed_bytes=3,
+        wants_pause=mesh.rank == 1,
+    )
+    return found, own.joined(mesh)
+
+
+def test_traces_of_four_ranks_by_hand(gloo_pool):
+    results = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))
+    timeline = results[0][0]
+    assert timeline is not None
+    assert all(found is None for found, _ in results[1:])
+    assert timeline.step_time_s == 9.0
+    of_rank = dict(zip(zip(timeline.dp_rank, timeline.rank, strict=True), range(4), strict=True))
+    for place, (start_s, end_s) in PACKS.items():
+        assert (timeline.start_s[of_rank[place]], timeline.end_s[of_rank[place]]) == (start_s, end_s)
+        assert timeline.memory_bytes[of_rank[place]] == 1000 + 10 * place[0] + place[1]
+    side = timeline.side
+    assert side is not None
+    # A sum begins when the last of both replicas has come and the sum before it is done, and ends with the last.
+    expected = {
+        ("reduction", 0): [(4.0, 6.5), (6.5, 8.0)],
+        ("reduction", 1): [(3.25, 4.0), (4.0, 5.25)],
+        ("gather", 0): [(-0.25, 0.75)],
+        ("gather", 1): [(-1.0, 0.25)],
+    }
+    for (kind, rank), spans in expected.items():
+        for replica in (0, 1):
+            own = (side.kind == SIDE_KINDS.index(kind)) & (side.rank == rank) & (side.dp_rank == replica)
+            assert list(zip(side.start_s[own], side.end_s[own], strict=True)) == spans, (kind, rank, replica)
+    # Hidden until the last replica's packs of the stage end, at 6.0 and 4.5.
+    assert timeline.reduction_seconds() == ((4.0 + 2.0) / 2, (2.0 + 1.25) / 2)
+
+
+def test_ranks_say_together_the_most_and_the_barrier_of_who_came_last(gloo_pool):
+    expected = RankEnd(
+        step_time_s=4.0,
+        peak_bytes=100,
+        data_wait_s=0.0,
+        barrier_s=0.5,
+        stop_signal=15,
+        is_time_to_save=False,
+        process_bytes=7,
+        fixed_bytes=3,
+        wants_pause=True,
+    )
+    assert [end for _, end in gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))] == [expected] * 4
+
+
+def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
+    """MFU and tokens a second are against the whole step; the prediction is not."""
+    timeline = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))[0][0]
+    model = sample_model(num_layers=4)
+    documents = (Document(0, 50, 49), Document(1, 30, 29))
+    plan = StepPlanner(model, LAYOUT, sample_coefficients(), memory_cap_bytes=1 << 40).plan(0, documents, "balanced")
+
+    def row(exchange_s):
+        return step_row(
+            plan,
+            timeline,
+            model,
+            loss=1.0,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            peaks=DevicePeaks(1e6, 2e6),
+            plan_time_s=0.0,
+            data_wait_s=2.0,
+            exchange_s=exchange_s,
+            memory=StepMemory(1, None, 0),
+        )
+
+    alone, whole = row(0.0), row(1.0)
+    assert (alone["step_time_s"], whole["step_time_s"], whole["exchange_s"]) == (9.0, 10.0, 1.0)
+    assert (alone["tokens_per_s"], whole["tokens_per_s"]) == (80 / 11, 80 / 12)
+    assert whole["mfu"] == pytest.approx(0.9 * alone["mfu"])
+    assert whole["mfu_of_data_sheet"] == pytest.approx(whole["mfu"] / 2)
+    assert whole["predicted_step_time_s"] == alone["predicted_step_time_s"] == plan.predicted.step_time_s
