@@ -36,7 +36,7 @@ def _gathered(traces):
     packs, sums, gather = (np.array(one[place]) + zero_s for one in traces)
     none = np.zeros(0)
     trace = RankTrace(
-        kind=np.array([KINDS.index("forward")], np.uint8),
+        kind=np.array([KINDS.index("F")], np.uint8),
         stage=np.array([place[1]], np.int32),
         pack=np.zeros(1, np.int32),
         start_s=packs[:1],
@@ -113,7 +113,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     """MFU and tokens a second are against the whole step; the prediction is not."""
     timeline = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))[0][0]
     model = sample_model(num_layers=4)
-    documents = (Document(0, 50, 49), Document(1, 30, 29))
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate((50, 30)))
     plan = StepPlanner(model, LAYOUT, sample_coefficients(), memory_cap_bytes=1 << 40).plan(0, documents, "balanced")
 
     def row(exchange_s):

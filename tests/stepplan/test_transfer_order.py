@@ -158,12 +158,6 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
             assert not stuck_ranks(plan_events(one, sums="behind"), one_queue=True)
 
 
-def test_sums_beside_shared_packs_do_deadlock():
-    """Why such steps sum behind their last action (decision 36): replicas wait for each other inside actions."""
-    plans = [merged_plan(seed, dp=4, pp=2 + seed % 2) for seed in range(12)]
-    assert any(stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True) for plan in plans)
-
-
 def with_other_seconds(plan: StepPlan, seed: int) -> StepPlan:
     """Every replica predicts its own seconds of every pack, some of them 0."""
     numbers = np.random.default_rng(seed)
