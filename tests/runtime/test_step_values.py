@@ -10,7 +10,7 @@ from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import ReductionTrace
 from evenload.runtime.optim.weight_gathers import GatherTrace
-from evenload.runtime.step_metrics import DevicePeaks, RankEnd, StepMemory, gather_timeline, step_row
+from evenload.runtime.step_metrics import DevicePeaks, RankEnd, SecondsAround, StepMemory, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
@@ -114,7 +114,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     timeline = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))[0][0]
     model = sample_model(num_layers=4)
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate((50, 30)))
-    plan = StepPlanner(model, LAYOUT, sample_coefficients(), memory_cap_bytes=1 << 40).plan(0, documents, "balanced")
+    plan = StepPlanner(model, sample_coefficients(), LAYOUT, 1 << 40).plan(0, documents, "balanced")
 
     def row(exchange_s):
         return step_row(
@@ -125,9 +125,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
             grad_norm=1.0,
             learning_rate=0.1,
             peaks=DevicePeaks(1e6, 2e6),
-            plan_time_s=0.0,
-            data_wait_s=2.0,
-            exchange_s=exchange_s,
+            around=SecondsAround(plan_s=0.0, data_wait_s=2.0, exchange_s=exchange_s),
             memory=StepMemory(1, None, 0),
         )
 

@@ -127,6 +127,22 @@ class RankEnd:
         return StepMemory(self.peak_bytes, self.process_bytes or None, self.fixed_bytes, predicted_process_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SecondsAround:
+    """Seconds of a step that are not on its timeline.
+
+    Args:
+        plan_s: of its planning, which runs ahead.
+        data_wait_s: that it waited for its batch and plan.
+        exchange_s: in which ranks meet before it and tell each other behind it what they measured. They are part of the
+            row's step time, and in no prediction.
+    """
+
+    plan_s: float
+    data_wait_s: float
+    exchange_s: float
+
+
 @dataclass(frozen=True)
 class DevicePeaks:
     """What matrix products reach on devices, and what their data sheet says; None = there is none for this device or
@@ -268,18 +284,13 @@ def step_row(
     grad_norm: float,
     learning_rate: float,
     peaks: DevicePeaks,
-    plan_time_s: float,
-    data_wait_s: float,
-    exchange_s: float,
+    around: SecondsAround,
     memory: StepMemory,
 ) -> dict[str, int | float | str | None]:
     """One row.
 
     Args:
         peaks: of all devices of the run together, idle ones included.
-        data_wait_s: seconds the step waited for its batch and plan.
-        exchange_s: seconds around the timeline in which ranks meet and tell each other what they measured. They are
-            part of the row's step time, and in no prediction.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -287,7 +298,7 @@ def step_row(
     flops = float(training_flops(model, lengths).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     gather_s, gather_hidden_s = timeline.gather_seconds()
-    step_time_s = timeline.step_time_s + exchange_s
+    step_time_s = timeline.step_time_s + around.exchange_s
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
@@ -299,7 +310,7 @@ def step_row(
         "padding_tokens": padding,
         "documents": len(plan.documents),
         "step_time_s": step_time_s,
-        "exchange_s": exchange_s,
+        "exchange_s": around.exchange_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "reduction_s": reduction_s,
         "reduction_hidden_s": reduction_hidden_s,
@@ -317,7 +328,7 @@ def step_row(
         "tensor_hidden_s": timeline.tensor_hidden_s,
         "predicted_tensor_s": plan.predicted.tensor_s,
         "predicted_tensor_hidden_s": plan.predicted.tensor_hidden_s,
-        "tokens_per_s": tokens / (step_time_s + data_wait_s),
+        "tokens_per_s": tokens / (step_time_s + around.data_wait_s),
         "mfu": flops / step_time_s / peaks.measured_flops_per_s,
         "mfu_of_data_sheet": peaks.data_sheet_flops_per_s and flops / step_time_s / peaks.data_sheet_flops_per_s,
         "bubble_fraction": timeline.bubble_fraction(),
@@ -325,8 +336,8 @@ def step_row(
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),
         "imbalance_dp": replica_imbalance(timeline),
         "pack_efficiency": tokens / (tokens + padding),
-        "plan_time_s": plan_time_s,
-        "data_wait_s": data_wait_s,
+        "plan_time_s": around.plan_s,
+        "data_wait_s": around.data_wait_s,
         "peak_memory_bytes": memory.peak_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
         "peak_process_bytes": memory.process_bytes,

@@ -43,6 +43,7 @@ from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.step_metrics import (
     DevicePeaks,
     RankEnd,
+    SecondsAround,
     StepReport,
     gather_timeline,
     no_label_warning,
@@ -344,9 +345,11 @@ class Trainer:
             grad_norm=found.grad_norm,
             learning_rate=learning_rate,
             peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
-            plan_time_s=planned.plan_time_s,
-            data_wait_s=end.data_wait_s,
-            exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
+            around=SecondsAround(
+                plan_s=planned.plan_time_s,
+                data_wait_s=end.data_wait_s,
+                exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
+            ),
             memory=end.memory(self._process.predicted_bytes(plan, end.fixed_bytes)),
         )
         lines = self._non_finite.ledger_lines(planned)
