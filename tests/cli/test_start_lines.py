@@ -55,14 +55,18 @@ def test_a_run_says_when_weights_are_gathered():
 
 
 def test_a_run_says_how_keys_and_values_travel():
-    assert context_line(1, "all_gather", None) == ""
-    assert context_line(2, "all_gather", None).endswith("travel in one part (train.overlap_context = false)")
-    assert "round the ranks" in context_line(2, "ring", None)
-    beside = context_line(2, "all_gather", BesideCompute(stretch=1.5, slowdown=0.25))
+    assert context_line(1, "all_gather", None, is_priced=True) == ""
+    assert context_line(2, "all_gather", None, is_priced=True).endswith(
+        "travel in one part (train.overlap_context = false)"
+    )
+    assert "round the ranks" in context_line(2, "ring", None, is_priced=True)
+    beside = context_line(2, "all_gather", BesideCompute(stretch=1.5, slowdown=0.25), is_priced=True)
     assert "in parts where that pays" in beside
     assert "1.50 times" in beside
-    costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9))
+    costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9), is_priced=True)
     assert "in one part: beside attention they take 2.50 times as long as alone" in costly
+    unknown = context_line(2, "all_gather", BesideCompute(), is_priced=False)
+    assert "in one part: the costs do not say what several cost" in unknown
 
 
 def test_a_run_says_whether_halves_hide_tensor_parallel_transfers():

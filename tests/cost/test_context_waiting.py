@@ -19,7 +19,11 @@ FREE = BesideCompute(stretch=1.0, slowdown=0.0)
 
 def costs_of(beside: BesideCompute | None, part_s: float = 0.0, share: float = 1.0) -> CostCoefficients:
     found = sample_coefficients(context_beside=beside, context_hidden_share=share)
-    return msgspec.structs.replace(found, forward=msgspec.structs.replace(found.forward, context_part_s=part_s))
+    passes = {
+        name: msgspec.structs.replace(found.of_pass(name), context_part_s=seconds)
+        for name, seconds in (("forward", part_s), ("backward", 0.0))
+    }
+    return msgspec.structs.replace(found, **passes)
 
 
 def one_pack(transfer_s: float, shared_s: float, local_s: float = 0.0, latency_s: float = 0.0) -> ContextWork:
@@ -93,6 +97,7 @@ def test_parts_are_heads_and_none_where_it_does_not_pay() -> None:
     assert most_parts(model, costs_of(None), 1) == 1
     assert most_parts(model, costs_of(BesideCompute(stretch=2.0, slowdown=0.5)), 1) == 1
     assert most_parts(model, msgspec.structs.replace(costs_of(FREE), context_exchange="ring"), 1) == 1
+    assert most_parts(model, sample_coefficients(context_beside=FREE), 1) == 1, "what a part costs is not known"
 
 
 def test_a_pack_that_ranks_share_is_cheaper_in_parts() -> None:

@@ -3,11 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideHalves, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.tensor_halves import halved_packs, pays
+from evenload.cost.tensor_halves import halved_packs, least_share, pays
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
@@ -98,6 +100,31 @@ def test_small_packs_are_computed_in_one_go() -> None:
     assert not found.more_s[~halved].any()
     forced = halved_packs(costs(), packs, "forward", first_rows=packs.pack_tokens() // 2)
     assert (forced.more_s[~halved] >= 0).all()
+
+
+@pytest.mark.parametrize("source", ["analytic", "calibrated"])
+@settings(deadline=None)
+@given(
+    packs=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=5),
+    exposed=st.floats(0, 1),
+    bandwidth=st.floats(5, 1e4),
+    stretch=st.floats(0.1, 2),
+)
+def test_halves_take_no_less_than_the_least_share(source, packs, exposed, bandwidth, stretch) -> None:
+    link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=LATENCY_S)
+    free = BesideHalves(stretch=stretch, slowdown=0.0, turns_s=0.0)
+    priced = costs(free, source=source, tensor_exposed_share=exposed, intra_node=link)
+    documents = iter(range(100))
+    columns = SliceColumns.from_ranges([[(next(documents), 0, n) for n in pack] for pack in packs])
+    for direction in ("forward", "backward"):
+        whole_s = priced.pack_seconds(columns, direction)
+        halves_s = whole_s + halved_packs(priced, columns, direction).more_s
+        assert (halves_s >= least_share(priced) * whole_s * (1 - 1e-9)).all()
+
+
+def test_where_nothing_is_halved_nothing_is_shorter() -> None:
+    assert least_share(costs(None)) == 1.0
+    assert 0 < least_share(costs()) < 1
 
 
 def test_cuts_are_between_slices_near_the_middle_else_at_whole_tiles() -> None:

@@ -63,18 +63,24 @@ def beats_all(planner: StepPlanner, lengths, *, flat: bool = False) -> Proposal:
     return found
 
 
-PLACES = [(2, 4, "llama-7b", 16_384), (4, 2, "qwen2.5-7b", 131_072), (8, 1, "qwen2.5-0.5b", 32_768)]
+PLACES = [
+    (2, 4, 1, "llama-7b", 16_384),
+    (4, 2, 1, "qwen2.5-7b", 131_072),
+    (8, 1, 1, "qwen2.5-0.5b", 32_768),
+    (2, 1, 4, "llama-7b", 32_768),
+]
+"""dp, pp, tp, model, context."""
 
 
 @pytest.mark.parametrize(
-    ("table", "dp", "pp", "model", "context"),
-    spread([(table, *PLACES[(i + turn) % 3]) for turn in range(3) for i, table in enumerate(LENGTH_TABLES)], 17),
+    ("table", "dp", "pp", "tp", "model", "context"),
+    spread([(table, *PLACES[(i + turn) % 4]) for turn in range(4) for i, table in enumerate(LENGTH_TABLES)], 17),
 )
-def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, model, context) -> None:
+def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, tp, model, context) -> None:
     """Within memory, with every activation policy and documents that replicas share, as `evenload plan` does."""
     lengths = np.minimum(LENGTH_TABLES[table].astype(np.int64), context)[:256]
     spec, cluster = model_from(model), cluster_from("h100x8")
-    layout = even_layout(spec.num_layers, dp=dp, pp=pp)
+    layout = even_layout(spec.num_layers, dp=dp, pp=pp, tp=tp)
     planner = StepPlanner(
         spec,
         analytic_coefficients(spec, cluster, layout),

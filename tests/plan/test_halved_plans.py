@@ -19,10 +19,14 @@ from halved_plans import num_halved
 LENGTHS = [30_000, 9_000, 9_000, 4_000, 4_000, 2_000, 600, 300, 100] * 3
 
 
-def proposal(strategy: str, beside: BesideHalves | None, schedule: str = "choose", **sizes: int):
+def proposal(
+    strategy: str, beside: BesideHalves | None, schedule: str = "choose", measured: bool = False, **sizes: int
+):
     model, layout = model_from("llama-7b"), even_layout(32, **sizes)
     coefficients = analytic_coefficients(model, cluster_from("h100x32"), layout)
     coefficients = msgspec.structs.replace(coefficients, tensor_beside=beside)
+    if measured:  # with their transfers in the layers
+        coefficients = msgspec.structs.replace(coefficients, source="calibrated", tensor_exposed_share=0.0)
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=32_768, schedule=schedule))
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(LENGTHS))
     return planner, planner.propose(0, documents, strategy)
@@ -51,6 +55,14 @@ def test_halves_are_taken_where_they_shorten_the_step(strategy, schedule, sizes)
     assert decode_plan_file(encode_plan_file([plan])) == (plan,)
     split = split_planned_step(plan, planner.costs)
     assert split.total_s() == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+
+
+def test_what_halves_save_of_measured_layers_is_no_padding() -> None:
+    planner, found = proposal("balanced", BesideHalves(), measured=True, tp=8)
+    assert num_halved(found.plan) > 0
+    split = split_planned_step(found.plan, planner.costs)
+    assert split.total_s() == pytest.approx(found.plan.predicted.step_time_s, rel=1e-9)
+    assert split.of("padding") == pytest.approx(0, abs=1e-12)
 
 
 def test_packs_that_a_group_shares_are_computed_in_one_go() -> None:

@@ -7,17 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from evenload.runtime.comm import transfer_queue as module
+from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.transfer_queue import StreamTransfers, ThreadTransfers
 from evenload.runtime.comm.turns import Turns
-from evenload.runtime.device import HostClock
 from fake_streams import Device
 
 CPU = torch.device("cpu")
 
 
 def turns(put_away=lambda: lambda: None) -> Turns:
-    return Turns(ThreadTransfers(CPU), put_away)
+    return Turns(ThreadTransfers(), put_away)
 
 
 def by_turns(found: Turns, told: list[str], blocks: int = 2):
@@ -147,7 +146,6 @@ def test_an_error_of_either_half_ends_both(who):
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["transfers at once", "transfers late"])
 def test_a_gpus_transfers_read_what_was_computed_before_and_are_there_when_waited_for(at_once, monkeypatch):
-    monkeypatch.setattr(module, "step_clock", lambda device: HostClock())
     device = Device(copies_at_once=at_once).replace(monkeypatch)
     transfers = StreamTransfers(torch.device("cuda"))
     given, gathered, seen = torch.zeros(2), torch.zeros(2), []
@@ -162,15 +160,15 @@ def test_a_gpus_transfers_read_what_was_computed_before_and_are_there_when_waite
 
 
 def test_seconds_that_nothing_hides_are_those_waited_for():
-    transfers = ThreadTransfers(CPU)
-    first = transfers.start(lambda: time.sleep(0.02))
-    first.wait()
-    hidden = transfers.start(lambda: time.sleep(0.02))
-    time.sleep(0.2)
+    times, others = BesideTimes(CPU), BesideTimes(CPU)
+    times.start(lambda: time.sleep(0.02)).wait()
+    hidden = times.start(lambda: time.sleep(0.02))
+    others.start(lambda: time.sleep(0.02)).wait()
     hidden.wait()
-    found = transfers.times()
+    found = times.read()
     assert found.transfer_s >= 0.04
     assert 0 < found.hidden_s < found.transfer_s
     assert found.waited_s == pytest.approx(found.transfer_s - found.hidden_s)
-    transfers.begin_times()
-    assert transfers.times() == (0, 0)
+    assert others.read().transfer_s >= 0.02, "each knows its own transfers"
+    times.begin_step()
+    assert times.read() == (0, 0)

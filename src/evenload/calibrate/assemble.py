@@ -37,7 +37,8 @@ class RankMeasurement:
         links: of the transfers that the rank takes part in.
         beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
             shared documents; halves: transfers of one half of a pack; None = not measured.
-        part_s: forward and backward, of every part but the first in which keys and values travel, on one layer.
+        part_s: forward and backward, of every part but the first in which keys and values travel, on one
+            layer; None where nobody shares documents.
     """
 
     disturbance: Disturbance
@@ -50,7 +51,7 @@ class RankMeasurement:
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
     context_beside: BesideCompute | None = None
-    part_s: tuple[float, float] = (0.0, 0.0)
+    part_s: tuple[float, float] | None = None
     halves: BesideHalves | None = None
 
 
@@ -161,10 +162,15 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
         prefix_s_per_token=prefix * tp,
         slice_s=slices,
         pack_s=packs,
-        context_part_s=float(np.median([rank.part_s[direction == "backward"] for rank in ranks])),
+        context_part_s=_part_seconds(ranks, direction),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )
+
+
+def _part_seconds(ranks: Sequence[RankMeasurement], direction: Direction) -> float | None:
+    found = [rank.part_s[direction == "backward"] for rank in ranks if rank.part_s is not None]
+    return float(np.median(found)) if found else None
 
 
 def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

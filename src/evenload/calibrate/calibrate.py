@@ -147,7 +147,7 @@ def _measured(
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
         context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(first) if mesh.context else (0.0, 0.0),
+        part_s=part_seconds(first) if mesh.context else None,
         halves=beside_halves(mesh),
     )
     everyone = [mine] * mesh.layout.world_size

@@ -136,7 +136,7 @@ def profile(
         gather_beside=beside_compute(mesh, "gathers"),
         halves=beside_halves(mesh),
         context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(stage) if mesh.context else (0.0, 0.0),
+        part_s=part_seconds(stage) if mesh.context else None,
     )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
@@ -252,7 +252,7 @@ def _recorded(
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],
-        beside=tuple((name, one.stretch, one.slowdown) for name in BESIDE if (one := getattr(fitted, name))),
+        beside=tuple((name, *one.seconds) for name in BESIDE if (one := getattr(fitted, name))),
     )
     whole = msgspec.structs.replace(
         fitted,

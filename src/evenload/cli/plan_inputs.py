@@ -15,11 +15,12 @@ from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
+from evenload.explore.prediction_interval import processor_of
 from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import options_of_settings
@@ -33,6 +34,10 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.model_catalog import model_from
 
+_UNMEASURED_PARTS = (
+    "what several parts cost in which keys and values of shared documents travel was not measured: they travel in one; "
+    "evenload profile and train.recalibrate = true measure it"
+)
 _UNMEASURED_SWITCHES = (
     "what a change of the layout takes was not measured: it is priced as if links carried all that moves; the run "
     "copies it in the machine's memory and measures that at its start; --cost RUN/checkpoints/step-.../cost.json has "
@@ -73,13 +78,12 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
+        beside: dict[str, BesideCompute | None] = {
+            name: (getattr(found, name) or self._assumed(name)) if is_wanted else None
+            for name, is_wanted in self._overlaps.items()
+        }
         return msgspec.structs.replace(
-            found,
-            reduction_beside=(found.reduction_beside or BesideCompute()) if self.overlap_reduction else None,
-            gather_beside=(found.gather_beside or BesideCompute()) if self.overlap_gather else None,
-            context_beside=(found.context_beside or BesideCompute()) if self.overlap_context else None,
-            tensor_beside=(found.tensor_beside or BesideHalves()) if self.overlap_tensor else None,
-            context_exchange=self.context_exchange or found.context_exchange,
+            found, **beside, context_exchange=self.context_exchange or found.context_exchange
         )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
@@ -88,7 +92,27 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
+        if self.overlap_context and layout.cp > 1 and not self.measured.prices_context_parts:
+            described.append(_UNMEASURED_PARTS)
+        lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
+        if lacking and layout.world_size > layout.pp:
+            taken = "they hide nothing" if self._assumed(lacking[0]) is None else "data-sheet assumptions are taken"
+            described.append(
+                f"{', '.join(lacking)}: what transfers and compute cost each other was not measured; {taken}"
+            )
         return (*filter(None, described), *self._completions(layout), *unmeasured)
+
+    @property
+    def _overlaps(self) -> dict[str, bool]:
+        """Fields of costs, and whether a run has that overlap."""
+        wanted = (self.overlap_reduction, self.overlap_gather, self.overlap_context, self.overlap_tensor)
+        return dict(zip(BESIDE, wanted, strict=True))
+
+    def _assumed(self, name: str) -> BesideCompute | None:
+        """What is taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
+        if self.measured is not None and processor_of(self.measured.device) == "cpu":
+            return None
+        return BesideHalves() if name == "tensor_beside" else BesideCompute()
 
     @property
     def _has_copies(self) -> bool:

@@ -65,9 +65,13 @@ def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
     )
 
 
-def context_line(largest_group: int, exchange: str, beside: BesideCompute | None) -> str:
+def context_line(largest_group: int, exchange: str, beside: BesideCompute | None, *, is_priced: bool) -> str:
     """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
-    ranks may."""
+    ranks may.
+
+    Args:
+        is_priced: what several parts cost is known (`CostCoefficients.prices_context_parts`).
+    """
     if largest_group == 1:
         return ""
     if exchange == "ring":
@@ -75,6 +79,8 @@ def context_line(largest_group: int, exchange: str, beside: BesideCompute | None
     whole = "keys and values of shared documents travel in one part"
     if beside is None:
         return f"{whole} (train.overlap_context = false)"
+    if not is_priced:
+        return f"{whole}: the costs do not say what several cost; train.recalibrate = true measures it"
     if not beside.pays:
         return (
             f"{whole}: beside attention they take {beside.stretch:.2f} times as long as alone and keep it from "

@@ -312,7 +312,8 @@ def _show_start(
         console.print(summed, soft_wrap=True)
         console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    if travelling := context_line(largest_group, config.parallel.cp_exchange, costs.context_beside):
+    exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
+    if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
         console.print(travelling, soft_wrap=True)
     if halves := halves_line(layout.tp, costs.tensor_beside):
         console.print(halves, soft_wrap=True)

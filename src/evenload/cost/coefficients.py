@@ -42,7 +42,7 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-BESIDE = ("reduction_beside", "gather_beside")
+BESIDE = ("reduction_beside", "gather_beside", "context_beside", "tensor_beside")
 """Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
@@ -99,7 +99,7 @@ class PassCoefficients(Frozen):
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
         context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
-            launches, and what attention of fewer heads loses.
+            launches, and what attention of fewer heads loses; None = not known, and they travel in one part.
     """
 
     linear_s_per_token: float
@@ -109,7 +109,7 @@ class PassCoefficients(Frozen):
     pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
-    context_part_s: float = 0.0
+    context_part_s: float | None = None
 
 
 class BesideCompute(Frozen):
@@ -130,6 +130,11 @@ class BesideCompute(Frozen):
             raise ConfigError(f"stretch of transfers beside compute is {self.stretch}, must be above 0")
         if not 0 <= self.slowdown <= 1:
             raise ConfigError(f"slowdown by transfers beside compute is {self.slowdown}, must be in 0..1")
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """All of what was measured, in the order of the fields."""
+        return msgspec.structs.astuple(self)
 
     @property
     def pays(self) -> bool:
@@ -243,7 +248,8 @@ class CostCoefficients(Frozen):
     def __post_init__(self) -> None:
         seconds = {name: getattr(self, name) for name in _SECONDS}
         for name in ("forward", "backward"):
-            seconds |= {f"{name}.{k}": v for k, v in msgspec.structs.asdict(getattr(self, name)).items()}
+            of_pass = msgspec.structs.asdict(getattr(self, name))
+            seconds |= {f"{name}.{field}": value for field, value in of_pass.items() if value is not None}
         for field, value in seconds.items():
             if not value >= 0:
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be >= 0 seconds")
@@ -270,12 +276,17 @@ class CostCoefficients(Frozen):
         return self.forward if direction == "forward" else self.backward
 
     @property
+    def prices_context_parts(self) -> bool:
+        """What one part more of shared keys and values costs is known."""
+        return None not in (self.forward.context_part_s, self.backward.context_part_s)
+
+    @property
     def is_changed(self) -> bool:
         """A profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
         kept = ((getattr(self, name), measured) for name, *measured in self.profile.beside)
-        is_other = any(own is not None and [own.stretch, own.slowdown] != measured for own, measured in kept)
+        is_other = any(own is not None and own.seconds[: len(measured)] != tuple(measured) for own, measured in kept)
         return is_other or self.profile.digest != digest_of(self)
 
     def stage_link(self) -> LinkSpec:

@@ -46,9 +46,12 @@ class ContextWork(NamedTuple):
 
 
 def most_parts(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> int:
-    """The most that packs may travel in; 1 where nothing is to run beside attention, or does not pay."""
+    """The most that packs may travel in; 1 where nothing is to run beside attention, or does not pay, or where the
+    price of a part is not known."""
     beside = coefficients.context_beside
     if beside is None or not beside.pays or coefficients.context_exchange == "ring":
+        return 1
+    if not coefficients.prices_context_parts:
         return 1
     return min(MOST_PARTS, local_kv_heads(model, tp))
 
@@ -64,7 +67,7 @@ def context_parts(
     local_s, all_s = _layer_mean(work.local_s, work.layers), _layer_mean(work.all_s, work.layers)
     left_s = np.minimum(work.transfer_s - coefficients.context_hidden_share * local_s, all_s - local_s)
     gain_s = beside.gained_share * left_s
-    part_s = coefficients.of_pass(direction).context_part_s + work.latency_s
+    part_s = (coefficients.of_pass(direction).context_part_s or 0.0) + work.latency_s
     pays = gain_s > 0
     with np.errstate(divide="ignore"):
         wanted = np.floor(0.5 + np.sqrt(0.25 + gain_s[pays] / part_s[pays]))
@@ -83,7 +86,7 @@ def waiting_seconds(
         later = more / parts[:, None]
         beside_s = np.minimum(transfer_s * later, (work.all_s - work.local_s) * later / beside.computed_share)
         hidden_s = hidden_s + beside.gained_share * beside_s
-    part_s = coefficients.of_pass(direction).context_part_s
+    part_s = coefficients.of_pass(direction).context_part_s or 0.0
     plain_s = work.plain_s[:, None] + more * part_s
     return np.maximum(0.0, transfer_s - hidden_s) + plain_s * work.layers
 

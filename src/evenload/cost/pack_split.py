@@ -100,14 +100,13 @@ def split_pack_seconds(
     if first_rows is not None and first_rows.any():
         tp_s = tp_s + halved_packs(costs, columns, direction, policy, first_rows).more_s
     # Transfers that were measured with their layers are in those' useful work, and so is what hides of them.
-    useful_s, tp_s = useful_s + np.minimum(0.0, tp_s), np.maximum(0.0, tp_s)
     return PackSplit(
-        useful_s=useful_s,
+        useful_s=useful_s + np.minimum(0.0, tp_s),
         kernels_s=without_tp_s - ideal_s,
         padding_s=ideal_s - useful_s,
         recompute_s=mean(recomputed_s - replayed_s),
         offload_s=mean(planned_s - recomputed_s),
-        tp_communication_s=tp_s,
+        tp_communication_s=np.maximum(0.0, tp_s),
         cp_communication_s=mean(rank_waiting_s),
         cp_imbalance_s=slowest_s - mean(planned_s),
     )

@@ -128,7 +128,7 @@ class Profile(Frozen):
     activation_bytes: dict[str, int]
     held_bytes: int
     counted_bytes: int
-    beside: tuple[tuple[str, float, float], ...] = ()
+    beside: tuple[tuple[str | float, ...], ...] = ()
     digest: str = ""
 
     @property

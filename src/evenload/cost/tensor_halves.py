@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import OFFLOAD, RECOMPUTE
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.slice_features import weighted
@@ -52,6 +53,23 @@ def pays(costs: PackCosts) -> bool:
     """Whether any pack could be halved."""
     beside = costs.coefficients.tensor_beside
     return costs.layout.tp > 1 and beside is not None and beside.pays
+
+
+def least_share(costs: PackCosts) -> float:
+    """Of the seconds of any packs in one go, what they take at least in halves: all of the transfers hidden, and none
+    of the costs. What bounds are multiplied with that were found in one go."""
+    if not pays(costs):
+        return 1.0
+    coefficients, layers = costs.coefficients, costs.layers()
+    in_pack = _share_in_packs(coefficients)
+    shares = [1.0]
+    for direction in ("forward", "backward"):
+        # A pack's features: its tokens have transfers' bytes, and the pack itself their latency.
+        token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, costs.layout.tp, TENSOR_RINGS[direction])
+        for of_feature, transfer_s in ((0, token_s), (2, latency_s)):
+            all_s = costs.stage_seconds[direction][of_feature]
+            shares += [1 - in_pack * transfer_s * own / all_s[at] for at, own in enumerate(layers) if all_s[at] > 0]
+    return max(0.0, min(shares))
 
 
 def halved_packs(
@@ -118,8 +136,7 @@ def _halves_seconds(
         more_s += np.outer(_has_policy(packs, policy, RECOMPUTE) > 0, costs.linear_again_s[1])
     token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, layout.tp, TENSOR_RINGS[direction])
     half_s = layers * (halves[:, :, :1] * token_s + latency_s)
-    # What of them is in the pack's seconds: all that a run measured, and what a data sheet does not hide already.
-    in_pack = 1.0 if coefficients.source == "calibrated" else coefficients.tensor_exposed_share
+    in_pack = _share_in_packs(coefficients)
     compute_s = weighted(halves.reshape(-1, whole.shape[1]), matrix).reshape(half_s.shape) - in_pack * half_s
     # The first transfer and the last of a stage: two of the halves' 2 · rings · layers.
     beside_s = in_pack * half_s * (1.0 - 1.0 / (TENSOR_RINGS[direction] * np.maximum(layers, 1.0)))
@@ -133,6 +150,11 @@ def _halves_seconds(
         halved_s = np.maximum(device_s + more_s, queued_s + weighted(delta[:, 1:3], host))
         more_s = halved_s - np.maximum(device_s, queued_s)
     return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
+
+
+def _share_in_packs(coefficients: CostCoefficients) -> float:
+    """Of transfers, what a pack's seconds hold: all where they were measured, else what a data sheet does not hide."""
+    return 1.0 if coefficients.source == "calibrated" else coefficients.tensor_exposed_share
 
 
 def _may_be_halved(columns: SliceColumns, policy: NDArray[np.int8] | None) -> NDArray[np.bool_]:

@@ -21,10 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.beside_times import BesideTimes
+from evenload.runtime.comm.beside_times import NO_TRANSFERS, BesideTimes, TransferTimes
 from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.transfer_queue import NO_TRANSFERS, TransferQueue, TransferTimes, transfer_queue
 from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock
 from evenload.runtime.rank_packs import RankStep
@@ -181,10 +180,11 @@ class Executor:
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
-        transfers = self._halves_transfers(step)
         self._clock.start()
-        if (times := self._context_times()) is not None:
-            times.begin_step()
+        beside = (self._context_times(), self._halves_times(step))
+        for times in beside:
+            if times is not None:
+                times.begin_step()
         for at, action in enumerate(actions):
             before_action()
             self._mesh.watch.note(action)
@@ -223,7 +223,7 @@ class Executor:
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock, times, transfers),
+            functools.partial(_trace, rows, self._clock, *beside),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -232,14 +232,13 @@ class Executor:
             tuple(heads),
         )
 
-    def _halves_transfers(self, step: RankStep) -> TransferQueue | None:
-        """That of packs in halves, which begins to measure; None without such packs."""
+    def _halves_times(self, step: RankStep) -> BesideTimes | None:
+        """Of transfers of packs in halves; None without such packs."""
         packs = step.plan.pack_plans[self._mesh.dp_rank]
         if not any(pack.first_rows for pack in (*packs.forward, *packs.backward)):
             return None
-        transfers = transfer_queue(self._mesh.device)
-        transfers.begin_times()
-        return transfers
+        assert self._mesh.tensor is not None, "only tensor-parallel transfers are worth two halves"
+        return self._mesh.tensor.times
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
@@ -294,7 +293,7 @@ class _Row(NamedTuple):
 
 
 def _trace(
-    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, transfers: TransferQueue | None = None
+    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, halves: BesideTimes | None = None
 ) -> RankTrace:
     beside = NO_TRANSFERS if context is None else context.read()
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
@@ -309,5 +308,5 @@ def _trace(
         memory_kind_bytes=kinds,
         context_s=beside.transfer_s,
         context_hidden_s=beside.hidden_s,
-        halves=NO_TRANSFERS if transfers is None else transfers.times(),
+        halves=NO_TRANSFERS if halves is None else halves.read(),
     )

@@ -19,7 +19,8 @@ from evenload.simulate.simulate import simulate
 
 
 def with_halves(costs: PackCosts, found: Candidate) -> Candidate:
-    """The same order of the same packs, simulated with halves; the candidate itself where none are worth it.
+    """The same order of the same packs, simulated with halves; the candidate itself where none are worth it, also
+    because a stage of few layers gets slower by them and holds up the others.
 
     Args:
         costs: of packs that a replica runs alone.
@@ -44,7 +45,10 @@ def with_halves(costs: PackCosts, found: Candidate) -> Candidate:
         split=split,
     )
     first_rows = forward.first_rows, backward.first_rows
-    return replace(found, tasks=tasks, simulation=simulate(tasks, found.actions), first_rows=first_rows)
+    simulation = simulate(tasks, found.actions)
+    if simulation.makespan_s >= found.makespan_s:
+        return found
+    return replace(found, tasks=tasks, simulation=simulation, first_rows=first_rows)
 
 
 def halves_seconds(problem: StepProblem, choices: Sequence[ReplicaChoice]) -> tuple[float, float]:

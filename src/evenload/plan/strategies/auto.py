@@ -22,6 +22,7 @@ whole documents) is not what bounds a step here.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from evenload.cost.tensor_halves import least_share
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
@@ -89,7 +90,8 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
         refine(found, refine_rules(problem))
     if steps:
         problem, found = min(steps, key=lambda step: step[1].worth())
-        plans.append((problem, found.choices()))
+        # As it runs, because that is what others are compared with.
+        plans.append((problem, choices_as_run(problem, found.choices())))
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -134,31 +136,33 @@ def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, .
     """The policies whose work alone, spread evenly, takes less than what was found, where that fits memory."""
     if step_score(found)[0]:
         return list(problems)
-    summed_s = _summed_s(problems[0], found)
-    return [problem for problem in problems if problem is problems[0] or work_s(problem) < summed_s]
+    summed_s, share = _summed_s(problems[0], found), least_share(problems[0].costs)
+    return [problem for problem in problems if problem is problems[0] or share * work_s(problem) < summed_s]
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was found,
-    which fits memory or else may always be beaten.
+    """What no plan of a strategy is faster than in one go, 0 = not known; None where none can be faster than what was
+    found, which fits memory or else may always be beaten.
 
     No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn
     (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
-    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack.
+    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack. Both
+    are of packs in one go, and halves may be faster.
     """
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
+    share = least_share(problems[0].costs)
     if excess:
         return 0.0
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
     speeds = problems[0].speeds
     least_s = float(problems[0].document_s.max(initial=0.0)) * (1.0 if speeds is None else speeds.speeds.least_factor())
-    if rival.keeps_whole and not splits and least_s >= summed_s:
+    if rival.keeps_whole and not splits and share * least_s >= summed_s:
         return None
     if len(problems) == 1 or not rival.ignores_memory:
         return 0.0
     _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
     boundless_s = step_score(boundless.choices)[1]
-    return boundless_s if boundless_s < summed_s else None
+    return boundless_s if share * boundless_s < summed_s else None
 
 
 def rules_of(problem: StepProblem) -> SearchRules:

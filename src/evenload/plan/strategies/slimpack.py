@@ -8,7 +8,7 @@
     order     PackFlow's static order with and without the injected forward (§4.2), and the memory-capped list
               schedule; or the one that the options name
     choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
-              open, each is searched alone and the faster step is taken, so that an open choice is never the slower one
+              open, each is searched alone, the static one where a few trials put it near, and the faster step is taken
               (one search over both was: it preferred a slow even cut of one schedule to a fast uneven one of the other)
 
 Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is

@@ -2,12 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from evenload.runtime.comm.side_queue import Span
-from evenload.runtime.comm.transfer_queue import TransferTimes, transfer_queue
+from evenload.runtime.comm.transfer_queue import transfer_queue
 from evenload.runtime.device import HostClock, step_clock
+
+
+class TransferTimes(NamedTuple):
+    """Seconds of some transfers, and of these the ones in which nothing was computed meanwhile."""
+
+    transfer_s: float
+    waited_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        return max(0.0, self.transfer_s - self.waited_s)
+
+
+NO_TRANSFERS = TransferTimes(0.0, 0.0)
 
 
 class BesideTimes:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
+from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.row_shard import RowShard, row_owners
 from evenload.runtime.comm.turns import Turns
@@ -36,9 +37,11 @@ class TensorGroup:
     While two halves of a pack compute by turns (`turns`), a transfer gives the turn to the other half.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatch, device: torch.device) -> None:
         self.process_group = self._group = group
         self._watch = watch
+        self.times = BesideTimes(device)
+        """Of transfers between turns."""
         self.turns: Turns | None = None
         self.shard = RowShard(dist.get_rank(group), dist.get_world_size(group))
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]

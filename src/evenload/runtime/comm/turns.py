@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from evenload.runtime.comm.transfer_queue import Pending, TransferQueue
+from evenload.runtime.comm.transfer_queue import Pending, Transfers
 
 LEADER, FOLLOWER = 0, 1
 Half = Callable[[], Any]
@@ -39,13 +39,15 @@ class _StoppedError(Exception):
 class _Later:
     """A transfer whose result is not needed soon."""
 
-    def __init__(self, transfers: TransferQueue, call: Callable[[], object]) -> None:
-        self._transfers, self._call = transfers, call
+    def __init__(self, transfers: Transfers, call: Callable[[], object]) -> None:
+        self._transfers = transfers
+        self._call: Callable[[], object] | None = call
         self._pending: Pending | None = None
 
     def start(self) -> Pending:
         if self._pending is None:
-            self._pending = self._transfers.start(self._call)
+            assert self._call is not None
+            self._pending, self._call = self._transfers.start(self._call), None  # its tensors belong to who waits
         return self._pending
 
 
@@ -57,7 +59,7 @@ class Turns:
         put_away: called by a half before the other runs: saves what both have one of, and returns what puts it back.
     """
 
-    def __init__(self, transfers: TransferQueue, put_away: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, transfers: Transfers, put_away: Callable[[], Callable[[], None]]) -> None:
         self._transfers, self._put_away = transfers, put_away
         self._may_run = threading.Semaphore(0), threading.Semaphore(0)
         self._has_ended = [False, False]

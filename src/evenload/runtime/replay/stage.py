@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.row_shard import RowShard
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
-from evenload.runtime.comm.transfer_queue import transfer_queue
 from evenload.runtime.comm.turns import Half, Turns
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.blocks import StoredBlock
@@ -320,7 +319,7 @@ class PipelineStage:
         """Both results of two halves of a pack, each of which gives the turn away while its transfers run."""
         group, state = self._tensor, self._state
         assert group is not None, "only tensor-parallel transfers are worth two halves"
-        group.turns = state.turns = Turns(transfer_queue(self.device), state.put_away)
+        group.turns = state.turns = Turns(group.times, state.put_away)
         try:
             with self._own_attention():
                 return group.turns.run(leader, follower)

@@ -21,7 +21,7 @@ sum) are partial, of own rows or own heads; `data_parallel` sums them over the g
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +51,29 @@ def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState,
             module.register_forward_hook(functools.partial(_scatter_output, state))
     for name in architecture.blocks:
         block: nn.Module = getattr(layer, name)
-        reads_input = any(is_adapter(inner) for inner, _ in block.named_modules())
-        hook = functools.partial(_gather_input, state, (layer_index, name), reads_input=reads_input)
+        has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
+        readers = [module for module in block.modules() if isinstance(module, ColumnLinear)]
+        hook = functools.partial(_gather_input, state, (layer_index, name), readers, has_adapters=has_adapters)
         block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _gather_input(
-    state: ReplayState, site: tuple[int, str], module: nn.Module, args: tuple, kwargs: dict, *, reads_input: bool
+    state: ReplayState,
+    site: tuple[int, str],
+    readers: Sequence["ColumnLinear"],
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    has_adapters: bool,
 ) -> tuple[tuple, dict]:
-    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. Where its products are known only weight
-    gradients read them, so that between turns they may come later; `reads_input`: adapters do, too."""
+    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. Where its products are known only the
+    weight gradients of `readers` read them, so that between turns they may come later, and adapters."""
     pack = state.tensor_rows
     assert pack is not None
-    may_come_later = state.turns is not None and state.mode == "replay" and not reads_input
+    may_come_later = state.turns is not None and state.mode == "replay" and not has_adapters
+    # Rows that nobody waits for would be kept until the half ends.
+    may_come_later = may_come_later and state.products is None and not all(is_frozen(one.weight) for one in readers)
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     pack.block_input, pack.block_key = own.detach()[0], object()
     if may_come_later and not state.makes_again(site):
