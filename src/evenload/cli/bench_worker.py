@@ -88,7 +88,8 @@ def run_bench_worker(
     with started_rank(config, layout) as setup:
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         trainer = Trainer(config, setup.mesh)
-        costs = run_coefficients(trainer, cache, setup.threads, console)
+        # Every step is measured by itself, gathering its weights included: no other step is known to follow.
+        costs = msgspec.structs.replace(run_coefficients(trainer, cache, setup.threads, console), gather_beside=None)
         facts = _facts(config, trainer, costs, setup)
         console.print(" | ".join(f"{key} {value}" for key, value in facts), soft_wrap=True)
         num_steps = len(plan.strategies) * plan.num_batches * (plan.num_rounds + 1)
