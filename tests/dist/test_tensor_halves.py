@@ -70,17 +70,18 @@ def test_every_action_makes_the_transfers_it_is_charged(gloo_pool):
 
 
 @pytest.mark.parametrize(
-    ("first_rows", "policies", "tp", "message"),
+    ("first_rows", "policies", "sizes", "message"),
     [
-        (5, {}, 2, "forward pack 0 has 5 of 5 rows in its first half"),
-        (-1, {}, 2, "forward pack 0 has -1 of 5 rows in its first half"),
-        (2, {}, 1, "which hide tensor-parallel transfers, and tp is 1"),
-        (2, {0: "offload", 1: "offload"}, 2, "must not differ in what is recomputed, or be offloaded"),
-        (2, {1: "recompute"}, 2, "must not differ in what is recomputed, or be offloaded"),
+        (5, {}, {"tp": 2}, "forward pack 0 has 5 of 5 rows in its first half"),
+        (-1, {}, {"tp": 2}, "forward pack 0 has -1 of 5 rows in its first half"),
+        (2, {}, {}, "which hide tensor-parallel transfers, and tp is 1"),
+        (2, {}, {"tp": 2, "cp": 2}, "has two halves, and a group shares it"),
+        (2, {0: "offload", 1: "offload"}, {"tp": 2}, "must not differ in what is recomputed, or be offloaded"),
+        (2, {1: "recompute"}, {"tp": 2}, "must not differ in what is recomputed, or be offloaded"),
     ],
 )
-def test_what_cannot_be_halved_is_refused(first_rows, policies, tp, message):
-    layout, pieces = even_layout(LAYERS, tp=tp), [[(0, 0, 3), (1, 0, 2)]]
+def test_what_cannot_be_halved_is_refused(first_rows, policies, sizes, message):
+    layout, pieces = even_layout(LAYERS, **sizes), [[(0, 0, 3), (1, 0, 2)]]
     packs = msgspec.structs.replace(pack_plan(0, pieces, pieces), policies=policies)
     forward = (msgspec.structs.replace(packs.forward[0], first_rows=first_rows),)
     plan = step_plan(layout, {0: 3, 1: 2}, [packs], [word_schedule(packs, 1, [1], [0])])

@@ -70,12 +70,15 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
 
 
 def in_parts(plan: StepPlan, parts: int) -> StepPlan:
-    """The same plan whose keys and values travel in so many parts."""
+    """The same plan whose keys and values travel in so many parts, where packs are shared."""
+
+    def divided(pack: MicroPack) -> MicroPack:
+        is_shared = any(piece.cp > 1 for piece in pack.slices)
+        return msgspec.structs.replace(pack, context_parts=parts) if is_shared else pack
+
     packs = tuple(
         msgspec.structs.replace(
-            one,
-            forward=tuple(msgspec.structs.replace(pack, context_parts=parts) for pack in one.forward),
-            backward=tuple(msgspec.structs.replace(pack, context_parts=parts) for pack in one.backward),
+            one, forward=tuple(map(divided, one.forward)), backward=tuple(map(divided, one.backward))
         )
         for one in plan.pack_plans
     )

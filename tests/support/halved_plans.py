@@ -9,8 +9,8 @@ from evenload.types.plan import StepPlan, seal
 
 def halved_plan(plan: StepPlan, share: float = 0.5) -> StepPlan:
     """The same plan with every pack in halves that may be; `share` of the rows are the first half's. Without tensor
-    parallelism none may be."""
-    if plan.layout.tp == 1:
+    parallelism, and where context ranks share packs, none may be."""
+    if plan.layout.tp == 1 or plan.layout.cp > 1:
         return plan
     return seal(
         msgspec.structs.replace(

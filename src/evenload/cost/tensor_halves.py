@@ -50,9 +50,9 @@ class HalvedPacks:
 
 
 def pays(costs: PackCosts) -> bool:
-    """Whether any pack could be halved."""
-    beside = costs.coefficients.tensor_beside
-    return costs.layout.tp > 1 and beside is not None and beside.pays
+    """Whether any pack could be halved. None where context ranks share packs: there they share all."""
+    beside, layout = costs.coefficients.tensor_beside, costs.layout
+    return layout.tp > 1 and layout.cp == 1 and beside is not None and beside.pays
 
 
 def least_share(costs: PackCosts) -> float:

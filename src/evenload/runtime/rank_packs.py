@@ -113,6 +113,7 @@ class RankPacks:
             batch = collate_pack(pack, documents)
             columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
             return PackTokens(pack_ranges(pack), *columns, first_rows=pack.first_rows)
+        assert not pack.first_rows, "halves of a shared pack"
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         columns = collate_ranges(

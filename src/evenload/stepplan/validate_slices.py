@@ -84,6 +84,9 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"{one} calls itself {pack.direction} pack {pack.index}"
         if not pack.slices:
             yield f"{one} is empty"
+        is_shared = any(piece.cp > 1 for piece in pack.slices)
+        if pack.context_parts != 1 and not (is_shared and pack.context_parts > 1):
+            yield f"{one} has keys and values in {pack.context_parts} parts, and {'a' if is_shared else 'no'} group"
         computed = pack.pad_to * len(pack.slices) if pack.pad_to else num_tokens
         if max_pack_tokens is not None and computed > max_pack_tokens:
             yield f"{one} has {computed} tokens, limit {max_pack_tokens}"
@@ -110,7 +113,7 @@ def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
             yield f"{one} has {pack.first_rows} of {rows} rows in its first half"
         if plan.layout.tp == 1:
             yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
-        if any(piece.cp > 1 for piece in pack.slices):
+        if plan.layout.cp > 1 or any(piece.cp > 1 for piece in pack.slices):
             yield f"{one} has two halves, and a group shares it"
         if len(kept) > 1 or "offload" in kept:
             yield f"{one} has two halves, which must not differ in what is recomputed, or be offloaded"

@@ -93,8 +93,7 @@ class Turns:
                 results[LEADER] = leader()
                 self._settle(LEADER)
             self._end(LEADER)
-            # The follower ends with the turn given back.
-            self._may_run[LEADER].acquire()
+            self._follower_is_over.wait()
         except BaseException as error:
             self._error = self._error or error
             self._may_run[FOLLOWER].release()

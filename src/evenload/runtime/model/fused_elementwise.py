@@ -131,12 +131,25 @@ class FusedGating(nn.Module):
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuse a GPU without what torch compiles its kernels with (`ConfigError`), at start and not at the first pack."""
-    if device.type == "cuda" and find_spec("triton") is None:
+    """Refuse a GPU without what torch compiles its kernels with (`ConfigError`), at start and not at the first pack:
+    the package triton, and a C compiler, which it calls."""
+    if device.type != "cuda":
+        return
+    if find_spec("triton") is None:
         raise ConfigError(
             "train.fused_elementwise compiles kernels for this GPU, as is the default on GPUs, and needs the package "
             "triton, which is not installed; install it, or set train.fused_elementwise = false"
         )
+    rows = torch.zeros(4, 8, device=device)
+    try:
+        for name in _PLAIN:
+            compiled(name)(rows, rows, rows) if name != "gated" else compiled(name)(rows, rows)
+    except Exception as error:  # of whatever kind a compiler's are
+        raise ConfigError(
+            f"train.fused_elementwise compiles kernels for this GPU, as is the default on GPUs, and that fails "
+            f"({' '.join(str(error).split())[:300]}); triton needs a C compiler, such as gcc; install it, or set "
+            "train.fused_elementwise = false"
+        ) from error
 
 
 def fuse_elementwise(modules: Iterable[nn.Module | None], architecture: Architecture) -> int:

@@ -76,16 +76,17 @@ class WeightGathers:
 
     def await_unit(self, unit: int) -> None:
         """Until a unit's weights are whole; of a unit whose weights are, no time."""
-        if self._last and (number := self._last.pop(unit, None)) is not None:
+        if self._last and (number := self._last.get(unit)) is not None:
             with self._waiting(f"the updated weights of unit {unit}"):
                 self._queue.await_call(number)
+            self._last.pop(unit, None)  # what was not waited for to the end is not whole
 
     def finish(self) -> None:
         """Until all weights of this rank are whole. Raises what a gather raised."""
         if self._last:
-            self._last.clear()
             with self._waiting("the updated weights"):
                 self._queue.wait()
+            self._last.clear()
 
     def untold(self, mesh: Mesh) -> list[GatherTrace]:
         """What has not been told yet, nothing in another layout than that of the update; finishes all. Waits for a

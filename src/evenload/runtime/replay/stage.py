@@ -174,7 +174,8 @@ class PipelineStage:
             blocks: list[list[StoredBlock]] = [[], []]
 
             def record(which: int) -> Tensor:
-                recorded = self._record(halves[which], own[which], store)
+                # A copy, so that what is kept of one half does not keep the other's rows.
+                recorded = self._record(halves[which], own[which].clone(), store)
                 blocks[which] = store.open_blocks
                 return recorded
 
