@@ -285,7 +285,7 @@ class CostCoefficients(Frozen):
         """A profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
-        kept = ((getattr(self, name), measured) for name, *measured in self.profile.beside)
+        kept = ((getattr(self, str(name)), measured) for name, *measured in self.profile.beside)
         is_other = any(own is not None and own.seconds[: len(measured)] != tuple(measured) for own, measured in kept)
         return is_other or self.profile.digest != digest_of(self)
 
