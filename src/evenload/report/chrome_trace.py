@@ -4,10 +4,10 @@ One process for each timeline and data-parallel rank ("predicted dp 0", "measure
 pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a
 timeline knows them: events on the critical path have the category "critical" and say so in their arguments, bytes by
 kind are counters of their own, and what happens beside the packs (`SideTasks`) is drawn. Recompute lies inside its
-backward, optimizer and gather after the packs, all on the rank's own thread. Copies have a thread for every rank
-("rank 0 copies"), so have sums of gradients ("rank 0 sums"), transfers one for every link ("rank 0 to 1"). Transfers
-under way at the same time, as edge delays
-allow, get further threads of the same link, because events on a thread must not overlap.
+backward, the optimizer after the packs, all on the rank's own thread. Copies have a thread for every rank ("rank 0
+copies"), so have sums of gradients ("rank 0 sums") and gathers of weights ("rank 0 weights"), transfers one for every
+link ("rank 0 to 1"). Transfers under way at the same time, as edge delays allow, get further threads of the same link,
+because events on a thread must not overlap.
 Lanes of all timelines have equal names and order, so predicted and measured open side by side.
 
 The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are
