@@ -5,8 +5,9 @@ same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `po
 `mean_token_delay_steps`, `speeds`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
 `sharding` is the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole,
 -1 = all ranks (`stepplan.rank_ranges`); `context_parts` of a slice is in how many parts its pack's keys and values
-travel, where these are several, `first_rows` how many rows the first half of its pack has. Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not stored:
-it is the largest of its durations.
+travel, where these are several, and `first_rows` how many rows the first half of its pack has, where it is computed in
+halves. Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not stored: it is the largest of its
+durations.
 """
 
 import json
