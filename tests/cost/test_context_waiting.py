@@ -107,7 +107,7 @@ def test_a_pack_that_ranks_share_is_cheaper_in_parts() -> None:
     packs, layout = SliceColumns.from_ranges([[(0, 0, 64)]], cp=4), even_layout(3, cp=4)
     waits = []
     for beside in (None, FREE):
-        coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_beside=beside)
+        coefficients = msgspec.structs.replace(costs_of(beside), intra_node=link, devices_per_node=8)
         costs = PackCosts(model, coefficients, layout)
         waits.append((costs.pack_seconds(packs, "forward") - costs.compute_seconds(packs, "forward"))[0, 0])
     moved_s = 3 * 64 * (2 * 4 * 4 * 2) * 0.75 / 1000.0  # layers, tokens, bytes of K and V a token

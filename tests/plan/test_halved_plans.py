@@ -62,7 +62,7 @@ def test_what_halves_save_of_measured_layers_is_no_padding() -> None:
     assert num_halved(found.plan) > 0
     split = split_planned_step(found.plan, planner.costs)
     assert split.total_s() == pytest.approx(found.plan.predicted.step_time_s, rel=1e-9)
-    assert split.of("padding") == pytest.approx(0, abs=1e-12)
+    assert split.padding_s == pytest.approx(0, abs=1e-9)
 
 
 def test_packs_that_a_group_shares_are_computed_in_one_go() -> None:

@@ -27,14 +27,7 @@ from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_to
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.context_waiting import ContextWork, context_parts, most_parts, waiting_seconds
 from evenload.cost.flops import recomputed_share
-from evenload.cost.group_comm import (
-    TENSOR_RINGS,
-    context_latency_seconds,
-    context_seconds,
-    recompute_seconds,
-    tensor_ring_seconds,
-    tensor_seconds,
-)
+from evenload.cost.group_comm import context_latency_seconds, context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
@@ -285,15 +278,12 @@ class PackCosts:
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
-        cost model: transfers that were measured with their layers are not in it, because they may hide."""
+        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it, and
+        halves may hide them."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
         whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
-        if self.coefficients.source == "calibrated" and self.layout.tp > 1:
-            tp, rings = self.layout.tp, sum(TENSOR_RINGS.values())
-            token_s, _ = tensor_ring_seconds(self.model, self.coefficients, tp, rings)
-            whole[0] = np.maximum(0.0, whole[0] - tp * token_s * self.layers())
         return float(features.sum(axis=0) @ whole.sum(axis=1)) / self.layout.world_size
 
     def _stage_matrix(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
