@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import local_kv_heads
-from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 
@@ -83,9 +83,7 @@ def waiting_seconds(
     transfer_s = np.outer(work.transfer_s + (parts - 1) * work.latency_s, work.layers)
     hidden_s = coefficients.context_hidden_share * work.local_s
     if (beside := coefficients.context_beside) is not None:
-        later = more / parts[:, None]
-        beside_s = np.minimum(transfer_s * later, (work.all_s - work.local_s) * later / beside.computed_share)
-        hidden_s = hidden_s + beside.gained_share * beside_s
+        hidden_s = hidden_s + beside.gained_share * _alone_seconds_beside(beside, parts, work, transfer_s)
     part_s = coefficients.of_pass(direction).context_part_s or 0.0
     plain_s = work.plain_s[:, None] + more * part_s
     return np.maximum(0.0, transfer_s - hidden_s) + plain_s * work.layers
@@ -101,11 +99,19 @@ def beside_seconds(
         return np.zeros_like(work.all_s), np.zeros_like(work.all_s)
     more = (parts - 1)[:, None]
     alone_s = np.outer(work.transfer_s + (parts - 1) * work.latency_s, work.layers)
-    later = more / parts[:, None]
-    beside_s = np.minimum(alone_s * later, (work.all_s - work.local_s) * later / beside.computed_share)
+    beside_s = _alone_seconds_beside(beside, parts, work, alone_s)
     local_s = np.minimum(alone_s - beside_s, coefficients.context_hidden_share * work.local_s)
     hidden_s = beside.stretch * beside_s + local_s
     return np.where(more > 0, hidden_s + alone_s - beside_s - local_s, 0.0), np.where(more > 0, hidden_s, 0.0)
+
+
+def _alone_seconds_beside(
+    beside: BesideCompute, parts: NDArray[np.int64], work: ContextWork, transfer_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Of transfers, in seconds that they take alone, what runs beside attention: all parts but the first, as far as
+    attention of all parts but the last lasts; float64[num_packs, P]."""
+    later = (parts - 1)[:, None] / parts[:, None]
+    return np.minimum(transfer_s * later, (work.all_s - work.local_s) * later / beside.computed_share)
 
 
 def _layer_mean(stage_s: NDArray[np.float64], layers: NDArray[np.int64]) -> NDArray[np.float64]:

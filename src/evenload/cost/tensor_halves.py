@@ -140,10 +140,10 @@ def _halves_seconds(
     compute_s = weighted(halves.reshape(-1, whole.shape[1]), matrix).reshape(half_s.shape) - in_pack * half_s
     # The first transfer and the last of a stage: two of the halves' 2 · rings · layers.
     beside_s = in_pack * half_s * (1.0 - 1.0 / (TENSOR_RINGS[direction] * np.maximum(layers, 1.0)))
-    room_s = np.maximum(0.0, compute_s[:, ::-1]) / max(1e-12, beside.stretch * (1.0 - beside.slowdown))
+    room_s = np.maximum(0.0, compute_s[:, ::-1]) / beside.computed_share
     alone_s = np.minimum(beside_s, room_s)
     hidden_s = beside.stretch * alone_s.sum(axis=1)
-    more_s -= (1.0 - beside.stretch * beside.slowdown) * alone_s.sum(axis=1)
+    more_s -= beside.gained_share * alone_s.sum(axis=1)
     host = costs.host_seconds[direction]
     if host.any():
         device_s, queued_s = weighted(whole, costs.stage_seconds[direction]), weighted(whole[:, 1:3], host)
