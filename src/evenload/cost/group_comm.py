@@ -24,6 +24,7 @@ All functions of seconds raise a `ConfigError` where the coefficients know no li
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,20 @@ class ContextTraffic:
     token_bytes: int
     rings: int
     placed_bytes: int
+
+
+class ContextSeconds(NamedTuple):
+    """Keys and values of shared slices: seconds of one layer of every pack; float64[num_packs] each.
+
+    Args:
+        transfer_s: transfers that attention may hide.
+        latency_s: of these, what any number of bytes takes.
+        plain_s: copies, and transfers that nothing hides.
+    """
+
+    transfer_s: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    plain_s: NDArray[np.float64]
 
 
 def tensor_seconds(
@@ -91,9 +106,8 @@ def context_seconds(
     whole_tokens: NDArray[np.float64],
     cut_tokens: NDArray[np.float64],
     direction: Direction,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(transfers that attention may hide, copies and transfers that nothing hides): seconds of one layer of every pack;
-    float64[num_packs] each.
+) -> ContextSeconds:
+    """What keys and values of every pack take, before anything hides them.
 
     Args:
         ranks: int64[num_packs], ranks that share the pack.
@@ -102,7 +116,7 @@ def context_seconds(
     """
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
-    hidden_s, plain_s = np.zeros(len(ranks)), np.zeros(len(ranks))
+    found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)), np.zeros(len(ranks)))
     tokens = whole_tokens + cut_tokens
     for size in np.unique(ranks[tokens > 0]).tolist():
         if size == 1:
@@ -111,31 +125,11 @@ def context_seconds(
         from_whole, from_cut = whole_tokens[of_size], cut_tokens[of_size]
         moved = (from_whole * whole.token_bytes + from_cut * cut.token_bytes) * (size - 1) / size
         hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
-        hidden_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
+        found.latency_s[of_size] = hops * link.latency_s
+        found.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
         placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
         home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
-        plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
-    return hidden_s, plain_s
-
-
-def context_latency_seconds(
-    model: ModelSpec,
-    coefficients: CostCoefficients,
-    tp: int,
-    ranks: NDArray[np.int64],
-    whole_tokens: NDArray[np.float64],
-    cut_tokens: NDArray[np.float64],
-    direction: Direction,
-) -> NDArray[np.float64]:
-    """Of the transfers of `context_seconds` that attention may hide what any number of bytes takes;
-    float64[num_packs]."""
-    whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
-    found, has_tokens = np.zeros(len(ranks)), whole_tokens + cut_tokens > 0
-    for size in np.unique(ranks[has_tokens]).tolist():
-        if size > 1:
-            of_size = (ranks == size) & has_tokens
-            hops = np.where(whole_tokens[of_size] > 0, whole.rings, cut.rings) * (size - 1)
-            found[of_size] = hops * coefficients.group_link(size, stride=tp).latency_s
+        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
     return found
 
 

@@ -27,7 +27,7 @@ from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_to
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.context_waiting import ContextWork, context_parts, most_parts, waiting_seconds
 from evenload.cost.flops import recomputed_share
-from evenload.cost.group_comm import context_latency_seconds, context_seconds, recompute_seconds, tensor_seconds
+from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
@@ -182,15 +182,14 @@ class PackCosts:
             ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
-        tokens, tp = (ranks, whole_tokens, cut_tokens), self.layout.tp
-        layer_s, plain_s = context_seconds(self.model, self.coefficients, tp, *tokens, direction)
-        latency_s = context_latency_seconds(self.model, self.coefficients, tp, *tokens, direction)
+        tokens = ranks, whole_tokens, cut_tokens
+        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, *tokens, direction)
         local_s = self._attention_seconds(self._features(columns, is_local), direction)
         all_s = self._attention_seconds(self._features(columns), direction)
         if self.coefficients.context_exchange == "ring":
             # All rounds but the last have a transfer under way.
             local_s = local_s + (all_s - local_s) * ((ranks - 1) / ranks)[:, None]
-        return ContextWork(layer_s, latency_s, plain_s, local_s, all_s, self.layers())
+        return ContextWork(*layer_s, local_s, all_s, self.layers())
 
     def context_seconds(
         self, columns: SliceColumns, direction: Direction
@@ -200,8 +199,7 @@ class PackCosts:
         ranks = columns.pack_ranks()
         travelling = self._travelling_tokens(columns, None)
         found = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
-        hidden_s, plain_s = (np.outer(layer_s, self.layers()) for layer_s in found)
-        return hidden_s, plain_s
+        return np.outer(found.transfer_s, self.layers()), np.outer(found.plain_s, self.layers())
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs, P].
