@@ -19,6 +19,7 @@ PURPOSE = {
     "runtime": "executes plans: real gradients over torch.distributed",
     "attention": "attention of token ranges",
     "feed": "steps for a training loop",
+    "engines": "what engines of others run of a plan, and at what price",
     "explore": "what-if: compare, search layouts, explain",
     "plan": "a global batch in, one StepPlan out",
     "stepplan": "a finished plan",

@@ -4,18 +4,24 @@ A caller's loop runs forward and backward of a whole micro-batch and knows docum
 documents are refused unless the caller says that its attention reads the keys of earlier slices.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig
+from evenload.engines.catalog import LOOP, engine_named
+from evenload.engines.profile import EngineProfile
+from evenload.engines.projection import StepShape
+from evenload.engines.refusals import require_strategy
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.config.config_keys import plan_options
+from evenload.types.layout import even_layout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,11 +37,16 @@ class LoaderOptions:
             (may defer documents), `padded` (for comparison).
         micro_batches: packs of every rank and step, always exactly so many (what a Trainer's
             `gradient_accumulation_steps` wants); None = as many as the plan needs.
-        equal_micro_batches: with None, ranks short of work get packs of one padding token without a loss, so that all
-            ranks make equally many passes.
+        equal_micro_batches: with `micro_batches` = None, ranks short of work get packs of one padding token without a
+            loss, so that all ranks make equally many passes. Default: yes, or as the engine needs.
         pack_multiple: the tokens of every pack are a multiple of it, by a document of padding at the end: the number
             of tensor-parallel ranks where the loop splits sequences over them (Megatron-Core's sequence parallelism).
+        fixed_shapes: every pack has `max_tokens` tokens, by padding (what a pipeline of torch.distributed needs).
+        engine: the engine that trains the batches, a name of `engines.catalog`: sets what is left out here, refuses the
+            rest, and the packs are balanced for how that engine runs them; `strategy="auto"` is then the fastest by
+            its price. None = a loop of which nothing is known.
         format: names, shapes and label convention of the batches, see `batch_formats`; then as `resolve_format` has it.
+            Default: the engine's, else "hf".
         model, costs: cost model for the balance, see `step_planner`; without a model `ASSUMED_MODEL`, and the loader
             says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are corrupt
             records.
@@ -56,9 +67,11 @@ class LoaderOptions:
     tokenizer: Any = None
     strategy: str = "balanced"
     micro_batches: int | None = None
-    equal_micro_batches: bool = True
+    equal_micro_batches: bool | None = None
     pack_multiple: int = 1
-    format: BatchFormat = "hf"
+    fixed_shapes: bool = False
+    engine: str | None = None
+    format: BatchFormat | None = None
     model: Any = None
     costs: CostCoefficients | str | Path | None = None
     plan_options: dict[str, Any] | None = None
@@ -70,7 +83,13 @@ class LoaderOptions:
     peer_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", resolve_format(self.format))
+        engine = self.profile if self.engine is not None else None
+        if engine is not None:
+            self._check_engine(engine)
+        usual: Any = "hf" if engine is None else engine.formats[0]
+        object.__setattr__(self, "format", resolve_format(usual if self.format is None else self.format))
+        if self.equal_micro_batches is None:
+            object.__setattr__(self, "equal_micro_batches", engine is None or engine.equal_counts)
         for name in ("max_tokens", "micro_batches", "pack_multiple"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -82,12 +101,39 @@ class LoaderOptions:
                 "multiple would pass max_tokens; set max_tokens to a multiple, such as "
                 f"{self.computed_tokens(self.max_tokens)}"
             )
-        self._check_strategy()
+        if engine is None:
+            self._check_strategy()
+
+    @functools.cached_property
+    def profile(self) -> EngineProfile:
+        """Of the engine; `LOOP` where nothing is known of it. A `ConfigError` for an unknown name."""
+        return LOOP if self.engine is None else engine_named(self.engine)
+
+    @property
+    def batch_format(self) -> BatchFormat:
+        """`format`, which is resolved when the options are made."""
+        assert self.format is not None
+        return self.format
+
+    @property
+    def engine_shape(self) -> tuple[EngineProfile | None, StepShape]:
+        """The engine, None where none is named, and `shape`: what its planner wants to know."""
+        return (None if self.engine is None else self.profile), self.shape
+
+    @property
+    def shape(self) -> StepShape:
+        """What these options fix of a step's micro-batches."""
+        return StepShape(
+            micro_batches=self.micro_batches,
+            pack_multiple=self.pack_multiple,
+            pack_tokens=self.max_tokens if self.fixed_shapes else None,
+            equal_counts=self.equal_micro_batches,
+        )
 
     @property
     def keeps_whole(self) -> bool:
         """Packs hold whole documents."""
-        return strategy_named(self.strategy).keeps_whole
+        return self.engine is not None or strategy_named(self.strategy).keeps_whole
 
     def planning(self) -> PlanOptions:
         """The planner's options."""
@@ -125,6 +171,21 @@ class LoaderOptions:
                 "both out"
             )
 
+    def _check_engine(self, engine: EngineProfile) -> None:
+        """Refuse what the engine cannot run, and options that contradict its needs."""
+        require_strategy(engine, self.strategy, self.planning(), even_layout(1))
+        if self.accept_slices:
+            engine.refuse("slices", "accept_slices is True")
+        if self.format is not None and self.format not in engine.formats:
+            raise ConfigError(
+                f"engine {engine.name}: format is '{self.format}', its models take {' or '.join(engine.formats)}; "
+                "leave format out"
+            )
+        if self.equal_micro_batches is False and engine.equal_counts:
+            engine.refuse("counts", "equal_micro_batches is False")
+        if engine.constant_counts and self.micro_batches is None and not self.evaluation:
+            engine.refuse("counts", "micro_batches is left out")
+
     def _check_strategy(self) -> None:
         whole = ", ".join(whole_strategies())
         if strategy_named(self.strategy).changes_layout:
@@ -133,11 +194,11 @@ class LoaderOptions:
             )
         if self.keeps_whole:
             return
-        if self.pack_multiple > 1:
+        if self.pack_multiple > 1 or self.fixed_shapes:
             raise ConfigError(
-                f"pack_multiple is {self.pack_multiple}, and strategy '{self.strategy}' cuts documents, so that later "
-                "packs attend to tokens of earlier ones; packs can be padded only where documents stay whole: choose "
-                f"one of {whole}, or leave pack_multiple out"
+                f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and strategy "
+                f"'{self.strategy}' cuts documents, so that later packs attend to tokens of earlier ones; packs can be "
+                f"padded only where documents stay whole: choose one of {whole}, or leave both out"
             )
         if not self.accept_slices:
             raise ConfigError(

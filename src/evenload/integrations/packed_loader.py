@@ -83,7 +83,7 @@ class PackedLoader:
         max_tokens: int,
         tokenizer: Any = None,
         strategy: str = "balanced",
-        format: BatchFormat = "hf",
+        format: BatchFormat | None = None,
         model: Any = None,
         evaluation: bool = False,
         **settings: Any,
@@ -112,7 +112,9 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
-        planner = make_planner(ASSUMED_MODEL if model is None else model, options.costs, place.world_size, planning)
+        planner = make_planner(
+            ASSUMED_MODEL if model is None else model, options.costs, place.world_size, planning, *options.engine_shape
+        )
         self._maker = StepMaker(
             self._loader,
             planner,
@@ -149,7 +151,8 @@ class PackedLoader:
                 "balance_for(model) after steps were made for another one; call it before the first iteration, or give "
                 "PackedLoader(model=...)"
             )
-        planner = make_planner(model, self.options.costs, self.world_size, self.options.planning())
+        options = self.options
+        planner = make_planner(model, options.costs, self.world_size, options.planning(), *options.engine_shape)
         self._maker.planner = planner
         self.model_is_assumed = False
         line = balance_line(planner.costs, assumed=False)

@@ -1,9 +1,10 @@
 """`PackedStep`: one optimizer step as micro-batches of this rank, in the format asked for, padded where need be.
 
 A pack without work makes a forward and a backward pass like any other, so collectives inside a model meet, and its
-gradient is exactly 0. The padding at the end of a pack is a document of its own: no other document sees it, no position
-goes beyond those of real documents, and it carries no loss. Who needs a multiple: sequence parallelism of Megatron-Core
-splits the rows of a pack evenly over the tensor-parallel ranks and stops at a pack that they do not divide.
+gradient is exactly 0. Which pack is trained when, how many there are and how long they are says `engines.projection`;
+here they get their tokens. The padding at the end of a pack is a document of its own: no other document sees it, no
+position goes beyond those of real documents, and it carries no loss. Who needs a multiple: sequence parallelism of
+Megatron-Core splits the rows of a pack evenly over the tensor-parallel ranks and stops at one that they do not divide.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.engines.projection import project
 from evenload.errors import ConfigError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.step_maker import PlannedStep
@@ -30,7 +32,7 @@ class PackedStep:
 
     Args:
         planned: plan of all ranks, account and states after this step.
-        packs: forward packs of this rank, zero-weight ones last.
+        packs: forward packs of this rank in the order in which they are trained, zero-weight ones last.
         backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
         batches: `packs` in the loader's format.
         num_zero_weight: packs without work.
@@ -76,21 +78,21 @@ class PackedStep:
 def pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
     """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
     counts = [len(packs.forward) for packs in step.plan.pack_plans]
-    wanted = options.micro_batches
-    if wanted is not None and max(counts) > wanted:
-        raise ConfigError(_too_many(step.plan, counts, wanted, options.max_tokens))
-    if wanted is None:
-        wanted = max(counts) if options.equal_micro_batches else counts[place.rank]
+    if options.micro_batches is not None and max(counts) > options.micro_batches:
+        raise ConfigError(_too_many(step.plan, counts, options.micro_batches, options.max_tokens))
+    projected = project(step.plan, options.profile, options.shape)
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
-    missing, multiple = max(0, wanted - len(forward)), options.pack_multiple
-    packs = (*(pad_pack(pack, multiple) for pack in forward), *(zero_weight_pack(multiple),) * missing)
-    num_label_tokens = step.plan.num_label_tokens
+    micro_batches = projected.ranks[place.rank]
+    packs = tuple(
+        pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
+        for one in micro_batches
+    )
     return PackedStep(
         planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, options.format, num_label_tokens) for pack in packs),
-        num_zero_weight=missing,
+        batches=tuple(format_pack(pack, options.batch_format, projected.num_label_tokens) for pack in packs),
+        num_zero_weight=sum(not one.doc_ids for one in micro_batches),
     )
 
 
@@ -125,9 +127,9 @@ def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
     )
 
 
-def pad_pack(pack: PackBatch, multiple: int) -> PackBatch:
-    """The pack with a document of padding at its end, so that its tokens are a multiple; itself where they are one."""
-    missing = -pack.num_tokens % multiple
+def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
+    """The pack with a document of padding at its end, so that it has so many tokens; itself where it has them."""
+    missing = num_tokens - pack.num_tokens
     if not missing:
         return pack
     padding = zero_weight_pack(missing)

@@ -19,7 +19,9 @@ def start_lines(
     packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
     if options.micro_batches is not None:
         packs = f"exactly {options.micro_batches} packs a rank"
-    if options.pack_multiple > 1:
+    if options.fixed_shapes:
+        packs += f", each padded to {options.max_tokens} tokens"
+    elif options.pack_multiple > 1:
         packs += f", each padded to a multiple of {options.pack_multiple} tokens"
     reading = "alone" if place.reads_alone else f"together with {place.world_size - 1} others"
     workers = f"{config.workers} processes" if config.workers else "a thread"
@@ -35,10 +37,11 @@ def start_lines(
     cuts = "" if options.keeps_whole else "; the loop must follow step.plan"
     lines = [
         balance_line(costs, assumed=options.model is None),
+        *([] if options.engine is None else [f"engine        {options.engine}: {options.profile.title}"]),
         f"strategy      {options.strategy}: {strategy.description}{cuts}",
         f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of {most}",
         f"tokenizer     {tokenizer}",
-        f"boundaries    format {options.format}: {METADATA[options.format]}",
+        f"boundaries    format {options.format}: {METADATA[options.batch_format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
         + (f", packed over {planning.window} batches" if planning.window > 1 else ""),
         f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",

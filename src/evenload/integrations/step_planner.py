@@ -11,6 +11,9 @@ from typing import Any
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision
+from evenload.engines.engine_planner import EnginePlanner
+from evenload.engines.profile import EngineProfile
+from evenload.engines.projection import StepShape
 from evenload.errors import ConfigError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -25,7 +28,12 @@ _log = logging.getLogger("evenload.loader")
 
 
 def make_planner(
-    model: Any, costs: CostCoefficients | str | Path | None, world_size: int, options: PlanOptions
+    model: Any,
+    costs: CostCoefficients | str | Path | None,
+    world_size: int,
+    options: PlanOptions,
+    engine: EngineProfile | None = None,
+    shape: StepShape | None = None,
 ) -> StepPlanner:
     """A planner of whole micro-batches on `world_size` replicas.
 
@@ -34,6 +42,8 @@ def make_planner(
             configuration.
         costs: measured coefficients (`cost.json`) instead of a data sheet's. Links that a file lacks are an H100
             node's: they count in predicted step times, not in the balance.
+        engine, shape: that trains the steps, and what the loader fixes of them; None = a loop of which nothing is
+            known.
 
     Raises:
         ConfigError: not a model, or a cost file of another one.
@@ -50,6 +60,8 @@ def make_planner(
             _log.info("%s", note)
     if costs is None:
         costs = analytic_coefficients(spec, cluster, layout)
+    if engine is not None:
+        return EnginePlanner(engine, spec, costs, layout, options, shape)
     return StepPlanner(spec, costs, layout, None, options)
 
 

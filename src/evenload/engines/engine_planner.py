@@ -1,0 +1,134 @@
+"""`EnginePlanner`: plans of a run that an engine trains.
+
+The strategies are Evenload's own, under what the engine can run: whole documents, nothing shared among replicas, one
+layout, all activations stored. Its `auto` is not the strategy of that name, which searches for Evenload's runtime: it
+lets every strategy that the engine can run plan the step, `balanced` also with more micro-batches than it would take,
+and keeps the fastest by the engine's own price.
+
+Memory is not among the limits: what an engine holds depends on its settings (sharding, checkpointing of activations),
+which nobody tells here. `max_pack_tokens` bounds what a micro-batch holds.
+"""
+
+import math
+
+import msgspec
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.engines.price import EnginePrice, engine_price
+from evenload.engines.profile import EngineProfile
+from evenload.engines.projection import StepShape
+from evenload.engines.refusals import BEST, require_strategy, runnable
+from evenload.errors import ConfigError, DataError
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.options import CHOOSE, PlanOptions
+from evenload.plan.strategies.balanced import BALANCED
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.plan import LeftOut
+from evenload.types.rank_speeds import RankSpeeds
+
+MORE_MICRO_BATCHES = (1.25, 1.5, 2, 3)
+"""Times the micro-batches of a rank that `balanced` takes; what `auto` tries beside them."""
+
+
+class EnginePlanner(StepPlanner):
+    """Plans steps that an engine trains.
+
+    Args:
+        profile: of the engine.
+        model, coefficients, layout, options: as `StepPlanner`.
+        shape: what the run fixes of micro-batches; None = nothing.
+
+    Raises:
+        ConfigError: the engine does not have the layout.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        layout: ParallelLayout,
+        options: PlanOptions | None = None,
+        shape: StepShape | None = None,
+    ) -> None:
+        require_strategy(profile, BEST, options or PlanOptions(), layout)
+        super().__init__(model, coefficients, layout, None, options_under(profile, options or PlanOptions()))
+        self.profile, self.shape = profile, shape
+
+    def price(self, proposal: Proposal) -> EnginePrice:
+        """What the plan takes on the engine."""
+        return engine_price(proposal.plan, self.profile, self.costs, self.shape)
+
+    def propose(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        strategy: str,
+        left_out: tuple[LeftOut, ...] = (),
+        *,
+        state: DelayState | None = None,
+        is_last: bool = False,
+        speeds: RankSpeeds | None = None,
+    ) -> Proposal:
+        """As `StepPlanner.propose`; the plan's own prediction stays that of Evenload's runtime.
+
+        Raises:
+            ConfigError: also for a strategy that the engine cannot run, and for speeds of ranks.
+        """
+        if speeds is not None:
+            raise ConfigError(f"engine {self.profile.name}: measured speeds of ranks come from 'evenload train' only")
+        require_strategy(self.profile, strategy, self.options, self.layout)
+        if strategy == BEST:
+            return self._fastest(step, documents, left_out, state)
+        return super().propose(step, documents, strategy, left_out, state=state, is_last=is_last)
+
+    def _fastest(
+        self, step: int, documents: tuple[Document, ...], left_out: tuple[LeftOut, ...], state: DelayState | None
+    ) -> Proposal:
+        """The fastest by the engine's price, the first of equals; nothing is put off to later steps."""
+        found: list[tuple[float, Proposal]] = []
+        failed: list[ConfigError | DataError] = []
+        count = 0
+
+        def try_one(planner: StepPlanner, name: str) -> Proposal | None:
+            try:
+                proposal = StepPlanner.propose(planner, step, documents, name, left_out, state=state, is_last=True)
+                found.append((self.price(proposal).step_time_s, proposal))
+            except (ConfigError, DataError) as error:
+                failed.append(error)  # of one strategy: no limit where it needs one, too many micro-batches
+                return None
+            return proposal
+
+        for name in runnable(self.profile, self.options, self.layout)[0]:
+            proposal = try_one(self, name)
+            if name == BALANCED.name and proposal is not None:
+                count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
+        for planner in self._with_more_micro_batches(count, len(documents)):
+            try_one(planner, BALANCED.name)
+        if not found:
+            raise failed[0]
+        return min(found, key=lambda one: one[0])[1]
+
+    def _with_more_micro_batches(self, count: int, num_documents: int) -> list[StepPlanner]:
+        """Planners with fixed numbers of micro-batches above one; none where the user fixed it, or documents lack."""
+        if self.options.micro_batches is not None or not count:
+            return []
+        counts = {math.ceil(factor * count) for factor in MORE_MICRO_BATCHES}
+        options = [
+            msgspec.structs.replace(self.options, micro_batches=more)
+            for more in sorted(counts - {count})
+            if more * self.layout.dp <= num_documents
+        ]
+        return [StepPlanner(self.costs.model, self.costs.coefficients, self.layout, None, own) for own in options]
+
+
+def options_under(profile: EngineProfile, options: PlanOptions) -> PlanOptions:
+    """The options with what the engine decides: no sharing among replicas, everything stored, its own order, and where
+    one context group shares everything, every document in equal chunks."""
+    changes: dict[str, object] = {"dp_merge": False, "policy": "replay", "schedule": CHOOSE}
+    if profile.context_parallel != "none":
+        changes["cp_sharding"] = "per_document"
+    return msgspec.structs.replace(options, **changes)

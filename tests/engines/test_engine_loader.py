@@ -1,0 +1,80 @@
+"""`PackedLoader(engine=NAME)`: format, counts and padding follow from the engine, contradictions are refused."""
+
+from collections import Counter
+
+import pytest
+
+from evenload.errors import ConfigError
+from packed_cases import all_documents, loader_of, tokens_of, write_texts
+
+
+@pytest.mark.parametrize(
+    ("engine", "format", "is_equal"),
+    [
+        ("megatron", "megatron", False),
+        ("deepspeed", "hf", False),
+        ("deepspeed-zero3", "hf", True),
+        ("fsdp2", "hf", True),
+    ],
+)
+def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, engine=engine, rank=0, world_size=2)
+    assert (loader.options.format, loader.options.equal_micro_batches) == (format, is_equal)
+    assert loader.start_lines[1].startswith(f"engine        {engine}: ")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "best_fit", "wlb"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "trainer"])
+def test_every_document_comes_exactly_once_an_epoch_for_an_engine(tmp_path, engine, strategy):
+    texts, world_size = write_texts(tmp_path), 2
+    settings = {"micro_batches": 6} if engine == "trainer" else {}
+    loaders = [
+        loader_of(tmp_path, engine=engine, strategy=strategy, rank=rank, world_size=world_size, epochs=1, **settings)
+        for rank in range(world_size)
+    ]
+    found, counts = [], []
+    for loader in loaders:
+        steps = list(loader.steps())
+        counts.append([len(step) for step in steps])
+        found += [batch for step in steps for batch in step]
+    assert all_documents(found) == Counter(map(tokens_of, texts))
+    if engine != "deepspeed":
+        assert counts[0] == counts[1]
+    if engine == "trainer":
+        assert set(counts[0]) == {6}
+
+
+def test_packs_of_one_shape(tmp_path):
+    texts = write_texts(tmp_path)
+    loader = loader_of(tmp_path, fixed_shapes=True, format="pack", epochs=1)
+    packs = list(loader)
+    assert {pack.num_tokens for pack in packs} == {64}
+    assert sum(pack.num_tokens - pack.num_padding_tokens for pack in packs) == sum(len(tokens_of(t)) for t in texts)
+    assert "each padded to 64 tokens" in "\n".join(loader.start_lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "megatron", "strategy": "slimpack"}, "engine megatron: strategy slimpack cuts.*Choose balanced"),
+        ({"engine": "megatron", "format": "hf"}, "format is 'hf', its models take megatron"),
+        ({"engine": "fsdp2", "equal_micro_batches": False}, "equal_micro_batches is False.*wait for ever"),
+        ({"engine": "deepspeed-zero3", "equal_micro_batches": False}, "ZeRO-3 gathers.*use engine deepspeed"),
+        ({"engine": "trainer"}, "micro_batches is left out.*gradient_accumulation_steps"),
+        ({"engine": "deepspeed", "accept_slices": True}, "accept_slices is True"),
+        ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
+        ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents, so that later packs attend"),
+    ],
+)
+def test_a_contradiction_is_refused_before_anything_is_opened(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        loader_of(tmp_path / "nothing", **settings)
+
+
+def test_unequal_counts_where_the_engine_allows_them(tmp_path):
+    (tmp_path / "long.jsonl").write_text("".join(f'{{"text": "{"a" * size}"}}\n' for size in (60, 60, 60, 5)))
+    settings = {"engine": "deepspeed", "strategy": "best_fit", "batch_documents": 4, "shuffle_window": 1}
+    steps = [next(loader_of(tmp_path, rank=rank, world_size=3, **settings).steps()) for rank in range(3)]
+    assert sorted(len(step) for step in steps) == [1, 1, 2]
+    assert not any(step.num_zero_weight for step in steps)

@@ -1,0 +1,68 @@
+"""What an engine cannot run is refused by name, with the reason and the nearest thing that works."""
+
+import pytest
+
+from evenload.engines.catalog import ENGINES, engine_named
+from evenload.engines.refusals import require_strategy, runnable
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.layout import even_layout, split_layout
+
+ONE = even_layout(8, dp=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy", "layout", "message"),
+    [
+        ("megatron", "slimpack", even_layout(8, dp=2, pp=2), "cuts documents into slices.*Choose balanced"),
+        ("deepspeed-zero3", "sequential", ONE, "cuts documents into slices"),
+        ("fsdp2", "flexpipe", ONE, "changes the layout between steps"),
+        ("trainer", "balanced", even_layout(8, dp=2, pp=2), "The Trainer has no pipeline.*pp=1"),
+        ("fsdp2", "balanced", even_layout(8, pp=4), "pipeline of 4 stages.*engine megatron or torchtitan"),
+        ("deepspeed", "wlb", even_layout(8, dp=2, pp=2), "PipelineEngine"),
+        ("torchtitan", "balanced", even_layout(8, cp=2), "VarlenMetadata.*engine megatron"),
+        ("megatron", "skrull", even_layout(8, cp=2), "megatron-dynamic-cp"),
+        ("megatron", "balanced", even_layout(8, virtual=2), "2 virtual stages on 1 pipeline ranks.*virtual=1"),
+        ("megatron", "skrull", even_layout(8, pp=2), "skrull: layout pp=2 has a pipeline"),
+        ("megatron", "balanced", split_layout([4, 4], pp=2, devices=[1, 2]), "different numbers of devices"),
+        ("megatron", "nonsense", ONE, "nonsense"),
+    ],
+)
+def test_a_refusal_names_the_reason_and_what_works(engine, strategy, layout, message):
+    with pytest.raises(ConfigError, match=message):
+        require_strategy(ENGINES[engine], strategy, PlanOptions(), layout)
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy", "layout"),
+    [
+        ("megatron", "balanced", even_layout(8, dp=2, cp=2, pp=2, virtual=2)),
+        ("megatron-dynamic-cp", "skrull", even_layout(8, dp=2, cp=2)),
+        ("fsdp2", "skrull", ONE),
+        ("torchtitan", "wlb", even_layout(8, dp=2, pp=2, tp=2)),
+        ("trainer", "auto", ONE),
+        ("deepspeed", "fixed_exact", ONE),
+    ],
+)
+def test_what_runs_is_not_refused(engine, strategy, layout):
+    require_strategy(ENGINES[engine], strategy, PlanOptions(), layout)
+
+
+def test_a_schedule_of_another_runtime_is_refused():
+    options = PlanOptions(schedule="zb_h1")
+    with pytest.raises(ConfigError, match="Use one of 1f1b, interleaved, or leave it out"):
+        require_strategy(ENGINES["megatron"], "balanced", options, even_layout(8, pp=2))
+    with pytest.raises(ConfigError, match="fully_shard alone has no pipeline"):
+        require_strategy(ENGINES["fsdp2"], "balanced", options, ONE)
+
+
+def test_all_strategies_that_run_and_why_not_the_others():
+    names, left_out = runnable(ENGINES["fsdp2"], PlanOptions(), ONE)
+    assert names == ("padded", "best_fit", "fixed_greedy", "balanced", "wlb", "skrull")
+    assert {one.name for one in left_out} == {"sequential", "fixed_exact", "slimpack", "flexpipe"}
+    assert "skrull" not in runnable(ENGINES["megatron"], PlanOptions(), even_layout(8, dp=2, pp=2))[0]
+
+
+def test_a_misspelt_engine_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'torchtitan'"):
+        engine_named("torchtitn")
