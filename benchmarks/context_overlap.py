@@ -19,24 +19,15 @@ time tells what is gained, and the hidden share alone says little.
 """
 
 import math
-import os
-import socket
 import statistics
 import tempfile
 from pathlib import Path
 
 import msgspec
-import torch.multiprocessing
-from rich.console import Console
 from transformers import LlamaConfig
 
-from evenload.cli.worker_setup import run_coefficients, started_rank
 from evenload.cost.coefficients import BesideCompute
-from evenload.runtime.config.train_config import layout_of, load_train_config
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
-from evenload.runtime.trainer import Trainer
-from reduction import planned_step
+from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
 from token_runs import write_token_run
 
@@ -59,52 +50,31 @@ def write_run(directory: Path) -> Path:
     return write_token_run(directory, model, LENGTHS, f"batch_tokens = {sum(LENGTHS)}", steps=1, device="cpu")
 
 
-def run_rank(rank: int, directory: str, port: int, rounds: int, settings: list[str]) -> None:
+def run_rank(rank: int, directory: str, rounds: int, settings: list[str]) -> None:
     """One process; rank 0 leaves rows of all steps that count, by variant, and what was measured before."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    settings = ["model.dtype=float32", *settings, "plan.strategy=slimpack", "train.threads_per_process=1"]
-    settings += [f"data.max_document_tokens={max(LENGTHS)}"]
-    config = load_train_config(Path(directory) / "config.toml", settings)
-    with started_rank(config, layout_of(config, LAYERS)) as setup:
-        trainer = Trainer(config, setup.mesh)
-        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
-        beside = costs.context_beside
+    settings = [*settings, "plan.strategy=slimpack", f"data.max_document_tokens={max(LENGTHS)}"]
+    with bench_rank(directory, LAYERS, settings) as bench:
+        beside = bench.costs.context_beside
         assert beside is not None
         asked = beside if beside.pays else BesideCompute(stretch=beside.stretch, slowdown=0.0)
-        planned = {
-            name: planned_step(
-                trainer, config, msgspec.structs.replace(costs, context_beside=one), setup.memory_cap_bytes
-            )
+        steps = {
+            name: (bench.config, bench.planned_step(msgspec.structs.replace(bench.costs, context_beside=one)))
             for name, one in (("whole", None), ("parts", asked))
         }
-        found: dict[str, list[dict]] = {name: [] for name in planned}
-        for turn in range(rounds + 1):
-            for name, step in sorted(planned.items(), reverse=bool(turn % 2)):
-                rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
-                report = trainer.run_step(PreparedStep(step, rank_step), costs, learning_rate=0.0)
-                if report is not None and turn:
-                    found[name].append({key: report.row[key] for key in KEYS})
+        found = bench.by_turns(steps, rounds, bench.costs, KEYS)
         if rank == 0:
-            parts = [
-                pack.context_parts
-                for packs in planned["parts"].plan.pack_plans[:1]
-                for pack in (*packs.forward, *packs.backward)
-            ]
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, beside, costs.forward, parts)))
+            packs = steps["parts"][1].plan.pack_plans[0]
+            parts = [pack.context_parts for pack in (*packs.forward, *packs.backward)]
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, beside, bench.costs.forward, parts)))
 
 
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
     rows = []
     for name, settings in CASES.items():
-        with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
+        with tempfile.TemporaryDirectory() as directory:
             write_run(Path(directory))
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-            free.close()
-            arguments = (directory, port, QUICK_ROUNDS if quick else ROUNDS, settings)
-            torch.multiprocessing.spawn(run_rank, arguments, nprocs=RANKS)
+            spawn_ranks(RANKS, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS, settings)
             found, beside, forward, parts = msgspec.json.decode(Path(directory, "found.json").read_bytes())
         rows += rows_of(f"{name}, documents of {LENGTHS} tokens, {LAYERS} layers, gloo", found, beside, forward, parts)
     return rows

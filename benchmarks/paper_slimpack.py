@@ -162,11 +162,11 @@ def main() -> None:
     heads = ("lengths", "model", "context", "strategy", "layout", "step s", "of bound", "x best_fit", f"x pp>={DEEP}")
     for head in (*heads, "x median", "paper", "lost to"):
         table.add_column(head, justify="right" if head in heads[5:] else "left")
-    rows: list[Row] = []
     settings = [setting for setting in SETTINGS if setting[0] in options.models.split(",")]
     cells = [(name, *setting, context) for setting in settings for context in CONTEXTS for name in TABLES]
     for lengths, name, devices, context in cells[:1] if options.quick else cells:
         best = run_cell(lengths, name, devices, context, options.documents)
+        rows: list[Row] = []
         for strategy, found in best.items():
             baselines = {
                 "best_fit, any layout": best["best_fit"],
@@ -199,11 +199,11 @@ def main() -> None:
                 if share > SHOWN
             ]
         table.add_section()
+        if options.append:  # cell by cell: all of them take hours
+            append_rows(rows, RESULTS)
         auto = best["auto"]
         console.print(f"{lengths} {name} {context // 1024}K: auto {shown(auto and auto.fraction, '.1%')}", style="dim")
     console.print(table)
-    if options.append:
-        append_rows(rows, RESULTS)
 
 
 if __name__ == "__main__":

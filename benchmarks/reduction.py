@@ -19,25 +19,17 @@ time tells what is gained, and the hidden share alone says little.
     python benchmarks/reduction.py [--quick] [--append]
 """
 
-import os
-import socket
 import statistics
 import tempfile
 from pathlib import Path
 
 import msgspec
-import torch.multiprocessing
-from rich.console import Console
 from transformers import LlamaConfig
 
-from evenload.cli.worker_setup import run_coefficients, started_rank
-from evenload.cost.coefficients import BesideCompute, CostCoefficients
-from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
-from evenload.runtime.trainer import Trainer
+from evenload.cost.coefficients import BesideCompute
+from evenload.feed.step_maker import PlannedStep
+from evenload.runtime.config.train_config import TrainConfig
+from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
 from token_runs import write_token_run
 
@@ -63,35 +55,22 @@ def write_run(directory: Path, batch_tokens: int) -> Path:
     return write_token_run(directory, model, LENGTHS, f"batch_tokens = {batch_tokens}", steps=1, device="cpu")
 
 
-def run_rank(rank: int, directory: str, port: int, rounds: int) -> None:
+def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One replica; rank 0 leaves rows of all steps that count, by variant, and what was measured before."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(DP), "LOCAL_WORLD_SIZE": str(DP)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    settings = ["model.dtype=float32", f"parallel.dp={DP}", "plan.strategy=balanced", "train.threads_per_process=1"]
-    config = load_train_config(Path(directory) / "config.toml", settings)
-    with started_rank(config, layout_of(config, LAYERS)) as setup:
-        trainer = Trainer(config, setup.mesh)
-        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
-        planned: dict[str, tuple[TrainConfig, PlannedStep]] = {}
+    with bench_rank(directory, LAYERS, [f"parallel.dp={DP}", "plan.strategy=balanced"]) as bench:
+        steps: dict[str, tuple[TrainConfig, PlannedStep]] = {}
         # As if it paid in any case: what is measured says whether it does.
-        tried = {name: pays(getattr(costs, name)) for name in ("reduction_beside", "gather_beside")}
+        tried = {name: pays(getattr(bench.costs, name)) for name in ("reduction_beside", "gather_beside")}
         for name, (sums, gathers) in VARIANTS.items():
-            train = msgspec.structs.replace(config.train, overlap_reduction=sums, overlap_gather=gathers)
-            chosen = msgspec.structs.replace(config, train=train)
+            train = msgspec.structs.replace(bench.config.train, overlap_reduction=sums, overlap_gather=gathers)
+            chosen = msgspec.structs.replace(bench.config, train=train)
             kept = {"reduction_beside": sums, "gather_beside": gathers}
-            priced = msgspec.structs.replace(costs, **{key: tried[key] if kept[key] else None for key in tried})
-            planned[name] = chosen, planned_step(trainer, chosen, priced, setup.memory_cap_bytes)
-        costs = msgspec.structs.replace(costs, **tried)
-        found: dict[str, list[dict]] = {name: [] for name in planned}
-        for turn in range(rounds + 1):
-            for name, (trainer.config, step) in sorted(planned.items(), reverse=bool(turn % 2)):
-                for counts in (False, True):
-                    rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
-                    prepared = PreparedStep(step, rank_step)
-                    report = trainer.run_step(prepared, costs, learning_rate=0.0, goes_on=True)
-                    if report is not None and turn and counts:
-                        found[name].append({key: report.row[key] for key in KEYS})
-        trainer.state.optimizer.gathers.finish()
+            priced = msgspec.structs.replace(bench.costs, **{key: tried[key] if kept[key] else None for key in tried})
+            steps[name] = chosen, bench.planned_step(priced, chosen)
+        costs = msgspec.structs.replace(bench.costs, **tried)
+        # The gathers of a step run in the next one: of two alike the second has those of its kind.
+        found = bench.by_turns(steps, rounds, costs, KEYS, repeats=2, goes_on=True)
+        bench.trainer.state.optimizer.gathers.finish()
         if rank == 0:
             Path(directory, "found.json").write_bytes(msgspec.json.encode((found, tried)))
 
@@ -101,37 +80,13 @@ def pays(beside: BesideCompute) -> BesideCompute:
     return msgspec.structs.replace(beside, slowdown=min(beside.slowdown, 0.99 / beside.stretch))
 
 
-def planned_step(trainer: Trainer, config: TrainConfig, costs: CostCoefficients, memory_cap_bytes: int) -> PlannedStep:
-    """The first global batch, with its tokens."""
-    mesh = trainer.mesh
-    planner = run_planner(config, trainer.model, mesh.layout, costs, memory_cap_bytes, mesh.ranks_per_machine)
-    source = trainer.new_loader()
-    maker = StepMaker(
-        source,
-        planner,
-        config.plan.strategy,
-        replicas=lambda layout: layout.replicas(mesh.num_ranks),
-        max_pack_tokens=config.max_pack_tokens,
-        may_delay=False,
-        waiting=mesh.watch.waiting,
-    )
-    step = maker.next()
-    source.close()
-    assert step is not None
-    return step
-
-
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
     rows = []
     for name, batch_tokens in BATCHES.items():
-        with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
+        with tempfile.TemporaryDirectory() as directory:
             write_run(Path(directory), batch_tokens)
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-            free.close()
-            arguments = (directory, port, QUICK_ROUNDS if quick else ROUNDS)
-            torch.multiprocessing.spawn(run_rank, arguments, nprocs=DP)
+            spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
             found, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
         rows += rows_of(f"dp={DP}, {name} of 256 tokens, {LAYERS} layers, gloo, 1 thread a process", found, beside)
     return rows

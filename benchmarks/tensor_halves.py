@@ -18,28 +18,21 @@ time tells what is gained, and the hidden share alone says little.
     python benchmarks/tensor_halves.py [--quick] [--append]
 """
 
-import os
-import socket
 import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import torch.multiprocessing
-from rich.console import Console
 
-from evenload.cli.worker_setup import run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.tensor_halves import halved_packs
-from evenload.runtime.config.train_config import layout_of, load_train_config
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.types.plan import StepPlan
-from reduction import LAYERS, planned_step, write_run
+from interleaved_steps import bench_rank, spawn_ranks
+from reduction import LAYERS, write_run
 from results import Row, median_ratio, run_benchmark
 from token_runs import halved_plan
 
@@ -49,28 +42,16 @@ ROUNDS, QUICK_ROUNDS = 24, 2
 KEYS = ("step_time_s", "tensor_s", "tensor_hidden_s", "loss", "predicted_step_time_s")
 
 
-def run_rank(rank: int, directory: str, port: int, rounds: int) -> None:
+def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One rank; rank 0 leaves rows of all steps that count, by variant, and what was predicted."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(TP), "LOCAL_WORLD_SIZE": str(TP)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    settings = ["model.dtype=float32", f"parallel.tp={TP}", "plan.strategy=balanced", "train.threads_per_process=1"]
-    config = load_train_config(Path(directory) / "config.toml", settings)
-    with started_rank(config, layout_of(config, LAYERS)) as setup:
-        trainer = Trainer(config, setup.mesh)
-        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
-        in_one_go = msgspec.structs.replace(costs, tensor_beside=None)
-        step = planned_step(trainer, config, in_one_go, setup.memory_cap_bytes)
-        planned = {"whole": step, "halves": replace(step, plan=halved_plan(step.plan))}
-        found: dict[str, list[dict]] = {name: [] for name in planned}
-        for turn in range(rounds + 1):
-            for name, step in sorted(planned.items(), reverse=bool(turn % 2)):
-                rank_step = prepare_step(step.plan, step.tokens, trainer.mesh)
-                report = trainer.run_step(PreparedStep(step, rank_step), costs, learning_rate=0.0)
-                if report is not None and turn:
-                    found[name].append({key: report.row[key] for key in KEYS})
+    with bench_rank(directory, LAYERS, [f"parallel.tp={TP}", "plan.strategy=balanced"]) as bench:
+        step = bench.planned_step(msgspec.structs.replace(bench.costs, tensor_beside=None))
+        halved = replace(step, plan=halved_plan(step.plan))
+        steps = {"whole": (bench.config, step), "halves": (bench.config, halved)}
+        found = bench.by_turns(steps, rounds, bench.costs, KEYS)
         if rank == 0:
-            told = predicted(planned["halves"].plan, trainer, costs)
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, told, costs.tensor_beside)))
+            told = predicted(halved.plan, bench.trainer, bench.costs)
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, told, bench.costs.tensor_beside)))
 
 
 def predicted(plan: StepPlan, trainer: Trainer, costs: CostCoefficients) -> dict[str, float]:
@@ -88,13 +69,9 @@ def predicted(plan: StepPlan, trainer: Trainer, costs: CostCoefficients) -> dict
 
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as directory:
         write_run(Path(directory), BATCH_TOKENS)
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-        free.close()
-        arguments = (directory, port, QUICK_ROUNDS if quick else ROUNDS)
-        torch.multiprocessing.spawn(run_rank, arguments, nprocs=TP)
+        spawn_ranks(TP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
         found, told, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
     case = f"tp={TP}, {BATCH_TOKENS:,} tokens in documents of 256, {LAYERS} layers, gloo, 1 thread a process"
     return rows_of(case, found, told, beside)
