@@ -131,6 +131,12 @@ def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
     return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
 
 
+def foretold_seconds(row: MetricRow) -> float | None:
+    """The part of a step's measured time that its prediction is of: all but what ranks tell each other around it."""
+    step_s, exchange_s = row["step_time_s"], row["exchange_s"]
+    return None if step_s is None else float(step_s) - float(exchange_s or 0.0)
+
+
 def _wrong_keys(keys: Collection[str]) -> str:
     missing, unknown = [key for key in METRIC_KEYS if key not in keys], sorted(set(keys) - set(METRIC_KEYS))
     return f"missing keys {missing}, unknown keys {unknown}" if missing or unknown else ""
