@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
 from evenload.plan.feedback.measured_factors import rank_work_s
 from evenload.runtime.comm.mesh import create_mesh
 from evenload.runtime.config.train_config import layout_of, load_train_config
@@ -36,6 +36,8 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
+    reduction_beside=BesideCompute(),
+    gather_beside=BesideCompute(),
 )
 
 

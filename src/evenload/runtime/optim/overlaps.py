@@ -1,4 +1,4 @@
-"""Which transfers of a step run beside what is computed: as configured, where measurement says that it pays.
+"""Which transfers of a step run beside what is computed: as configured, where the costs say that it pays.
 
 The simulator decides by the same rules (`simulate.step_end`, `simulate.step_start`).
 """
@@ -21,10 +21,12 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
 
     Args:
         shares_packs: replicas wait for each other inside of packs, where sums may make a circle (decision 36).
+        coefficients: without `reduction_beside` nothing is summed, without `gather_beside` nothing gathered beside
+            packs; `cli.worker_setup.run_coefficients` measures both.
         goes_on: another step follows.
     """
     sums, gathers = coefficients.reduction_beside, coefficients.gather_beside
     return Overlaps(
-        sums=config.sums_beside_packs and (sums is None or sums.pays) and not shares_packs,
-        gathers=config.gathers_beside_packs and (gathers is None or gathers.pays) and goes_on,
+        sums=config.sums_beside_packs and sums is not None and sums.pays and not shares_packs,
+        gathers=config.gathers_beside_packs and gathers is not None and gathers.pays and goes_on,
     )
