@@ -32,8 +32,11 @@ from results import Row, median_ratio, run_benchmark
 from token_runs import write_token_run
 
 LAYERS, RANKS = 4, 2
-LENGTHS = [2_048, 1_024, 1_024]
-CASES = {"cp=2": ["parallel.cp=2"], "dp=2, shared": ["parallel.dp=2", "plan.options.dp_merge=true"]}
+CASES = {
+    "cp=2": (["parallel.cp=2"], [2_048, 1_024, 1_024]),
+    "dp=2, shared": (["parallel.dp=2", "plan.options.dp_merge=true"], [2_048, 256, 256]),
+}
+"""Settings, and tokens of the documents: replicas share one that is most of the batch."""
 ROUNDS, QUICK_ROUNDS = 16, 2
 KEYS = (
     "step_time_s", "context_s", "context_hidden_s", "predicted_context_s", "predicted_context_hidden_s", "loss",
@@ -41,19 +44,18 @@ KEYS = (
 )  # fmt: skip
 
 
-def write_run(directory: Path) -> Path:
+def write_run(directory: Path, lengths: list[int]) -> Path:
     """The run's configuration."""
     model = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None, max_position_embeddings=4_096,
     )  # fmt: skip
-    return write_token_run(directory, model, LENGTHS, f"batch_tokens = {sum(LENGTHS)}", steps=1, device="cpu")
+    return write_token_run(directory, model, lengths, f"batch_tokens = {sum(lengths)}", steps=1, device="cpu")
 
 
 def run_rank(rank: int, directory: str, rounds: int, settings: list[str]) -> None:
     """One process; rank 0 leaves rows of all steps that count, by variant, and what was measured before."""
-    settings = [*settings, "plan.strategy=slimpack", f"data.max_document_tokens={max(LENGTHS)}"]
-    with bench_rank(directory, LAYERS, settings) as bench:
+    with bench_rank(directory, LAYERS, ["plan.strategy=slimpack", *settings]) as bench:
         beside = bench.costs.context_beside
         assert beside is not None
         asked = beside if beside.pays else BesideCompute(stretch=beside.stretch, slowdown=0.0)
@@ -71,12 +73,13 @@ def run_rank(rank: int, directory: str, rounds: int, settings: list[str]) -> Non
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
     rows = []
-    for name, settings in CASES.items():
+    for name, (settings, lengths) in CASES.items():
+        settings = [*settings, f"data.max_document_tokens={max(lengths)}"]
         with tempfile.TemporaryDirectory() as directory:
-            write_run(Path(directory))
+            write_run(Path(directory), lengths)
             spawn_ranks(RANKS, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS, settings)
             found, beside, forward, parts = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-        rows += rows_of(f"{name}, documents of {LENGTHS} tokens, {LAYERS} layers, gloo", found, beside, forward, parts)
+        rows += rows_of(f"{name}, documents of {lengths} tokens, {LAYERS} layers, gloo", found, beside, forward, parts)
     return rows
 
 

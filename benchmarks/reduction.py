@@ -10,7 +10,7 @@ those that a run measures at its start, just before.
     hidden        of the seconds in which gradients are summed, or weights gathered, those while packs are computed and
                   nothing waits: as the ranks tell it (`reduction_hidden_s`, `gather_hidden_s` of metrics.jsonl), and as
                   the simulator predicts it
-    account       seconds told over seconds predicted, in all and hidden, median of steps
+    account       seconds told over seconds predicted, in all and hidden, median of steps; of variant `after`, too
     loss          whether all train the same, to the bit
 
 gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
@@ -100,7 +100,9 @@ def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
     rows = []
     for what, kind in (("summed", "reduction"), ("gathered", "gather")):
         share = statistics.median(late[f"{kind}_s"]) / statistics.median(late["step_time_s"])
+        account = median_ratio(late[f"{kind}_s"], late[f"predicted_{kind}_s"])
         rows.append(Row("reduction", case, f"{what} after packs", share, "share", "the step's time"))
+        rows.append(Row("reduction", case, f"{kind} account, after packs", account, "x", "seconds predicted"))
     for name in ("sums", "both"):
         faster = median_ratio(column[name]["step_time_s"], late["step_time_s"])
         rows.append(Row("reduction", case, f"time, {name}", faster, "x", "nothing beside packs"))
