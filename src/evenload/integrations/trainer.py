@@ -19,7 +19,6 @@ What the Trainer would do differently with a loader of one's own is refused at s
 
 import itertools
 import json
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +29,13 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.model_balance import balance_for_model
 from evenload.integrations.packed_loader import PackedLoader
-from evenload.integrations.step_planner import known_vocabulary
 
 LOADER_STATE = "evenload_loader.json"
 """File in a checkpoint's directory."""
 
 _COUNT = "num_items_in_batch"
-
-_log = logging.getLogger("evenload.loader")
 
 
 class PackedTrainerMixin:
@@ -73,8 +70,8 @@ class PackedTrainerMixin:
         super().__init__(*arguments, **settings)
         _refuse_trainer(self, train_loader)
         for loader in (train_loader, eval_loader):
-            if loader is not None and loader.model_is_assumed:
-                _balance(loader, self.model)  # type: ignore[missing-attribute]
+            if loader is not None:
+                balance_for_model(loader, self.model)  # type: ignore[missing-attribute]
         self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
 
     def get_train_dataloader(self) -> Any:
@@ -189,18 +186,6 @@ class _SaveLoader(TrainerCallback):
         part = file.with_suffix(".part")
         part.write_text(json.dumps(self._loader.state_dict()))
         os.replace(part, file)
-
-
-def _balance(loader: PackedLoader, model: Any) -> None:
-    """Packs by the times of the model that is trained, where the loader was made without one."""
-    config = getattr(model, "config", None)
-    try:
-        known_vocabulary(config)
-    except ConfigError as err:
-        if loader.rank == 0:
-            _log.warning("packs are not balanced for the model that is trained: %s", err)
-    else:
-        loader.balance_for(config)
 
 
 def _refuse_settings(

@@ -1,0 +1,157 @@
+"""`Fsdp2Loop`: a model sharded by `fully_shard` (FSDP2), trained from a `PackedLoader`.
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    loop = Fsdp2Loop(model, optimizer, loader)
+
+Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 is told to sum
+over ranks (divide factor 1, sums for all reductions) instead of taking the mean. Nothing is scaled, so any number of
+ranks gives the sum.
+
+A rank gathers a layer's parameters in every forward and backward, so all ranks make equally many passes: those short of
+work run packs without a loss, whose gradient is 0.
+
+Price: gradients of all micro-batches but the last are kept whole (4 bytes a parameter and rank in float32) and reduced
+once a step; with `reduce_every_pack` they stay sharded and are reduced after every micro-batch.
+"""
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.batch_formats import move_batch
+from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
+from evenload.integrations.engines.pack_loss import PackLoss
+from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.packed_step import PackedStep
+
+
+class Fsdp2Loop(EngineLoop):
+    """Steps of a sharded model. Changes how the model's FSDP2 modules reduce gradients: sums, no mean.
+
+    Args:
+        model: with `fully_shard` on all of its parameters, over all ranks.
+        optimizer: of the sharded parameters.
+        loader: `equal_micro_batches`, as by default.
+        loss: of one micro-batch; default: `hf_pack_loss`.
+        max_grad_norm: gradients of the global batch are scaled down to this norm.
+        reduce_every_pack: reduce after every micro-batch: less memory, more transfers.
+        stateful: further objects with `state_dict` and `load_state_dict` that belong into checkpoints, such as
+            `{"scheduler": scheduler}`.
+
+    Attributes:
+        grad_norm: float[], of the last update before it was scaled; None without `max_grad_norm`.
+
+    Raises:
+        ConfigError: parameters that FSDP2 does not reduce over all ranks; a loader as `EngineLoop` says.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: PackedLoader,
+        *,
+        loss: PackLoss | None = None,
+        max_grad_norm: float | None = None,
+        reduce_every_pack: bool = False,
+        stateful: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, loader, loss, engine="FSDP2")
+        self._require_equal_counts("gathers parameters in every forward pass")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}, must be above 0, or None for no limit")
+        _require_sharded(model, loader.world_size)
+        taken = {"model", "optimizer", "loader", "num_steps"} & set(stateful or {})
+        if taken:
+            raise ConfigError(f"stateful has {sorted(taken)}, which the loop saves itself; choose other names")
+        self.model, self.optimizer = model, optimizer
+        self.grad_norm: torch.Tensor | None = None
+        self._max_grad_norm, self._reduce_every_pack = max_grad_norm, reduce_every_pack
+        self._stateful = dict(stateful or {})
+        self._device = next(model.parameters()).device
+        for module in _fsdp_modules(model):
+            # Both take this module only, and leave those below it.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def accumulate(self, step: PackedStep) -> torch.Tensor:
+        """Forward and backward of one global batch; the loss of the global batch. Collective."""
+        total = torch.zeros((), device=self._device)
+        for index, batch in enumerate(step):
+            is_last = index == len(step) - 1
+            for module in _fsdp_modules(self.model):
+                module.set_requires_gradient_sync(is_last or self._reduce_every_pack, recurse=False)
+            loss = self._loss(self.model, move_batch(batch, self._device))
+            loss.backward()
+            total = total + loss.detach()
+        return sum_over_ranks(total)
+
+    def update(self) -> None:
+        """Apply the gradients, scaled down where they pass `max_grad_norm`, and forget them. Collective."""
+        if self._max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """A distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective."""
+        dcp.save(self._state(), checkpoint_id=directory)
+
+    def load(self, directory: str | PathLike[str]) -> None:
+        """Go on from a checkpoint, of any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: no such checkpoint, or of another model.
+        """
+        state = self._state()
+        try:
+            dcp.load(state, checkpoint_id=directory)
+        except (dcp.api.CheckpointException, OSError, KeyError, ValueError) as err:
+            raise CheckpointError(
+                f"'{directory}' is no checkpoint of this model, optimizer and loader: {err}; give the folder that "
+                "save wrote"
+            ) from err
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.num_steps = state["num_steps"]
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        own = {"model": model, "optimizer": optimizer, "loader": self.loader, "num_steps": self.num_steps}
+        return own | self._stateful
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _require_sharded(model: nn.Module, world_size: int) -> None:
+    if not isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"{type(model).__name__} is not sharded; call fully_shard on its layers, then fully_shard(model)"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter '{name}' is not sharded, so its gradient would not be summed over ranks; leave "
+                "ignored_params out of fully_shard"
+            )
+        size = parameter.device_mesh.size()
+        if size != world_size:
+            raise ConfigError(
+                f"parameter '{name}' is sharded over {size} ranks, the loader deals documents to {world_size}; give "
+                "fully_shard a mesh of all ranks"
+            )

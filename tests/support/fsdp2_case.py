@@ -1,0 +1,83 @@
+"""FSDP2 as the conformance suite drives it (`engine_conformance`)."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
+from evenload.errors import ConfigError
+from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.packed_step import PackedStep
+from packed_cases import loader_of
+
+
+def sharded_model(dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> torch.nn.Module:
+    """The small Llama, each layer gathered by itself; two sizes = replicas of shards (HSDP)."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
+    model = small_model().to(dtype)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Fsdp2Run:
+    """One rank's training."""
+
+    def __init__(self, case: EngineCase, corpus: Path, learning_rate: float) -> None:
+        settings = dict(case.engine)
+        dtype = settings.pop("dtype", torch.float64)
+        world_size = torch.distributed.get_world_size()
+        self.model = sharded_model(dtype, settings.pop("mesh", (world_size,)))
+        optimizer = case.optimizer(self.model.parameters(), learning_rate)
+        self.loader = case.open_loader(corpus)
+        self._loop = Fsdp2Loop(self.model, optimizer, self.loader, **settings)
+        self.update, self.save, self.load = self._loop.update, self._loop.save, self._loop.load
+
+    def accumulate(self, step: PackedStep) -> float:
+        return self._loop.accumulate(step).item()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.grad.full_tensor() for name, parameter in self.model.named_parameters()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+
+    def logits(self, batch: dict) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
+        return self.model(**inputs).logits[0]
+
+
+def train_fsdp2(case: EngineCase, order: TrainOrder) -> RankRecord:
+    return train_by_hand(Fsdp2Run(case, order.corpus, order.learning_rate), order)
+
+
+def perturb_fsdp2(case: EngineCase, corpus: Path) -> Perturbed | None:
+    return perturb_by_hand(Fsdp2Run(case, corpus, 0.0))
+
+
+def fsdp2_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
+    """FSDP2 in float64, which it trains in as it does in any other type."""
+    exact = {"gradient_error": 1e-12, "training_error": 1e-9}
+    return EngineCase(train_fsdp2, perturb_fsdp2, engine or {}, loader or {}, **(exact | changes))
+
+
+def refusals_of_fsdp2(corpus: Path) -> list[str]:
+    """What is said of ranks that would wait for each other, parameters that nobody sums, and other mistakes."""
+    world_size = torch.distributed.get_world_size()
+    sharded = sharded_model(torch.float32, (world_size,))
+    partly = small_model()
+    fully_shard(partly, mesh=init_device_mesh("cpu", (world_size,)), ignored_params={partly.lm_head.weight})
+    messages = []
+    for model, loader, settings in (
+        (sharded, {"equal_micro_batches": False}, {}),
+        (partly, {}, {}),
+        (sharded, {}, {"max_grad_norm": 0.0}),
+        (sharded, {}, {"stateful": {"loader": None}}),
+    ):
+        try:
+            Fsdp2Loop(model, None, loader_of(corpus, **loader), **settings)
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
