@@ -63,7 +63,6 @@ OTHER = {
     "tests/dist": "Real gloo processes: every strategy, layout and cut equals plain training; resume.",
     "tests/docs": "Links, file tree and generated pages.",
     "tests/gpu": "The same promises on CUDA; skipped, with the reason, where there is none.",
-    "tests/engines": "Engines trained on our plans: conformance of every adapter, examples.",
     "tests/integrations": "`PackedLoader` in other people's loops: Trainer, Accelerate, TRL, examples.",
     "tests/plan": "Planners against invariants and brute force.",
     "tests/explore": "Comparison, layout search, splits of time.",

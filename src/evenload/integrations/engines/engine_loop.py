@@ -110,10 +110,10 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str) -> 
     if options.evaluation:
         raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
     if not options.keeps_whole:
+        whole = ", ".join(whole_strategies())
         raise ConfigError(
-            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches forward "
-            f"and backward, so keys of earlier slices would be missing. Choose one of {', '.join(whole_strategies())}, or train "
-            "with 'evenload train'"
+            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches forward and backward, "
+            f"so keys of earlier slices would be missing. Choose one of {whole}, or train with 'evenload train'"
         )
     if loss is None and options.format != "hf":
         raise ConfigError(
