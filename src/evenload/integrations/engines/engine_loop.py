@@ -112,7 +112,7 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str) -> 
     if not options.keeps_whole:
         whole = ", ".join(whole_strategies())
         raise ConfigError(
-            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches forward and backward, "
+            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches both ways, "
             f"so keys of earlier slices would be missing. Choose one of {whole}, or train with 'evenload train'"
         )
     if loss is None and options.format != "hf":
