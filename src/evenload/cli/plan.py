@@ -1,6 +1,7 @@
 """`evenload plan`: which strategy is how fast on the user's lengths, model and cluster. Needs no GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.markup import escape
 from evenload.cli.length_source import length_source, unit_line
 from evenload.cli.output_file import require_writable, write_output
 from evenload.cli.plan_arguments import PlanArguments, plan_command_of
+from evenload.cli.plan_engine import engine_content, engine_evaluation, engine_layout, engine_lines, require_engine
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
 from evenload.cli.plan_lines import bound_line, errors_in_unit, first_line, inputs_said, rows_in_unit, worst_line
@@ -29,6 +31,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.chrome_trace import write_chrome_trace
+from evenload.report.engine_table import EngineTable
 from evenload.report.html import write_report
 from evenload.report.layout_table import LayoutTable
 from evenload.report.pack_label import label_packs
@@ -67,6 +70,8 @@ def run_plan(asked: PlanArguments) -> None:
         settings=asked.settings,
     )
     inputs = plan_inputs(asked, source)
+    if asked.engine:
+        inputs = replace(inputs, layout=engine_layout(inputs, asked.engine))
     # Counting the tokens of documents takes time; the spinner shows on terminals only.
     with Console(stderr=True).status(f"reading {escape(asked.lengths)}"):
         table = source.read()
@@ -75,12 +80,15 @@ def run_plan(asked: PlanArguments) -> None:
         batches = inputs.batches.sample(table.lengths, steps=asked.steps, seed=asked.seed)
         layouts = searched_layouts(inputs, batches, strategies, console) if asked.search_layout else ()
         layout = layouts[0].parallel_layout() if layouts else planned_in(inputs, batches, strategies)
+        if asked.engine:
+            require_engine(asked.engine, inputs, strategies, layout)
     coefficients = inputs.costs.of(layout)
     said = inputs_said(asked, inputs, source.name, table, layout)
     _say(console, first_line(said, table, layout, coefficients), unit_line(table))
     _say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
     names, left_out = chosen_strategies(strategies, layout, inputs.options)
     evaluation = _evaluated(inputs, layout, batches, names)
+    engine = engine_evaluation(asked.engine, inputs, layout, batches, strategies) if asked.engine else None
     found = Comparison(
         said=said,
         batches=batches,
@@ -92,10 +100,12 @@ def run_plan(asked: PlanArguments) -> None:
         worst=_worst(asked, inputs, layout, table.lengths, strategies, evaluation),
         memory_cap_bytes=inputs.memory_cap_bytes,
         interval=prediction_interval(coefficients, layout),
+        engine=engine,
     )
     _show(console, found)
     _write(asked, found)
-    if evaluation.best is None:
+    # What an engine holds depends on its settings, so memory refuses plans for Evenload's own runtime only.
+    if evaluation.best is None and not (engine and engine.best):
         closest = min(found.rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
         hint = "" if layouts else f"; {layouts_that_fit(inputs, batches, strategies)}"
         raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
@@ -163,6 +173,12 @@ def _show(console: Console, found: Comparison) -> None:
         if result.layout_decisions:
             console.print(LayoutTable(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
     _say(console, *(worst_line(one, found.memory_cap_bytes, found.unit) for one in found.worst))
+    if found.engine is not None:
+        rows = rows_in_unit([msgspec.to_builtins(result) for result in found.engine.results], found.unit)
+        console.print(
+            EngineTable(rows, found.engine.best, f"on {found.engine.engine} ({found.engine.title}), predicted")
+        )
+        _say(console, *engine_lines(found.engine, found.evaluation, found.unit))
 
 
 def _write(asked: PlanArguments, found: Comparison) -> None:
@@ -176,6 +192,8 @@ def _write(asked: PlanArguments, found: Comparison) -> None:
             "step_time_interval": msgspec.to_builtins(found.interval),
             "left_out": [msgspec.to_builtins(one) for one in found.left_out],
         }
+        if found.engine is not None:
+            content["engine"] = engine_content(found.engine)
         if asked.worst is not None:
             content["worst"] = [msgspec.to_builtins(one) for one in found.worst]
         if found.layouts:

@@ -12,12 +12,17 @@ import typer
 from evenload.cli.length_source import SOURCE_HELP, IncludeOption, OnCorruptOption, RecordOption, TokenizerOption
 from evenload.cli.option_values import COUNTS, parse_tokens
 from evenload.cli.plan_strategies import STRATEGY_HELP
+from evenload.engines.catalog import ENGINES
 from evenload.types.cluster_catalog import BUILT_IN
 
 DEFAULT_DOCUMENTS = 512
 """Documents of a global batch where nothing says its size."""
 DEFAULT_CONTEXT = 131_072
 """Tokens of the longest document trained whole, where nothing says so."""
+ENGINE_HELP = (
+    f"Also predict an engine that trains the plans: {', '.join(ENGINES)}. Strategies that it cannot run are refused, "
+    "with the reason (docs/engines.md)."
+)
 CLUSTER_HELP = (
     f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
     "examples/clusters/two_nodes.toml (explained in docs/guide.md)."
@@ -65,6 +70,7 @@ class PlanArguments:
     include: IncludeOption = None
     on_corrupt: OnCorruptOption = None
     strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "all"
+    engine: Annotated[str | None, typer.Option(help=ENGINE_HELP)] = None
     dp_merge: Annotated[
         bool | None,
         typer.Option(

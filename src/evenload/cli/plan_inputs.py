@@ -18,6 +18,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.prediction_interval import processor_of
@@ -155,6 +156,13 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     """Put options, configuration and defaults together; refuses what `evenload train` would, too."""
     if asked.search_layout and asked.layout:
         raise ConfigError(f"--search-layout looks for the layout, --layout {asked.layout} gives it; leave one out")
+    if asked.search_layout and asked.engine:
+        raise ConfigError(
+            f"--search-layout ranks layouts for Evenload's own runtime, --engine {asked.engine} runs others; give "
+            "--layout, or leave one of both out"
+        )
+    if asked.engine:
+        engine_named(asked.engine)
     if asked.documents is not None and asked.tokens is not None:
         raise ConfigError(f"--documents {asked.documents} and --tokens {asked.tokens} exclude each other; give one")
     run, machines = source.run, cluster_from(asked.cluster)

@@ -112,7 +112,8 @@ def worst_line(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> st
 
 def rows_in_unit(rows: Sequence[dict[str, Any]], unit: LengthUnit) -> list[dict[str, Any]]:
     """Rows of the comparison whose sentences name the unit that was counted."""
-    return [row | {"why": in_unit(row["why"], unit), "note": in_unit(row["note"], unit)} for row in rows]
+    words = ("why", "note")
+    return [row | {name: in_unit(row[name], unit) for name in words if name in row} for row in rows]
 
 
 @contextmanager

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from evenload.cli.plan_engine import engine_lines
 from evenload.cli.plan_lines import worst_line
 from evenload.data.length_profile import profile_lengths
+from evenload.engines.evaluate import EngineEvaluation
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.layout_search import LayoutResult
@@ -23,7 +25,8 @@ from evenload.types.scaled_units import format_bytes
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Comparison:
-    """What was planned, and how it is said: inputs and rows as in `--json`, layouts of a search with the best first."""
+    """What was planned, and how it is said: inputs and rows as in `--json`, layouts of a search with the best first,
+    and what `--engine` takes."""
 
     said: dict[str, Any]
     batches: Sequence[SampledBatch]
@@ -35,6 +38,7 @@ class Comparison:
     unit: LengthUnit
     memory_cap_bytes: int
     interval: PredictionInterval
+    engine: EngineEvaluation | None = None
 
 
 def plan_report(found: Comparison) -> RunReport:
@@ -47,7 +51,11 @@ def plan_report(found: Comparison) -> RunReport:
     lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
         title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
-        facts=(*_facts(found.said, found.unit), ("predicted step times", found.interval.describe())),
+        facts=(
+            *_facts(found.said, found.unit),
+            ("predicted step times", found.interval.describe()),
+            *_engine_facts(found),
+        ),
         sections=tuple(
             RunSection(
                 name=name,
@@ -68,6 +76,12 @@ def plan_report(found: Comparison) -> RunReport:
         lengths=profile_lengths(lengths, ()) if len(lengths) else None,
         unit=found.unit,
     )
+
+
+def _engine_facts(found: Comparison) -> tuple[tuple[str, str], ...]:
+    if found.engine is None:
+        return ()
+    return ((f"on engine {found.engine.engine}", " · ".join(engine_lines(found.engine, found.evaluation, found.unit))),)
 
 
 def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str], ...]:

@@ -83,7 +83,8 @@ def runnable(
         try:
             require_strategy(profile, one.name, options, layout)
         except ConfigError as error:
-            left_out.append(LeftOutStrategy(name=one.name, why=str(error)))
+            why = str(error).removeprefix(f"engine {profile.name}: ").removeprefix(f"strategy {one.name}").lstrip(": ")
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
         else:
             names.append(one.name)
     return tuple(names), tuple(left_out)

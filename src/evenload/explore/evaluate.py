@@ -143,7 +143,7 @@ def _evaluate(
             proposals, deferred_tokens = [one.proposal for one in flexed], 0
             layout, note, decisions = _most_used(flexed), _switch_note(flexed), tuple(one.told for one in flexed)
         else:
-            proposals, plan_time_s, deferred_tokens = _planned(planner, batches, name)
+            proposals, plan_time_s, deferred_tokens = planned_steps(planner, batches, name)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
         # not hide the others; its row says why.
@@ -192,10 +192,10 @@ def _evaluate(
     ), tuple(proposals)
 
 
-def _planned(
+def planned_steps(
     planner: StepPlanner, batches: Sequence[SampledBatch], name: str
 ) -> tuple[list[Proposal], list[float], int]:
-    """Every step in one layout; seconds each took to plan; tokens deferred."""
+    """Every step in one layout; seconds each took to plan; tokens deferred. Raises as `StepPlanner.propose`."""
     proposals: list[Proposal] = []
     plan_time_s: list[float] = []
     state, carried, deferred_tokens = DelayState(), (), 0
