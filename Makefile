@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about 10 minutes.)"
 endef
 
-.PHONY: demo test test-fast test-thorough test-torch check bench accuracy gpu wheels docs clean
+.PHONY: demo test test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -37,6 +37,10 @@ test: .venv/dev  ## everything CI checks
 
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, and new random examples; an hour
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
+
+test-docs: .venv/dev  ## every recipe of the documentation from end to end, and the site without a dead link; 3 minutes
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=explore tests/docs/test_pages_followed.py \
+	  tests/docs/test_notebook.py
 
 # Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
 TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_fifo_channels.py \
@@ -72,6 +76,9 @@ accuracy: .venv/dev  ## strategies measured beside their predictions; rows to be
 gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, in parts; 25 minutes at most
 	$(PYTHON) tools/gpu_parts.py
 
+wheel: .venv/dev  ## dist/: source distribution and wheel, installed and tried without a compiler and without torch
+	$(BIN)/python tools/make_wheel.py
+
 # What a GPU machine without a network may lack; its torch and what belongs to torch it has.
 GPU_WHEELS := msgspec plotly jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
 GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
@@ -91,11 +98,16 @@ docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tabl
 	$(BIN)/python tools/make_benchmarks.py
 	$(BIN)/python tools/make_accuracy.py
 	$(BIN)/python tools/make_loader_performance.py
+	$(BIN)/python tools/make_notebook.py
 	$(BIN)/python tools/make_file_tree.py
 	$(BIN)/python tools/make_house.py
+	$(MAKE) --no-print-directory site
+
+site: .venv/dev  ## the documentation as a site, build/site; a link or heading that is not there is an error
+	$(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf .venv build runs
+	rm -rf .venv build dist runs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Evenload needs Python 3.11 or later, {sys.executable} is {sys.version.split()[0]}; call make PYTHON=..."'

@@ -24,6 +24,7 @@ OTHER = {
     "src/evenload/report/report.css": "Style of the pages, light and dark.",
     "src/evenload/report/report.js": "Draws figures when they are scrolled near, and again when colours change.",
     "native/.clang-format": "Format of the C++ files.",
+    "examples/lengths_to_packs.ipynb": "A notebook: lengths, a plan, packs, the same gradient.",
     "examples/stdlib_demo/demo.toml": "Configuration of the demo.",
     "examples/stdlib_demo/model.json": "The demo's model: a small Llama.",
     "examples/flexpipe/train.toml": "Configuration of its runs.",

@@ -22,7 +22,6 @@ app = typer.Typer(
     name="evenload",
     help="Train large language models fast on documents of very different lengths.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

@@ -36,8 +36,9 @@ class MixturePart(Frozen):
     Args:
         name: how the ledger and messages call it.
         weight: its share of the *tokens* while all parts have some left, relative to the other weights.
-        sources, format, record, include, text_column, messages_column, prompt_column, completion_column,
-            tokens_column, labels_column, document_end_id, loss_on: as in `DataConfig`; unset ones are taken from there.
+        sources, format, record, include: as in `DataConfig`; unset ones are taken from there.
+        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
+        labels_column, document_end_id, loss_on: likewise.
     """
 
     name: str

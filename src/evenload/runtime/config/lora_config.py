@@ -64,6 +64,14 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
+    """Names of the linears that get adapters, in the order of a layer.
+
+    Args:
+        known: by name, the linears of a layer that may have one.
+
+    Raises:
+        ConfigError: `target_modules` names something else.
+    """
     for name in lora.target_modules:
         if name not in known:
             raise ConfigError(

@@ -281,10 +281,12 @@ class RunConfig(Frozen):
 
     @property
     def fuses_norms(self) -> bool:
+        """Root-mean-square norms run as one kernel: as set, else on GPUs."""
         return self.device == "cuda" if self.fused_norms is None else self.fused_norms
 
     @property
     def fuses_elementwise(self) -> bool:
+        """Rotary embedding and gated activation run as one kernel each: as set, else on GPUs."""
         return self.device == "cuda" if self.fused_elementwise is None else self.fused_elementwise
 
     @property

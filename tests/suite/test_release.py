@@ -1,0 +1,88 @@
+"""What is installed and released: versions, the module as a command, links of the index page, the workflow's steps.
+
+Wheels themselves are built and tried by `make wheel`, which compiles for a minute.
+"""
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+import evenload
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOME = "https://example.org/someone/evenload"
+
+
+@pytest.fixture(scope="module")
+def metadata():
+    return runpy.run_path(str(ROOT / "tools" / "release_metadata.py"))
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "evenload", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"evenload {evenload.__version__}\n"
+    assert evenload.__version__ == version("evenload")
+
+
+def test_the_wheel_is_asked_for_the_stable_abi_in_one_place_and_the_core_uses_it():
+    """`wheel.py-api` alone names the wheel; the core must then be built for that ABI, which took no effect once."""
+    assert PROJECT["tool"]["scikit-build"]["wheel"]["py-api"] == "cp311"
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    assert "if(SKBUILD_SABI_VERSION)\n  set(bindings BACKEND_MODULE nanobind_backend)" in cmake
+    assert "nanobind_add_module(_native ${bindings}" in cmake
+    (backend,) = (one for one in PROJECT["project"]["dependencies"] if one.startswith("nanobind-backend"))
+    assert "<" not in backend
+    assert "==" not in backend
+
+
+def test_the_index_page_has_no_relative_link(metadata):
+    page = metadata["with_absolute_links"]((ROOT / "README.md").read_text(), HOME, "v1.2.3")
+    targets = [found["target"] for found in metadata["_LINK"].finditer(re.sub(r"```.*?```", "", page, flags=re.S))]
+    assert targets
+    assert all(re.match(r"https?:|#", target) for target in targets)
+
+
+def test_pictures_are_loaded_raw_and_files_shown(metadata):
+    absolute = metadata["with_absolute_links"]
+    assert absolute("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", HOME, "v1") == (
+        f"[a]({HOME}/blob/v1/docs/b.md#c) ![d]({HOME}/raw/v1/e.png) [f](https://g) [h](#i)"
+    )
+    assert absolute("[![a](b.svg)](c.md)", HOME, "v1") == f"[![a]({HOME}/raw/v1/b.svg)]({HOME}/blob/v1/c.md)"
+
+
+def test_project_urls_are_added_once(metadata):
+    settings = metadata["with_urls"]((ROOT / "pyproject.toml").read_text(), HOME)
+    assert tomllib.loads(settings)["project"]["urls"]["Source"] == HOME
+    assert tomllib.loads(settings)["project"]["scripts"] == PROJECT["project"]["scripts"]
+    with pytest.raises(SystemExit, match="already"):
+        metadata["with_urls"](settings, HOME)
+
+
+def test_a_tag_of_another_version_is_refused():
+    command = [sys.executable, ROOT / "tools" / "release_metadata.py", HOME, "v99.0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"tag v99.0, but pyproject.toml says version {PROJECT['project']['version']}" in done.stderr
+
+
+def test_what_the_workflow_and_the_container_name_is_there():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow["jobs"]["publish"]["needs"] == "wheels"
+    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    scripts = re.findall(r"tools/\w+\.py", " ".join([*steps, PROJECT["tool"]["cibuildwheel"]["test-command"]]))
+    assert sorted(set(scripts)) == ["tools/release_metadata.py", "tools/try_wheel.py"]
+    assert all((ROOT / script).is_file() for script in scripts)
+    container = (ROOT / "Containerfile").read_text()
+    (extras,) = re.findall(r"evenload-\*\.whl\)\[([\w,]+)\]", container)
+    assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    ignored = (ROOT / ".containerignore").read_text().split()
+    assert not {"native", "src", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"} & set(ignored)
