@@ -100,6 +100,7 @@ def test_cluster_recipes_start_what_parses():
 
 @thorough
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+@pytest.mark.timeout(1800)
 def test_a_recipe_runs_from_end_to_end(page, tmp_path):
     done = follow(page, tmp_path)
     assert done or page.stem in ("slurm", "kubernetes")
