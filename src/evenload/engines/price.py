@@ -121,7 +121,8 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
         # Every rank gets the whole sum: what a reduce-scatter moves, and as much again.
         changes["reduce_bandwidth_bytes_per_s"] = found.reduce_bandwidth_bytes_per_s / 2
         changes["reduce_latency_s"] = 2 * found.reduce_latency_s
-    return PackCosts(costs.model, msgspec.structs.replace(found, **changes), costs.layout)
+    # Engines cut every document of a shared micro-batch, short ones too.
+    return PackCosts(costs.model, msgspec.structs.replace(found, **changes), costs.layout, keeps_short_whole=False)
 
 
 def _update_seconds(profile: EngineProfile, costs: PackCosts) -> float:

@@ -1,0 +1,71 @@
+"""`EnginePlanner`: an engine's `auto` is the fastest by its own price, and plans stay those of the strategies."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.engines.catalog import ENGINES
+from evenload.engines.engine_planner import EnginePlanner
+from evenload.engines.refusals import runnable
+from evenload.errors import ConfigError
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import StepPlanner
+from evenload.runtime.config.config_keys import plan_options
+from evenload.stepplan.validate import validate_plan
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.rank_speeds import RankSpeeds
+
+OPTIONS = {"max_pack_tokens": 64, "candidates": 3}
+
+
+def documents(lengths) -> tuple[Document, ...]:
+    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+
+
+def planner_of(engine: str, *, pp: int = 1, **options) -> EnginePlanner:
+    layout = even_layout(4, dp=2, pp=pp)
+    return EnginePlanner(
+        ENGINES[engine], sample_model(num_layers=4), sample_coefficients(), layout, plan_options(OPTIONS | options)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=16),
+    engine=st.sampled_from(["megatron", "deepspeed", "fsdp2", "torchtitan"]),
+    is_delaying=st.booleans(),
+)
+def test_auto_is_never_slower_than_a_strategy_and_trains_everything(lengths, engine, is_delaying):
+    planner = planner_of(engine, pp=2 if ENGINES[engine].schedules else 1)
+    state = DelayState() if is_delaying else None
+    found = planner.propose(3, documents(lengths), "auto", state=state)
+    validate_plan(found.plan, max_pack_tokens=64)
+    assert {document.doc_id for document in found.plan.documents} == set(range(len(lengths)))
+    best_s = planner.price(found).step_time_s
+    for name in runnable(planner.profile, planner.options, planner.layout)[0]:
+        assert best_s <= planner.price(planner.propose(3, documents(lengths), name)).step_time_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "best_fit", "wlb"])
+def test_a_strategy_plans_for_an_engine_as_ever(strategy):
+    lengths = documents([60, 33, 20, 20, 9, 3, 1])
+    planner = planner_of("deepspeed")
+    ours = StepPlanner(sample_model(num_layers=4), sample_coefficients(), planner.layout, None, plan_options(OPTIONS))
+    assert planner.propose(0, lengths, strategy).plan == ours.propose(0, lengths, strategy).plan
+
+
+def test_the_users_number_of_micro_batches_is_kept():
+    planner = planner_of("trainer", micro_batches=3)
+    found = planner.propose(0, documents([60, 33, 20, 20, 9, 3]), "auto")
+    assert max(len(packs.forward) for packs in found.plan.pack_plans) <= 3
+
+
+def test_what_an_engine_cannot_run_is_refused():
+    planner = planner_of("megatron")
+    with pytest.raises(ConfigError, match="slimpack cuts documents"):
+        planner.propose(0, documents([5, 6]), "slimpack")
+    speeds = RankSpeeds(slowness=((1.0,), (1.0,)))
+    with pytest.raises(ConfigError, match="'evenload train' only"):
+        planner.propose(0, documents([5, 6]), "balanced", speeds=speeds)
