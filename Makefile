@@ -91,6 +91,7 @@ docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tabl
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_configuration.py
 	$(BIN)/python tools/make_matrix.py
+	$(BIN)/python tools/make_glance.py
 	$(BIN)/python tools/make_plan_pages.py
 	$(BIN)/python tools/make_measured.py
 	$(BIN)/python tools/make_planning_times.py

@@ -1,20 +1,48 @@
-"""The README's table of measurements, from the newest rows of benchmarks/results/results.csv.
+"""The table of measurements in docs/measured.md, and the README's few, from the newest rows of benchmarks/results.
 
-python tools/make_measured.py        part of `make docs`; a test fails when README and rows differ
+python tools/make_measured.py        part of `make docs`; a test fails when pages and rows differ
 """
 
 import csv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
 RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
 BEGIN, END = "<!-- measured: make docs -->\n", "<!-- end of measured -->\n"
+IN_README = (
+    "demo: step time of `best_fit`",
+    "one document of 20 times",
+    "replay: ",
+    "a step's time that is Evenload's own",
+)
+"""How the lines begin that the README has, too."""
 
 
 def measured_table() -> str:
     """Markdown lines; every figure names its benchmark, and the line below the table its machine and commit."""
     rows = newest_rows()
+    commits: dict[str, set[str]] = {}
+    for r in rows.values():
+        commits.setdefault(f"{r['cpu']}, {r['cores']} cores, torch {r['torch']}", set()).add(r["commit"])
+    machines = [f"{machine} (commits {', '.join(sorted(of))})" for machine, of in sorted(commits.items())]
+    lines = ["| what | figure | command |", "|---|---|---|"]
+    lines += [
+        f"| {what} | {figure} | [benchmarks/{name}.py](../benchmarks/{name}.py) |"
+        for what, figure, name in figures(rows)
+    ]
+    return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
+
+
+def short_table() -> str:
+    """The README's lines."""
+    chosen = [row for row in figures(newest_rows()) if row[0].startswith(IN_README)]
+    lines = ["| measured, on 2 cores | figure |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure, _ in chosen), ""])
+
+
+def figures(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str, str, str]]:
+    """What, figure, and the benchmark that measures it."""
 
     def value(benchmark: str, case: str, metric: str) -> float:
         return float(rows[benchmark, case, metric]["value"])
@@ -35,7 +63,7 @@ def measured_table() -> str:
     ]
     moved, took = ([value("context", case, metric) for case in tails] for metric in ("bytes", "time"))
     outlier = next(case for b, case, metric in rows if b == "dp_merge" and metric == "speed-up, measured")
-    figures = [
+    return [
         (
             "replay: time of loss and gradients, against plain transformers and autograd",
             spread("replay", "time"),
@@ -96,13 +124,6 @@ def measured_table() -> str:
         ),
         *_swinging(rows),
     ]
-    commits: dict[str, set[str]] = {}
-    for r in rows.values():
-        commits.setdefault(f"{r['cpu']}, {r['cores']} cores, torch {r['torch']}", set()).add(r["commit"])
-    machines = [f"{machine} (commits {', '.join(sorted(of))})" for machine, of in sorted(commits.items())]
-    lines = ["| what | figure | command |", "|---|---|---|"]
-    lines += [f"| {what} | {figure} | [benchmarks/{name}.py](benchmarks/{name}.py) |" for what, figure, name in figures]
-    return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
 
 
 def _swinging(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str, str, str]]:
@@ -126,11 +147,12 @@ def newest_rows() -> dict[tuple[str, str, str], dict[str, str]]:
         return {(row["benchmark"], row["case"], row["metric"]): row for row in csv.DictReader(file)}
 
 
-def readme_with_table() -> str:
-    """The README as it should be."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + measured_table() + END + rest.split(END)[1]
+def with_table(page: Path, table: str) -> str:
+    """A page as it should be."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + table + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(readme_with_table(), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE, measured_table()), encoding="utf-8")
+    README.write_text(with_table(README, short_table()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the README and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences alike.
+"""What docs/plan.md and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences alike.
 
     python tools/make_plan_pages.py [--without-search]      part of `make docs`; a minute, most of it the search
 
@@ -25,10 +25,10 @@ from evenload.report.columns import format_losses
 from evenload.report.units import format_percent, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+PLAN, GUIDE = ROOT / "docs" / "plan.md", ROOT / "docs" / "guide.md"
 TABLE = "examples/lengths/github_dirs.npy.gz"
 SIZES = ("--documents", "512", "--steps", "4")
-README_PLAN = ("plan", TABLE, "--model", "llama-7b", "--cluster", "h100x32", "--layout", "dp=4,pp=8",
+PLAN_COMMAND = ("plan", TABLE, "--model", "llama-7b", "--cluster", "h100x32", "--layout", "dp=4,pp=8",
                "--context", "16384", "--overlong", "truncate", *SIZES)  # fmt: skip
 MODEL = ("--model", "llama-13b", "--cluster", "h100x64")
 CONTEXT = ("--context", "131072", "--overlong", "truncate", *SIZES)
@@ -36,13 +36,13 @@ STRATEGIES = ("plan", TABLE, *MODEL, "--layout", "dp=4,pp=4,tp=4", *CONTEXT,
               "--strategy", "padded,best_fit,fixed_greedy,balanced,wlb,slimpack,auto")  # fmt: skip
 SEARCH = ("plan", TABLE, *MODEL, "--search-layout", *CONTEXT, "--strategy", "best_fit,slimpack,auto")
 LENGTHS = ("lengths", TABLE, "--window", "131072")
-README_WIDTH, GUIDE_WIDTH = 118, 118
+PLAN_WIDTH, GUIDE_WIDTH = 118, 118
 _SHOWN_LAYOUTS = 6
 
 
 def main() -> None:
     """Both pages."""
-    put(README, {"plan output": readme_output()})
+    put(PLAN, {"plan output": plan_output()})
     strategies = run(STRATEGIES, GUIDE_WIDTH)
     put(GUIDE, cheap_blocks(strategies))
     if "--without-search" in sys.argv[1:]:
@@ -52,9 +52,9 @@ def main() -> None:
         put(GUIDE, search_blocks(strategies, run(SEARCH, GUIDE_WIDTH)))
 
 
-def readme_output() -> str:
-    """The README's example."""
-    return fenced(run(README_PLAN, README_WIDTH)[0])
+def plan_output() -> str:
+    """The example of docs/plan.md."""
+    return fenced(run(PLAN_COMMAND, PLAN_WIDTH)[0])
 
 
 def cheap_blocks(strategies: tuple[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the README and the guide show of `evenload plan` is what it prints today; run tools/make_plan_pages.py."""
+"""What docs/plan.md and the guide show of `evenload plan` is what it prints today; run tools/make_plan_pages.py."""
 
 import runpy
 from pathlib import Path
@@ -13,10 +13,10 @@ def script():
     return runpy.run_path(str(ROOT / "tools" / "make_plan_pages.py"))
 
 
-def test_the_readme_shows_what_the_command_prints(script):
-    page = script["README"].read_text(encoding="utf-8")
-    assert script["block_of"](page, "plan output") == script["readme_output"]()
-    assert " ".join(script["README_PLAN"]) in _commands(page)
+def test_the_page_shows_what_the_command_prints(script):
+    page = script["PLAN"].read_text(encoding="utf-8")
+    assert script["block_of"](page, "plan output") == script["plan_output"]()
+    assert " ".join(script["PLAN_COMMAND"]) in _commands(page)
 
 
 def test_the_guide_shows_what_its_commands_print(script):
