@@ -1,4 +1,4 @@
-"""What docs/plan.md and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences alike.
+"""What docs/plan.md and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences.
 
     python tools/make_plan_pages.py [--without-search]      part of `make docs`; a minute, most of it the search
 
