@@ -1,0 +1,207 @@
+"""`MegatronTrainStep`: optimizer steps of Megatron-Core on the packs of a `PackedLoader`.
+
+    train_step = MegatronTrainStep(model, optimizer, loader)
+    for step in loader.steps():
+        report = train_step(step)
+
+Megatron-Core takes everything that a plan of whole documents needs: the number of micro-batches of *this* call
+(`num_microbatches`), which may differ from replica to replica, since 1F1B of one replica never waits for another;
+lengths that differ from micro-batch to micro-batch (`variable_seq_lengths`: neighbours tell each other the shape of what
+follows); documents inside a pack (`PackedSeqParams`); and a loss that is a sum, which `finalize_model_grads` divides by
+the label tokens of all replicas and micro-batches (`calculate_per_token_loss`). So loss and gradient are those of the
+documents one by one, whatever the plan. Settings with which they would not be are refused (`megatron_checks`).
+
+Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
+The interleaved schedule takes only some counts; a step with another one ends with packs without work.
+
+Price beside Megatron's own step: two collectives of two numbers for the loss. Written from the sources of
+Megatron-Core 0.16.1, and trained on it by tests/engines/test_megatron_step.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenload.errors import ConfigError, DataError
+from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
+from evenload.integrations.engines.megatron_checks import count_that_runs, require_runnable, rows_multiple
+from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.packed_step import PackedStep, zero_weight_pack
+
+ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+
+_LOSS = "evenload loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronReport:
+    """What one step did, the same on every rank but `num_micro_batches` and `num_without_work`.
+
+    Args:
+        loss: mean over the label tokens of the global batch, before the update.
+        num_label_tokens: of the global batch.
+        was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
+        grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
+        num_micro_batches: that this replica ran.
+        num_without_work: of these, packs of padding.
+    """
+
+    loss: float
+    num_label_tokens: int
+    was_updated: bool
+    grad_norm: float | None
+    num_micro_batches: int
+    num_without_work: int
+
+
+class MegatronTrainStep:
+    """Trains the steps of a loader on Megatron-Core; collective in all its calls.
+
+    Args:
+        model: as Megatron-Core's `DistributedDataParallel` wraps it; its chunks, where the schedule is interleaved.
+        optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
+        loader: with `format="megatron"`, made on the data-parallel group.
+        forward_step: of the caller's own model, in place of `gpt_forward_step`. Its loss function returns what
+            `sum_of_losses` returns.
+
+    Raises:
+        ConfigError: settings with which Megatron-Core would train something else, or stop: see `megatron_checks`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        loader: PackedLoader,
+        *,
+        forward_step: ForwardStep | None = None,
+    ) -> None:
+        from megatron.core.utils import get_model_config  # type: ignore[missing-import]
+
+        self._chunks = list(model) if isinstance(model, Sequence) else [model]
+        self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
+        self._config = get_model_config(self._chunks[0])
+        require_runnable(self._config, loader.options, len(self._chunks))
+
+    def __call__(self, step: PackedStep) -> MegatronReport:
+        """One update: gradients of the global batch, summed over replicas, and the optimizer's step."""
+        loss = self.accumulate(step)
+        was_updated, grad_norm = self.update()
+        batches = count_that_runs(len(step), self._config, len(self._chunks))
+        return MegatronReport(
+            loss=loss,
+            num_label_tokens=step.num_label_tokens,
+            was_updated=was_updated,
+            grad_norm=grad_norm,
+            num_micro_batches=batches,
+            num_without_work=step.num_zero_weight + batches - len(step),
+        )
+
+    def accumulate(self, step: PackedStep) -> float:
+        """Forward and backward of all packs of this replica, and the sums over replicas.
+
+        Returns:
+            The loss of the global batch; its gradients are in every parameter's `main_grad`.
+
+        Raises:
+            DataError: the label tokens that the losses counted are not those of the plan.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
+
+        batches = self._batches(step)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()  # type: ignore[not-callable]
+        self._optimizer.zero_grad()
+        iterators = [iter(batches) for _ in self._chunks]
+        is_interleaved = len(self._chunks) > 1
+        told = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=self._chunks if is_interleaved else self._chunks[0],
+            num_microbatches=len(batches),
+            # Not read where neighbours tell each other shapes; without a pipeline there are none.
+            seq_length=max(batch["tokens"].shape[1] for batch in batches),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return _global_loss(told, step, _device_of(self._chunks[0]))
+
+    def update(self) -> tuple[bool, float | None]:
+        """Apply the gradients: whether that was done, and their norm before clipping (`MegatronReport`)."""
+        was_updated, grad_norm, _ = self._optimizer.step()
+        return bool(was_updated), None if grad_norm is None else float(grad_norm)
+
+    def _batches(self, step: PackedStep) -> list[dict[str, Any]]:
+        """The step's batches, and such without work up to a count that the schedule takes."""
+        missing = count_that_runs(len(step), self._config, len(self._chunks)) - len(step)
+        without_work = zero_weight_pack(rows_multiple(self._config))
+        return [*step.batches, *(megatron_batch(without_work, step.num_label_tokens) for _ in range(missing))]
+
+
+def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+    """Forward of one pack through a `GPTModel` stage: what the schedules of Megatron-Core call.
+
+    Args:
+        batches: of `format="megatron"`.
+
+    Returns:
+        Hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and what makes the loss.
+    """
+    batch = move_batch(next(batches), _device_of(model))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        packed_seq_params=megatron_packed_seq_params(batch),
+    )
+    return output, partial(sum_of_losses, loss_mask=batch["loss_mask"])
+
+
+def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of a pack as `calculate_per_token_loss` wants it.
+
+    Args:
+        losses: [1, T] of tokens; loss_mask: [1, T], 0 where a token has no label.
+
+    Returns:
+        The sum over label tokens; their number, int32[]; both as float64[2], for the report of the step.
+    """
+    total, count = (losses * loss_mask).sum(), loss_mask.sum()
+    told = torch.stack([total.detach().double(), count.double()])
+    return total, count.to(torch.int32), {_LOSS: told}
+
+
+def _global_loss(told: list[dict[str, Tensor]], step: PackedStep, device: torch.device) -> float:
+    """Mean loss of the global batch on every rank, from what the last stages told of their packs."""
+    from megatron.core import parallel_state  # type: ignore[missing-import]
+
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        if any(_LOSS not in entry for entry in told):
+            raise ConfigError(
+                f"the loss function of forward_step tells {sorted(told[0])} of a pack; it has to return what "
+                "megatron_step.sum_of_losses returns, whose third part holds the sum and the count of a pack's losses"
+            )
+        for entry in told:
+            sums += entry[_LOSS]
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    # All other stages hold zeros.
+    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+    total, count = sums.tolist()
+    if count != step.num_label_tokens:
+        raise DataError(
+            f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan of all replicas has "
+            f"{step.num_label_tokens}; make the loader with group= the data-parallel group on every rank, and mask "
+            "no further tokens in forward_step"
+        )
+    return total / max(1, count)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
