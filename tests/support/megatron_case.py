@@ -8,21 +8,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, train_by_hand
+from engine_records import (
+    EngineCase,
+    Perturbed,
+    RankRecord,
+    TrainOrder,
+    perturb_by_hand,
+    small_model,
+    train_by_hand,
+)
 from evenload.integrations.batch_formats import megatron_packed_seq_params
 from evenload.integrations.engines.megatron_attention import document_layer_spec
 from evenload.integrations.engines.megatron_step import MegatronTrainStep
 from evenload.integrations.packed_step import PackedStep
 from megatron_shim import megatron_on_cpu
-from packed_cases import tiny_model
 
 Rows = list[tuple[str, slice]]
 """Parameters of the reference, and their rows in one of Megatron's."""
 
 
 def llama_of_plain_norms() -> torch.nn.Module:
-    """The tiny Llama, its norms in float64: those of transformers are computed in float32."""
-    model = tiny_model()
+    """The small Llama, its norms in float64: those of transformers are computed in float32."""
+    model = small_model()
     for name, norm in list(model.named_modules()):
         if type(norm).__name__ == "LlamaRMSNorm":
             plain = torch.nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=torch.float64)
@@ -40,37 +47,28 @@ class MegatronRun:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         settings = dict(case.engine)
-        self.stages, chunks = settings.pop("pp", 1), settings.pop("chunks", 1)
-        tensor_ranks = settings.pop("tp", 1)
-        settings.setdefault("params_dtype", torch.float64)
+        self.stages = settings.pop("pp", 1)
+        settings.setdefault("params_dtype", torch.float32)
         sharded, overlap = settings.pop("distributed_optimizer", False), settings.pop("overlap", False)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_ranks,
-            pipeline_model_parallel_size=self.stages,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        )
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.stages)
         self._state = parallel_state
         self.reference = case.reference()
-        self.config = transformer_config(self.reference.config, self.stages, chunks, tensor_ranks, **settings)
-        self.chunks = [self._chunk(index if chunks > 1 else None) for index in range(chunks)]
+        self.config = transformer_config(self.reference.config, self.stages, **settings)
+        self.model = self._stage()
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=overlap)
-        self.wrapped = [
-            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(self.chunks)
-        ]
+        wrapped = DistributedDataParallel(self.config, ddp, self.model)
         if overlap:
-            no_sync = [chunk.no_sync for chunk in self.wrapped]
-            self.config.no_sync_func = no_sync[0] if chunks == 1 else no_sync
+            self.config.no_sync_func = wrapped.no_sync
         optimizer = OptimizerConfig(
             optimizer="sgd", lr=learning_rate, min_lr=learning_rate, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0,
             use_distributed_optimizer=sharded, params_dtype=self.config.params_dtype,
         )  # fmt: skip
-        self.optimizer = get_megatron_optimizer(optimizer, self.wrapped)
+        self.optimizer = get_megatron_optimizer(optimizer, [wrapped])
         group = parallel_state.get_data_parallel_group()
-        self.loader = case.open_loader(corpus, format="megatron", group=group)
-        self._step = MegatronTrainStep(self.wrapped if chunks > 1 else self.wrapped[0], self.optimizer, self.loader)
+        self.loader = case.open_loader(corpus, engine="megatron", group=group)
+        self._step = MegatronTrainStep(wrapped, self.optimizer, self.loader)
 
-    def _chunk(self, index: int | None) -> torch.nn.Module:
+    def _stage(self) -> torch.nn.Module:
         from megatron.core.models.gpt import GPTModel
 
         vocabulary = self.reference.config.vocab_size
@@ -79,12 +77,11 @@ class MegatronRun:
             document_layer_spec(self.config),
             vocab_size=vocabulary,
             max_sequence_length=512,
-            pre_process=self._state.is_pipeline_first_stage(ignore_virtual=index is None, vp_stage=index),
-            post_process=self._state.is_pipeline_last_stage(ignore_virtual=index is None, vp_stage=index),
+            pre_process=self._state.is_pipeline_first_stage(),
+            post_process=self._state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
             rotary_base=int(self.reference.config.rope_parameters["rope_theta"]),
-            vp_stage=index,
         )
         weights = dict(self.reference.named_parameters())
         with torch.no_grad():
@@ -109,9 +106,8 @@ class MegatronRun:
         """By names of the reference, of all stages of rank 0's replica."""
         own = {
             of_reference: value(parameter)[rows].clone()
-            for chunk in self.chunks
-            for name, parameter in chunk.named_parameters()
-            for of_reference, rows in _rows(name, parameter, self.reference.config, _first_layer(chunk))
+            for name, parameter in self.model.named_parameters()
+            for of_reference, rows in _rows(name, parameter, self.reference.config, _first_layer(self.model))
         }
         gathered: list[Any] = [None] * self.stages
         dist.all_gather_object(gathered, own, group=self._state.get_pipeline_model_parallel_group())
@@ -119,7 +115,7 @@ class MegatronRun:
 
     def logits(self, batch: dict) -> torch.Tensor:
         packed = megatron_packed_seq_params(batch)
-        output = self.chunks[0](batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
+        output = self.model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
         return output[0] if output.shape[0] == 1 else output[:, 0]
 
     def save(self, directory: Path) -> None:
@@ -134,17 +130,16 @@ class MegatronRun:
         from megatron.core import dist_checkpointing
 
         loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
-        for index, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(loaded[f"model{index}"])
+        self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.loader.load_state_dict(loaded["loader"])
 
     def _sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
-        model = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(self.chunks)}
+        model = {"model": self.model.sharded_state_dict()}
         return model | {"optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
 
-def transformer_config(llama: Any, stages: int, chunks: int, tensor_ranks: int, **changes: Any) -> Any:
+def transformer_config(llama: Any, stages: int, **changes: Any) -> Any:
     """Megatron's settings of a Llama, in float32 on the CPU."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
@@ -169,9 +164,7 @@ def transformer_config(llama: Any, stages: int, chunks: int, tensor_ranks: int, 
         "persist_layer_norm": False,
         "use_cpu_initialization": True,
         "pipeline_dtype": changes["params_dtype"],
-        "tensor_model_parallel_size": tensor_ranks,
         "pipeline_model_parallel_size": stages,
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the default does not go with variable lengths, even without experts
         "calculate_per_token_loss": True,
@@ -215,7 +208,11 @@ def _rows(name: str, parameter: torch.Tensor, llama: Any, first_layer: int) -> I
         repeat = llama.num_attention_heads // llama.num_key_value_heads
         # Group by group: its query heads, its key head, its value head.
         heads = torch.arange(parameter.shape[0]).view(llama.num_key_value_heads, repeat + 2, width)
-        for of_reference, of_group in (("q", slice(0, repeat)), ("k", slice(repeat, repeat + 1)), ("v", slice(-1, None))):
+        for of_reference, of_group in (
+            ("q", slice(0, repeat)),
+            ("k", slice(repeat, repeat + 1)),
+            ("v", slice(-1, None)),
+        ):
             yield f"{layer}self_attn.{of_reference}_proj.weight", heads[:, of_group].flatten()
 
 
@@ -243,5 +240,6 @@ def perturb_megatron(case: EngineCase, corpus: Path) -> Perturbed | None:
 
 def megatron_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
     """Megatron-Core in float32, whose losses it computes in whatever the weights are in."""
-    loader = {"equal_micro_batches": False} | (loader or {})
-    return EngineCase(train_megatron, perturb_megatron, engine or {}, loader, reference=llama_of_plain_norms, **changes)
+    return EngineCase(
+        train_megatron, perturb_megatron, engine or {}, loader or {}, reference=llama_of_plain_norms, **changes
+    )

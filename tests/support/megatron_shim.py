@@ -2,10 +2,12 @@
 
 Megatron-Core 0.16.1 names its device in two ways: `device="cuda"` in calls that make tensors, and
 `torch.cuda.current_device()`. Besides, it synchronises with the device around transfers. Everything else it does by
-`torch.distributed`, which has gloo.
+`torch.distributed`, which has gloo. Checkpoints it writes in processes of its own, which ranks of a test pool, being
+daemons, may not start.
 """
 
 import contextlib
+import multiprocessing
 from collections.abc import Iterator
 from unittest import mock
 
@@ -33,4 +35,5 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(_CudaIsCpu())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.dict(multiprocessing.current_process()._config, daemon=False))
         yield

@@ -3,8 +3,8 @@
     micro-batch 0   [ d0 d0 d0 d0 | d1 d1 | d2 d3 | d3 ... ]    ranks that share a document hold the same ones
     micro-batch 1   [ d4 d4       | d5    | d6    | d7 ... ]    every rank has work in every micro-batch
 
-What such an engine (dynamic context parallelism of Megatron-LM) takes: all ranks run equally many micro-batches, none of
-them empty; the ranks of a group lie side by side, begin at a multiple of their number, and share *all* documents of
+What such an engine (dynamic context parallelism of Megatron-LM) takes: all ranks run equally many micro-batches, none
+of them empty; the ranks of a group lie side by side, begin at a multiple of their number, and share *all* documents of
 their micro-batch. So a document is shared by 1, 2, 4 ... ranks, and a group waits until all its members have come.
 
 1. A ceiling: every document gets the fewest ranks with which it fits memory and takes no longer than the ceiling; where
@@ -182,8 +182,7 @@ def _under_ceiling(prices: GroupPrices, ceiling_s: float, multiple: int) -> tupl
             members.setdefault(first, []).append(document)
         shares = prices.share_tokens(size)
         blocks += [
-            _Block(first, size, _first_fit(documents, shares, prices))
-            for first, documents in sorted(members.items())
+            _Block(first, size, _first_fit(documents, shares, prices)) for first, documents in sorted(members.items())
         ]
     used = np.zeros(num_ranks, np.int64)
     for block in blocks:
@@ -217,7 +216,7 @@ class _Block:
             return False
         self.packs.remove(most)
         descending = sorted(most, key=lambda document: -int(num_tokens[document]))
-        self.packs += [descending[::2], descending[1::2]]
+        self.packs.extend((descending[::2], descending[1::2]))
         return True
 
 
@@ -229,7 +228,9 @@ def _chosen_sizes(prices: GroupPrices, ceiling_s: float) -> NDArray[np.int64]:
     fits = np.array([prices.share_tokens(size) <= prices.room_tokens for size in prices.sizes])
     seconds = np.where(fits, prices.seconds, np.inf)
     fewest = np.where(seconds <= ceiling_s, rows, len(rows)).min(axis=0)
-    return np.where(fewest < len(rows), fewest, seconds.argmin(axis=0)) if np.isfinite(ceiling_s) else fits.argmax(axis=0)
+    return (
+        np.where(fewest < len(rows), fewest, seconds.argmin(axis=0)) if np.isfinite(ceiling_s) else fits.argmax(axis=0)
+    )
 
 
 def _first_fit(documents: list[int], shares: NDArray[np.int64], prices: GroupPrices) -> list[list[int]]:

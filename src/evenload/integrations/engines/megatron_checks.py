@@ -10,13 +10,12 @@ from evenload.errors import ConfigError
 from evenload.integrations.loader_options import LoaderOptions
 
 
-def require_runnable(config: Any, options: LoaderOptions, num_chunks: int) -> None:
+def require_runnable(config: Any, options: LoaderOptions) -> None:
     """Refuse settings of a model and a loader that do not go together.
 
     Args:
         config: the model's `TransformerConfig`.
         options: of the loader; it has refused strategies that cut documents itself.
-        num_chunks: of the model on this rank: more than one under the interleaved schedule.
 
     Raises:
         ConfigError: with the reason, and the nearest thing that works.
@@ -24,12 +23,11 @@ def require_runnable(config: Any, options: LoaderOptions, num_chunks: int) -> No
     if options.format != "megatron":
         raise ConfigError(
             f"format of the loader is '{options.format}', Megatron-Core reads 'megatron'; make it with "
-            'PackedLoader(..., format="megatron", equal_micro_batches=False, '
-            "group=parallel_state.get_data_parallel_group())"
+            'PackedLoader(..., engine="megatron", group=parallel_state.get_data_parallel_group())'
         )
     _require_sums(config)
     _require_shapes(config, options)
-    _require_counts(config, options, num_chunks)
+    _require_schedule(config)
 
 
 def rows_multiple(config: Any) -> int:
@@ -37,25 +35,10 @@ def rows_multiple(config: Any) -> int:
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
-def count_that_runs(count: int, config: Any, num_chunks: int) -> int:
-    """The least number of micro-batches, at least `count` and 1, that the schedule takes.
-
-    The interleaved schedule takes groups of `microbatch_group_size_per_vp_stage` micro-batches through a chunk before
-    it turns to the next one. The last group may be smaller, but not smaller than the pipeline is long.
-    """
-    count = max(1, count)
-    if num_chunks == 1:
-        return count
-    group, pipeline = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
-    count = max(count, group)
-    last = count % group
-    return count + pipeline - last if 0 < last < pipeline else count
-
-
 def _require_sums(config: Any) -> None:
     if not config.calculate_per_token_loss:
         raise ConfigError(
-            "calculate_per_token_loss is False: Megatron-Core would take the mean of every micro-batch, and the mean of "
+            "calculate_per_token_loss is False: Megatron-Core would take the mean of each micro-batch, and the mean of "
             "those, so that a label token of a small pack counts more than one of a large pack; set it to True"
         )
     if config.finalize_model_grads_func is None:
@@ -85,17 +68,17 @@ def _require_shapes(config: Any, options: LoaderOptions) -> None:
         )
 
 
-def _require_counts(config: Any, options: LoaderOptions, num_chunks: int) -> None:
-    has_equal_counts = options.equal_micro_batches or options.micro_batches is not None
-    if config.num_moe_experts is not None and config.expert_model_parallel_size > 1 and not has_equal_counts:
+def _require_schedule(config: Any) -> None:
+    if config.num_moe_experts is not None:
         raise ConfigError(
-            f"expert_model_parallel_size is {config.expert_model_parallel_size}: replicas exchange tokens in every "
-            "layer, and one with fewer micro-batches than another would leave it waiting forever; make the loader with "
-            "equal_micro_batches=True, its default"
+            f"num_moe_experts is {config.num_moe_experts}: a router's balance and capacity count the tokens of a "
+            "micro-batch, so the gradient would depend on how documents are packed; and where experts are spread over "
+            "replicas, one with fewer micro-batches than another leaves it waiting forever. Train a dense model here, "
+            "mixtures of experts with 'evenload train'"
         )
-    group, pipeline = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
-    if num_chunks > 1 and group < pipeline:
+    if config.virtual_pipeline_model_parallel_size is not None:
         raise ConfigError(
-            f"microbatch_group_size_per_vp_stage is {group}, and the interleaved schedule takes groups of at least as "
-            f"many micro-batches as the pipeline is long, {pipeline}; raise it, or use one chunk a stage"
+            f"virtual_pipeline_model_parallel_size is {config.virtual_pipeline_model_parallel_size}: the interleaved "
+            "schedule takes some numbers of micro-batches only, and with two pipeline ranks it waits forever for "
+            "shapes, since those for both neighbours go to one rank; leave it out, so that 1F1B runs"
         )

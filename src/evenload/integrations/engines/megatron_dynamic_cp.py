@@ -5,10 +5,10 @@ micro-batch.
     --dynamic-context-parallel --sequence-packing-scheduler default_dynamic_cp --calculate-per-token-loss
 
 Megatron gathers the lengths of a step's documents, asks the scheduler that `scheduler_map` names for
-`get_groups_and_subsamples` ([micro-batch][rank][document]), sends tokens accordingly and trains as many micro-batches as
-came back. Its settings accept the names that it knows only, so Evenload's scheduler takes the place of
-`default_dynamic_cp`. It inherits everything else from Megatron's, and asks Megatron's too: of both answers the one with
-fewer predicted seconds is taken, so it is never slower under the cost model.
+`get_groups_and_subsamples` ([micro-batch][rank][document]), sends tokens accordingly and trains as many micro-batches
+as came back. Its settings accept the names that it knows only, so Evenload's scheduler takes the place of
+`default_dynamic_cp`. It inherits everything else from Megatron's, and asks Megatron's too: of both answers the one
+with fewer predicted seconds is taken, so it is never slower under the cost model.
 
 `scheduler_map` came after Megatron-Core 0.16.1. Written from the sources of Megatron-LM's development branch and of
 later releases (keys of the map are names in some and members of an enum in others; both work); docs/engines.md says
@@ -117,7 +117,10 @@ def _faster(
     if not theirs:
         return own
     used = {size for ranks in theirs for _, size, _ in groups_of(ranks)}
-    seconds = step_seconds(prices, own), step_seconds(group_prices(costs, num_tokens, tuple(sorted(used)), *limits), theirs)
+    seconds = (
+        step_seconds(prices, own),
+        step_seconds(group_prices(costs, num_tokens, tuple(sorted(used)), *limits), theirs),
+    )
     _log.debug("dynamic context parallelism: predicted %.4f s, Megatron's own %.4f s", *seconds)
     return own if seconds[0] <= seconds[1] else theirs
 

@@ -6,19 +6,20 @@
 
 Megatron-Core takes everything that a plan of whole documents needs: the number of micro-batches of *this* call
 (`num_microbatches`), which may differ from replica to replica, since 1F1B of one replica never waits for another;
-lengths that differ from micro-batch to micro-batch (`variable_seq_lengths`: neighbours tell each other the shape of what
-follows); documents inside a pack (`PackedSeqParams`); and a loss that is a sum, which `finalize_model_grads` divides by
-the label tokens of all replicas and micro-batches (`calculate_per_token_loss`). So loss and gradient are those of the
-documents one by one, whatever the plan. Settings with which they would not be are refused (`megatron_checks`).
+lengths that differ from micro-batch to micro-batch (`variable_seq_lengths`: neighbours tell each other the shape of
+what follows); documents inside a pack (`PackedSeqParams`); and a loss that is a sum, which `finalize_model_grads`
+divides by the label tokens of all replicas and micro-batches (`calculate_per_token_loss`). So loss and gradient are
+those of the documents one by one, whatever the plan. Settings with which they would not be are refused
+(`megatron_checks`).
 
-Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
-The interleaved schedule takes only some counts; a step with another one ends with packs without work.
+Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group;
+then every stage reads the data for itself. A replica without documents in a step runs one pack of padding.
 
 Price beside Megatron's own step: two collectives of two numbers for the loss. Written from the sources of
 Megatron-Core 0.16.1, and trained on it by tests/engines/test_megatron_step.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
-from evenload.integrations.engines.megatron_checks import count_that_runs, require_runnable, rows_multiple
+from evenload.integrations.engines.megatron_checks import require_runnable, rows_multiple
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep, zero_weight_pack
 
@@ -63,9 +64,9 @@ class MegatronTrainStep:
     """Trains the steps of a loader on Megatron-Core; collective in all its calls.
 
     Args:
-        model: as Megatron-Core's `DistributedDataParallel` wraps it; its chunks, where the schedule is interleaved.
+        model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
-        loader: with `format="megatron"`, made on the data-parallel group.
+        loader: with `engine="megatron"`, made on the data-parallel group.
         forward_step: of the caller's own model, in place of `gpt_forward_step`. Its loss function returns what
             `sum_of_losses` returns.
 
@@ -74,32 +75,26 @@ class MegatronTrainStep:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        optimizer: Any,
-        loader: PackedLoader,
-        *,
-        forward_step: ForwardStep | None = None,
+        self, model: torch.nn.Module, optimizer: Any, loader: PackedLoader, *, forward_step: ForwardStep | None = None
     ) -> None:
         from megatron.core.utils import get_model_config  # type: ignore[missing-import]
 
-        self._chunks = list(model) if isinstance(model, Sequence) else [model]
+        self._model: Any = model
         self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
-        self._config = get_model_config(self._chunks[0])
-        require_runnable(self._config, loader.options, len(self._chunks))
+        self._config = get_model_config(model)
+        require_runnable(self._config, loader.options)
 
     def __call__(self, step: PackedStep) -> MegatronReport:
         """One update: gradients of the global batch, summed over replicas, and the optimizer's step."""
         loss = self.accumulate(step)
         was_updated, grad_norm = self.update()
-        batches = count_that_runs(len(step), self._config, len(self._chunks))
         return MegatronReport(
             loss=loss,
             num_label_tokens=step.num_label_tokens,
             was_updated=was_updated,
             grad_norm=grad_norm,
-            num_micro_batches=batches,
-            num_without_work=step.num_zero_weight + batches - len(step),
+            num_micro_batches=max(1, len(step)),
+            num_without_work=step.num_zero_weight if len(step) else 1,
         )
 
     def accumulate(self, step: PackedStep) -> float:
@@ -113,34 +108,26 @@ class MegatronTrainStep:
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
 
-        batches = self._batches(step)
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()  # type: ignore[not-callable]
+        without_work = megatron_batch(zero_weight_pack(rows_multiple(self._config)), step.num_label_tokens)
+        batches = step.batches or (without_work,)
+        self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        iterators = [iter(batches) for _ in self._chunks]
-        is_interleaved = len(self._chunks) > 1
         told = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iterators if is_interleaved else iterators[0],
-            model=self._chunks if is_interleaved else self._chunks[0],
+            data_iterator=iter(batches),
+            model=self._model,
             num_microbatches=len(batches),
             # Not read where neighbours tell each other shapes; without a pipeline there are none.
             seq_length=max(batch["tokens"].shape[1] for batch in batches),
             micro_batch_size=1,
             forward_only=False,
         )
-        return _global_loss(told, step, _device_of(self._chunks[0]))
+        return _global_loss(told, step, _device_of(self._model))
 
     def update(self) -> tuple[bool, float | None]:
         """Apply the gradients: whether that was done, and their norm before clipping (`MegatronReport`)."""
         was_updated, grad_norm, _ = self._optimizer.step()
         return bool(was_updated), None if grad_norm is None else float(grad_norm)
-
-    def _batches(self, step: PackedStep) -> list[dict[str, Any]]:
-        """The step's batches, and such without work up to a count that the schedule takes."""
-        missing = count_that_runs(len(step), self._config, len(self._chunks)) - len(step)
-        without_work = zero_weight_pack(rows_multiple(self._config))
-        return [*step.batches, *(megatron_batch(without_work, step.num_label_tokens) for _ in range(missing))]
 
 
 def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -182,7 +169,7 @@ def _global_loss(told: list[dict[str, Tensor]], step: PackedStep, device: torch.
     from megatron.core import parallel_state  # type: ignore[missing-import]
 
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+    if parallel_state.is_pipeline_last_stage():
         if any(_LOSS not in entry for entry in told):
             raise ConfigError(
                 f"the loss function of forward_step tells {sorted(told[0])} of a pack; it has to return what "

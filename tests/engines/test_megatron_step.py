@@ -1,0 +1,106 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from engine_conformance import check_gradients, check_isolation, check_training
+from evenload.errors import ConfigError
+from evenload.integrations.engines.megatron_attention import DocumentAttention
+from evenload.integrations.engines.megatron_checks import require_runnable
+from evenload.integrations.loader_options import LoaderOptions
+from megatron_case import megatron_case
+
+GRADIENTS = {
+    "one stage, two replicas": (megatron_case(loader={"strategy": "best_fit"}), 2),
+    "two stages, two replicas of uneven counts": (megatron_case({"pp": 2}), 4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "world_size"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_are_those_of_documents_one_by_one(gloo_pool, tmp_path, case, world_size):
+    check_gradients(gloo_pool, case, tmp_path / "corpus", world_size)
+
+
+def test_documents_do_not_see_each_other(gloo_pool, tmp_path):
+    check_isolation(gloo_pool, megatron_case(), tmp_path / "corpus")
+
+
+@pytest.mark.long
+def test_training_is_plain_training_and_goes_on_with_fewer_replicas(gloo_pool, tmp_path):
+    check_training(gloo_pool, megatron_case({"pp": 2}), tmp_path / "corpus", 4, resumed_world_sizes=(2,))
+
+
+def config(**changes):
+    settings = {
+        **{"calculate_per_token_loss": True, "finalize_model_grads_func": print, "variable_seq_lengths": True},
+        **{"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "context_parallel_size": 1},
+        **{"sequence_parallel": False, "num_moe_experts": None, "expert_model_parallel_size": 1},
+        "virtual_pipeline_model_parallel_size": None,
+    }
+    return SimpleNamespace(**(settings | changes))
+
+
+def options(**changes):
+    return LoaderOptions(**({"max_tokens": 64, "engine": "megatron"} | changes))
+
+
+def test_a_dense_pipeline_is_taken():
+    require_runnable(config(), options())
+
+
+REFUSED = {
+    "another format": ({}, {"engine": "deepspeed"}, 'engine="megatron"'),
+    "a mean of means": ({"calculate_per_token_loss": False}, {}, "set it to True"),
+    "no sums over replicas": ({"finalize_model_grads_func": None}, {}, "finalize_model_grads"),
+    "one length": ({"variable_seq_lengths": False}, {}, "set it to True"),
+    "context ranks": ({"context_parallel_size": 2}, {}, "megatron_dynamic_cp"),
+    "rows that ranks do not divide": (
+        {"sequence_parallel": True, "tensor_model_parallel_size": 2}, {}, "pack_multiple=2"
+    ),
+    "experts": ({"num_moe_experts": 4}, {}, "evenload train"),
+    "interleaved chunks": ({"virtual_pipeline_model_parallel_size": 2}, {}, "1F1B"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "loader", "fix"), REFUSED.values(), ids=REFUSED)
+def test_what_it_would_run_wrong_is_refused_with_what_works(changes, loader, fix):
+    with pytest.raises(ConfigError, match=fix):
+        require_runnable(config(**changes), options(**loader))
+
+
+def test_slices_are_refused_before_anything_is_read():
+    with pytest.raises(ConfigError, match="balanced"):
+        options(strategy="slimpack")
+
+
+def test_attention_stays_inside_documents():
+    """Against softmax written out, document by document; two query heads a key head."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(11, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 6, 11]))
+    module = DocumentAttention(SimpleNamespace(kv_channels=8))
+    out = module(q, k, v, None, packed_seq_params=packed)
+    expected = []
+    for start, stop in ((0, 5), (5, 6), (6, 11)):
+        rows = slice(start, stop)
+        keys, values = (tensor[rows].repeat_interleave(2, dim=1) for tensor in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / math.sqrt(8)
+        hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        expected.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+    reference = torch.cat(expected)
+    assert torch.allclose(out, reference, rtol=0, atol=1e-12)
+    grad = torch.randn_like(out)
+    made = torch.autograd.grad(out, (q, k, v), grad)
+    for found, wanted in zip(made, torch.autograd.grad(reference, (q, k, v), grad), strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_attention_without_documents_is_refused():
+    module = DocumentAttention(SimpleNamespace(kv_channels=8))
+    with pytest.raises(ConfigError, match="packed_seq_params"):
+        module(*(torch.zeros(3, 2, 8) for _ in range(3)), None, packed_seq_params=None)
