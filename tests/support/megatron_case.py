@@ -27,6 +27,15 @@ Rows = list[tuple[str, slice]]
 """Parameters of the reference, and their rows in one of Megatron's."""
 
 
+# Adam divides by the size of gradients, which would make rounding of the smallest ones as large as the largest.
+BETAS, EPSILON = (0.9, 0.95), 0.01
+
+
+def plain_adam(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    """What Megatron-Core's optimizer does: it has no checkpoints of others."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
+
+
 def llama_of_plain_norms() -> torch.nn.Module:
     """The small Llama, its norms in float64: those of transformers are computed in float32."""
     model = small_model()
@@ -60,7 +69,8 @@ class MegatronRun:
         if overlap:
             self.config.no_sync_func = wrapped.no_sync
         optimizer = OptimizerConfig(
-            optimizer="sgd", lr=learning_rate, min_lr=learning_rate, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0,
+            optimizer="adam", lr=learning_rate, min_lr=learning_rate, weight_decay=0.0, clip_grad=0.0,
+            adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON,
             use_distributed_optimizer=sharded, params_dtype=self.config.params_dtype,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(optimizer, [wrapped])
@@ -239,7 +249,6 @@ def perturb_megatron(case: EngineCase, corpus: Path) -> Perturbed | None:
 
 
 def megatron_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
-    """Megatron-Core in float32, whose losses it computes in whatever the weights are in."""
-    return EngineCase(
-        train_megatron, perturb_megatron, engine or {}, loader or {}, reference=llama_of_plain_norms, **changes
-    )
+    """Megatron-Core in float32, computed in float32 as it trains on GPUs without bf16."""
+    settings = {"reference": llama_of_plain_norms, "optimizer": plain_adam, "learning_rate": 0.01} | changes
+    return EngineCase(train_megatron, perturb_megatron, engine or {}, loader or {}, **settings)
