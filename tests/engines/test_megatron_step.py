@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from engine_conformance import check_gradients, check_isolation
+from engine_conformance import check_gradients, check_isolation, check_training
 from evenload.errors import ConfigError
 from evenload.integrations.engines.megatron_attention import DocumentAttention
 from evenload.integrations.engines.megatron_checks import require_runnable
@@ -27,6 +27,11 @@ def test_gradients_are_those_of_documents_one_by_one(gloo_pool, tmp_path, case, 
 
 def test_documents_do_not_see_each_other(gloo_pool, tmp_path):
     check_isolation(gloo_pool, megatron_case(), tmp_path / "corpus")
+
+
+@pytest.mark.long
+def test_training_is_plain_training_and_goes_on_with_fewer_replicas(gloo_pool, tmp_path):
+    check_training(gloo_pool, megatron_case(), tmp_path / "corpus", resumed_world_sizes=(1,))
 
 
 def config(**changes):
