@@ -1,6 +1,6 @@
 """What a reader types from the pages: files that load, commands that parse, Python that runs; whole recipes.
 
-Whole recipes start training processes, a quarter of a minute each, so they run under `make test-docs` (in CI) and
+Whole recipes start training processes, a quarter of a minute each, so they run under `make test-docs` and
 `make test-thorough`; every run parses each command of every page and reads each configuration.
 """
 
