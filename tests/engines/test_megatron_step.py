@@ -31,7 +31,8 @@ def test_documents_do_not_see_each_other(gloo_pool, tmp_path):
 
 @pytest.mark.long
 def test_training_is_plain_training_and_goes_on_with_fewer_replicas(gloo_pool, tmp_path):
-    check_training(gloo_pool, megatron_case(), tmp_path / "corpus", resumed_world_sizes=(1,))
+    """Two stages and two replicas; then one."""
+    check_training(gloo_pool, megatron_case({"pp": 2}), tmp_path / "corpus", 4, resumed_world_sizes=(2,))
 
 
 def config(**changes):
