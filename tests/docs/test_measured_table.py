@@ -27,3 +27,9 @@ def test_what_changing_the_layout_gains_is_of_the_newest_rows():
     """The planner's page; run tools/make_flexpipe_gains.py."""
     script = runpy.run_path(str(ROOT / "tools" / "make_flexpipe_gains.py"))
     assert (ROOT / "docs" / "planner.md").read_text(encoding="utf-8") == script["page_with_gains"]()
+
+
+def test_the_comparison_of_engines_page_is_the_newest_rows():
+    """Plans for dynamic context parallelism; run tools/make_engines.py."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_engines.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_comparison"]()

@@ -24,9 +24,9 @@ from evenload.engines.context_groups import (
     group_prices,
     group_sizes,
     groups_of,
-    plan_context_groups,
     step_seconds,
 )
+from evenload.engines.placed_groups import fastest_groups
 from evenload.errors import ConfigError
 
 _NAME = "default_dynamic_cp"
@@ -113,7 +113,7 @@ def _faster(
     sizes = group_sizes(num_ranks, scheduler.min_cp_size)
     offered = getattr(scheduler, "cp_group_sizes", sizes)
     prices = group_prices(costs, num_tokens, tuple(size for size in sizes if size in offered), *limits)
-    own = plan_context_groups(prices, scheduler.microbatch_group_size_per_vp_stage or 1)
+    own = fastest_groups(prices, scheduler.microbatch_group_size_per_vp_stage or 1)
     if not theirs:
         return own
     used = {size for ranks in theirs for _, size, _ in groups_of(ranks)}
