@@ -125,6 +125,9 @@ class _Places:
             others = self.is_free[at, start : start + size].sum()
             if not start <= first < start + size or others != size - group.size:
                 continue
+            # Rows are rounded up to chunks, so short documents may take more room on more ranks.
+            if int(self.shares[row, group.documents].sum()) > self.prices.room_tokens:
+                continue
             seconds = self.prices.seconds[:, group.documents].sum(axis=1)
             if seconds[row] > seconds[group.row] and any(len(one.documents) > 1 for one in self.groups):
                 continue
