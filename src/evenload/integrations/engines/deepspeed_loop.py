@@ -1,0 +1,159 @@
+"""`DeepSpeedLoop`: a DeepSpeed engine (ZeRO-1, 2 or 3), trained from a `PackedLoader`.
+
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    loop = DeepSpeedLoop(engine, loader)
+
+Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
+number of ranks, because DeepSpeed takes the mean over them. DeepSpeed's own accumulation divides by
+`gradient_accumulation_steps`, which must be 1: how many micro-batches a step has, the plan says.
+
+| stage | gradients are reduced | micro-batches of ranks |
+|---|---|---|
+| 1 | once a step | any number |
+| 2 | after every micro-batch; once a step with `reduce_every_pack=False` | equal; any number |
+| 3 | after every micro-batch; once a step with `reduce_every_pack=False` | equal: parameters are gathered in each |
+
+Reducing once keeps whole gradients on every rank up to the end of the step (what stage 1 keeps anyhow), through
+`engine.coalesce_grad_reduction()`. That reduces the parameters that have a gradient, so each needs one on all ranks or
+on none: a rank without documents runs a pack without a loss. `set_gradient_accumulation_boundary` would not allow
+different numbers of micro-batches under stage 2: the engine reduces at each of them.
+"""
+
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.batch_formats import format_pack, move_batch
+from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
+from evenload.integrations.engines.pack_loss import PackLoss
+from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.packed_step import PackedStep, zero_weight_pack
+
+LOADER_STATE = "evenload_loader"
+"""Key of the loader's state in a checkpoint's `client_state`."""
+_NUM_STEPS = "evenload_num_steps"
+
+
+class DeepSpeedLoop(EngineLoop):
+    """Steps of a DeepSpeed engine.
+
+    Args:
+        engine: of `deepspeed.initialize`, all ranks data-parallel.
+        loader: of any numbers of micro-batches where the table above says so, else with `equal_micro_batches`.
+        loss: of one micro-batch; default: `hf_pack_loss`.
+        reduce_every_pack: see above; None = as the table says, for stage 2 by the loader's `equal_micro_batches`.
+
+    Raises:
+        ConfigError: an engine that would train something else, or wait for ever; a loader as `EngineLoop` says.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        loader: PackedLoader,
+        *,
+        loss: PackLoss | None = None,
+        reduce_every_pack: bool | None = None,
+    ) -> None:
+        _refuse_engine(engine)
+        super().__init__(engine.module, loader, loss, engine="DeepSpeed")
+        self.engine = engine
+        stage = int(engine.zero_optimization_stage())
+        options = loader.options
+        has_equal_counts = options.equal_micro_batches or options.micro_batches is not None
+        if reduce_every_pack is None:
+            reduce_every_pack = stage == 3 or (stage == 2 and has_equal_counts)
+        if stage == 3:
+            self._require_equal_counts("gathers parameters in every forward pass under ZeRO-3")
+        elif reduce_every_pack:
+            self._require_equal_counts(f"reduces gradients after every micro-batch under ZeRO-{stage}")
+        self._reduce_every_pack = reduce_every_pack
+
+    def accumulate(self, step: PackedStep) -> torch.Tensor:
+        """Forward and backward of one global batch; the loss of the global batch. Collective."""
+        if self._reduce_every_pack:
+            return sum_over_ranks(self._run(step))
+        with self.engine.coalesce_grad_reduction():
+            total = self._run(step)
+        return sum_over_ranks(total)
+
+    def _run(self, step: PackedStep) -> torch.Tensor:
+        device = self.engine.device
+        total = torch.zeros((), device=device)
+        # A rank without any gradient would leave out the reductions that the others wait in.
+        batches = step.batches or (self._without_work(step),)
+        for index, batch in enumerate(batches):
+            if self._reduce_every_pack:
+                self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss = self._loss(self.engine, move_batch(batch, device))
+            self.engine.backward(loss * self.loader.world_size)
+            total = total + loss.detach()
+        return total
+
+    def _without_work(self, step: PackedStep) -> Any:
+        options = self.loader.options
+        assert options.format is not None
+        return format_pack(zero_weight_pack(options.pack_multiple), options.format, step.num_label_tokens)
+
+    def update(self) -> None:
+        """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective."""
+        self.engine.step()
+
+    def save(self, directory: str | PathLike[str], tag: str | None = None) -> None:
+        """The engine's checkpoint with the loader's state and the number of steps in its `client_state`. Collective."""
+        client_state = {LOADER_STATE: self.loader.state_dict(), _NUM_STEPS: self.num_steps}
+        self.engine.save_checkpoint(str(directory), tag=tag, client_state=client_state)
+
+    def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
+        """Go on from a checkpoint. Collective.
+
+        With another number of ranks DeepSpeed needs a checkpoint that its `ds_to_universal` has made universal; that is
+        not tested here.
+
+        Raises:
+            CheckpointError: no such checkpoint, or one without a loader's state.
+        """
+        path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
+        missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
+        if path is None or missing:
+            raise CheckpointError(
+                f"'{directory}' is no checkpoint of this loop (found: {path}, missing: {sorted(missing)}); give the "
+                "folder that save wrote"
+            )
+        self.loader.load_state_dict(client_state[LOADER_STATE])
+        self.num_steps = client_state[_NUM_STEPS]
+
+
+def _refuse_engine(engine: Any) -> None:
+    for name in ("coalesce_grad_reduction", "zero_optimization_stage", "gradient_accumulation_steps"):
+        if not hasattr(engine, name):
+            raise ConfigError(
+                f"{type(engine).__name__} has no {name}: give the engine of deepspeed.initialize, of DeepSpeed 0.19.2 "
+                "or later"
+            )
+    if getattr(engine, "pipeline_parallelism", False):
+        raise ConfigError(
+            "a PipelineModule makes its own micro-batches of one shape and size; train without it, or with 'evenload "
+            "train', which has pipelines of packs"
+        )
+    stage = int(engine.zero_optimization_stage())
+    if stage not in (1, 2, 3):
+        raise ConfigError(
+            f"ZeRO stage is {stage}: without ZeRO the engine cannot put off the sum of gradients; set "
+            '"zero_optimization": {"stage": 1} (or 2, 3)'
+        )
+    steps = engine.gradient_accumulation_steps()
+    if steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
+            "by the global batch's label tokens already. Set it to 1 (the plan says how many micro-batches a step has)"
+        )
+    size, world_size = engine.dp_world_size, dist.get_world_size()
+    if size != world_size:
+        raise ConfigError(
+            f"{size} data-parallel ranks of {world_size}: tensor, expert and sequence parallel ranks are not tested "
+            "with packs; leave all ranks data-parallel"
+        )

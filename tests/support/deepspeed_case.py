@@ -1,0 +1,106 @@
+"""DeepSpeed as the conformance suite drives it (`engine_conformance`)."""
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
+from evenload.integrations.packed_step import PackedStep
+from packed_cases import loader_of
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed on CPUs, without the all-reduce in shared memory of its inference: compiling that takes two minutes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    return deepspeed
+
+
+def deepspeed_engine(case: EngineCase, learning_rate: float, **changes: Any) -> Any:
+    """The small Llama in float32 under ZeRO."""
+    deepspeed = import_deepspeed()
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    model = small_model().float()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": case.engine["stage"]},
+        "gradient_clipping": 0.0,  # left out, DeepSpeed clips to a norm of 1
+        "zero_allow_untested_optimizer": True,
+        **changes,
+    }
+    optimizer = case.optimizer(model.parameters(), learning_rate)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+class DeepSpeedRun:
+    """One rank's training."""
+
+    def __init__(self, case: EngineCase, corpus: Path, learning_rate: float, **changes: Any) -> None:
+        self._engine = deepspeed_engine(case, learning_rate, **changes)
+        self.loader = case.open_loader(corpus)
+        settings = {key: value for key, value in case.engine.items() if key != "stage"}
+        self._loop = DeepSpeedLoop(self._engine, self.loader, **settings)
+        self.update, self.save, self.load = self._loop.update, self._loop.save, self._loop.load
+
+    def accumulate(self, step: PackedStep) -> float:
+        return self._loop.accumulate(step).item()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: safe_get_full_grad(parameter) for name, parameter in self._engine.module.named_parameters()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(parameter) for name, parameter in self._engine.module.named_parameters()}
+
+    def logits(self, batch: dict) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
+        return self._engine(**inputs).logits[0]
+
+
+def train_deepspeed(case: EngineCase, order: TrainOrder) -> RankRecord:
+    return train_by_hand(DeepSpeedRun(case, order.corpus, order.learning_rate), order)
+
+
+def perturb_deepspeed(case: EngineCase, corpus: Path) -> Perturbed | None:
+    return perturb_by_hand(DeepSpeedRun(case, corpus, 0.0))
+
+
+def deepspeed_case(stage: int, engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
+    """ZeRO of a stage, in float32."""
+    return EngineCase(train_deepspeed, perturb_deepspeed, {"stage": stage} | (engine or {}), loader or {}, **changes)
+
+
+def refusals_of_deepspeed(corpus: Path) -> dict[str, str]:
+    """What is said of engines that would train something else, and of ranks that would wait for each other."""
+    wanted = {
+        "accumulation": (1, {}, {"gradient_accumulation_steps": 4}),
+        "stage": (0, {}, {}),
+        "counts": (3, {"equal_micro_batches": False}, {}),
+    }
+    messages = {}
+    for name, (stage, loader, config) in wanted.items():
+        engine = deepspeed_engine(deepspeed_case(stage), 0.0, **config)
+        try:
+            DeepSpeedLoop(engine, loader_of(corpus, **loader))
+        except ConfigError as error:
+            messages[name] = str(error)
+        if name == "counts":
+            try:
+                DeepSpeedLoop(engine, loader_of(corpus)).load(corpus)
+            except CheckpointError as error:
+                messages["checkpoint"] = str(error)
+    return messages
