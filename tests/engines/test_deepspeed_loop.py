@@ -41,6 +41,7 @@ def test_training_is_plain_training_and_goes_on(tmp_path, stage):
     check_training(FreshRanks(), deepspeed_case(stage, training_error=2e-4), tmp_path / "corpus", 2, (2,))
 
 
+@pytest.mark.long
 def test_engines_that_would_train_something_else_are_refused(tmp_path):
     write_texts(tmp_path)
     (messages, _) = FreshRanks().run(2, refusals_of_deepspeed, tmp_path)
