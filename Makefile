@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about 10 minutes.)"
 endef
 
-.PHONY: demo test test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -54,6 +54,21 @@ test-torch:  ## what differs among versions of PyTorch, under another one: make 
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
 	  "torch==$(TORCH)" -e '.[dev]'
 	$(OTHER)/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
+
+# Engines whose requirements contradict those of `dev`. Each has an environment that holds what differs, and sees PyTorch and
+# the rest through .venv.
+TITAN := .venv/torchtitan
+
+test-engines: $(TITAN)/installed  ## training on engines that cannot stand beside `dev`: torchtitan; 0.15 GB more
+	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/engines/test_torchtitan_trainer.py
+
+# Half a minute on 2 cores, PyTorch being there.
+$(TITAN)/installed: .venv/dev constraints-torchtitan.txt
+	$(BIN)/python -m venv $(TITAN)
+	$(BIN)/python tools/share_packages.py $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-torchtitan.txt \
+	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
+	@touch $@
 
 # Everything that starts no training processes and no browser.
 FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule simulate stepplan types)

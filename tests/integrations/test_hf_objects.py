@@ -3,31 +3,21 @@ from collections import Counter
 
 import datasets
 import pytest
-from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_python import PythonBackend
 
 from evenload import PackedLoader
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
+from hf_tokenizer import some_tokenizer
 from packed_cases import all_documents, documents_of, loader_of, tokens_of, write_texts
 
 SETTINGS = {"max_tokens": 64, "batch_documents": 8, "workers": 0, "epochs": 1}
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
-)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def tokenizer():
     """A fast tokeniser of transformers with an end of document and a chat template."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    train_byte_pair_tokenizer(["a small text", "another small text"], 280, path / "tokenizer.json")
-    fast = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), eos_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return some_tokenizer()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
