@@ -81,7 +81,8 @@ SKRULL = """\
 
 **Simulated.** Its models, data sets (from the shares of its Table 1), layouts and batch sizes on 32 devices, 8 steps.
 The paper reports means of 5.50 (0.5B) and 2.03 (7B) over DeepSpeed. "one a pass" runs every document alone, sharded
-over all context ranks; a baseline that packs leaves less to gain.
+over all context ranks, and pays every transfer's latency once a document and layer, as the simulator has priced them
+since November 2026; what DeepSpeed ran lies between that and `best_fit`, so the last column says more.
 """
 FLEXPIPE = """\
 ## FlexPipe's settings

@@ -130,8 +130,9 @@ def _slimpack() -> Iterable[str]:
         bound = next(row for row in mine if row["metric"] == "of bound")
         # "llama-7b on 128 H100, 64K, github_dirs, slimpack, simulated"
         model, context, lengths, strategy, _ = case.split(", ")
+        older = " \\*" * (bound["commit"] != rows[-1]["commit"])
         yield _line(
-            f"{model}, {context}, {lengths}", strategy, bound["baseline"], _percent(bound["value"]),
+            f"{model}, {context}, {lengths}{older}", strategy, bound["baseline"], _percent(bound["value"]),
             *(_times(speed.get(baseline)) for baseline in BASELINES),
             ", ".join(f"{cause} {share:.1%}" for share, cause in lost[:4]),
         )  # fmt: skip
@@ -299,7 +300,9 @@ def _provenance(rows: Table) -> Iterable[str]:
         return
     row = rows[-1]
     load = f", load {row['load']} (other jobs ran: times are too high)" if float(row.get("load", 0)) > BUSY_LOAD else ""
-    yield f"{row['date']}, commit `{row['commit']}`, {row['cores']} cores of {row['cpu']}{load}.\n"
+    older = dict.fromkeys((other["date"], other["commit"]) for other in rows if other["commit"] != row["commit"])
+    also = "".join(f"; older rows (\\*) {date}, commit `{commit}`" for date, commit in older)
+    yield f"{row['date']}, commit `{row['commit']}`, {row['cores']} cores of {row['cpu']}{load}{also}.\n"
 
 
 def _head(heads: Iterable[str]) -> Iterable[str]:

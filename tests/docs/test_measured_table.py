@@ -23,6 +23,12 @@ def test_planning_times_are_the_newest_rows():
     assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_times"]()
 
 
+def test_shares_of_the_bound_are_the_newest_rows():
+    """The planner's page; run tools/make_bound_shares.py."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_bound_shares.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_shares"]()
+
+
 def test_what_changing_the_layout_gains_is_of_the_newest_rows():
     """The planner's page; run tools/make_flexpipe_gains.py."""
     script = runpy.run_path(str(ROOT / "tools" / "make_flexpipe_gains.py"))
