@@ -73,7 +73,8 @@ class BenchRank:
         """
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
         for turn in range(rounds + 1):
-            for name, (self.trainer.config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
+            for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
+                self.trainer.config = config
                 for repeat in range(repeats):
                     prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, self.trainer.mesh))
                     report = self.trainer.run_step(prepared, costs, learning_rate=0.0, goes_on=goes_on)

@@ -23,7 +23,7 @@ from evenload.report.length_figures import (
     cumulative_lengths_figure,
     length_classes_figure,
 )
-from evenload.report.metrics_file import MetricRow, foretold_seconds, latest_per_step
+from evenload.report.metrics_file import MetricRow, latest_per_step, predicted_part_seconds
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import definitions_html, figure_html, page_html
 from evenload.report.run_figures import largest, metric_column, typical, typical_meaning
@@ -189,8 +189,8 @@ def _training(identifier: str, section: RunSection) -> list[str]:
 def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
-    foretold = foretold_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
-    off = foretold / predicted - 1 if foretold is not None and predicted else None
+    part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
+    off = part_s / predicted - 1 if part_s is not None and predicted else None
     meaning = typical_meaning(rows)
     peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     return [
@@ -214,7 +214,7 @@ def _loss(row: MetricRow) -> str:
 
 def _prediction_error(rows: Sequence[MetricRow]) -> str:
     rows = latest_per_step(rows)
-    measured = np.array([foretold_seconds(row) for row in rows], float)
+    measured = np.array([predicted_part_seconds(row) for row in rows], float)
     predicted = metric_column(rows, "predicted_step_time_s")
     known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
     if not known.any():

@@ -131,7 +131,7 @@ def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
     return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
 
 
-def foretold_seconds(row: MetricRow) -> float | None:
+def predicted_part_seconds(row: MetricRow) -> float | None:
     """The part of a step's measured time that its prediction is of: all but what ranks tell each other around it."""
     step_s, exchange_s = row["step_time_s"], row["exchange_s"]
     return None if step_s is None else float(step_s) - float(exchange_s or 0.0)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
-from evenload.report.metrics_file import MetricRow, MetricValue, foretold_seconds
+from evenload.report.metrics_file import MetricRow, MetricValue, predicted_part_seconds
 from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
 from evenload.types.length_unit import LengthUnit
 from evenload.types.scaled_units import format_bytes
@@ -85,8 +85,8 @@ def step_line(row: MetricRow) -> str:
     """One line about one step: what was trained, how fast, and how far the prediction was off. Tokens are real ones,
     without padding. A dash stands for what is not known."""
     measured_s, predicted_s = _number(row["step_time_s"]), _number(row["predicted_step_time_s"])
-    foretold_s = foretold_seconds(row)
-    off = foretold_s / predicted_s - 1 if foretold_s and predicted_s else None
+    part_s = predicted_part_seconds(row)
+    off = part_s / predicted_s - 1 if part_s and predicted_s else None
     parts = [
         f"step {row['step']}",
         f"loss {format_plain(_number(row['loss']), '.4f')}",
