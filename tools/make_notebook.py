@@ -35,13 +35,14 @@ def executed(notebook: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readers_folder() -> Iterator[None]:
-    """The repository's root as a reader has it, in a folder that is thrown away."""
+    """A fresh clone as Jupyter opens the notebook in it: the work folder is examples/. It is thrown away."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("docs", "examples"):
-            (Path(folder) / name).symlink_to(ROOT / name)
-        (Path(folder) / "runs").mkdir()
-        os.chdir(folder)
+        examples = Path(folder) / "examples"
+        examples.mkdir()
+        for file in (ROOT / "examples").iterdir():
+            (examples / file.name).symlink_to(file)
+        os.chdir(examples)
         try:
             yield
         finally:

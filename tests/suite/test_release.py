@@ -81,6 +81,11 @@ def test_what_the_workflow_and_the_container_name_is_there():
     scripts = re.findall(r"tools/\w+\.py", " ".join([*steps, PROJECT["tool"]["cibuildwheel"]["test-command"]]))
     assert sorted(set(scripts)) == ["tools/release_metadata.py", "tools/try_wheel.py"]
     assert all((ROOT / script).is_file() for script in scripts)
+    # The wheel jobs hold the unpacked source distribution alone, in a folder of its own.
+    (build,) = (one for one in workflow["jobs"]["wheels"]["steps"] if "cibuildwheel" in one.get("uses", ""))
+    assert build["with"]["package-dir"] == "source"
+    assert PROJECT["tool"]["cibuildwheel"]["test-command"] == "python {package}/tools/try_wheel.py"
+    assert not {"tools", "tools/try_wheel.py"} & set(PROJECT["tool"]["scikit-build"]["sdist"]["exclude"])
     container = (ROOT / "Containerfile").read_text()
     (extras,) = re.findall(r"evenload-\*\.whl\)\[([\w,]+)\]", container)
     assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])

@@ -6,6 +6,7 @@ block in one session; one behind `<!-- not run: REASON -->` is shown only.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,9 +45,13 @@ def commands_in(text: str) -> Iterator[str]:
 
 
 def reader_in(folder: Path) -> dict[str, str]:
-    """The repository's root as a reader sees it, without writing there; gives the environment of commands."""
-    for name in ("docs", "examples"):
-        (folder / name).symlink_to(ROOT / name)
+    """The repository's root as a reader sees it, without writing there; gives the environment of commands.
+
+    Recipes train on `docs`, and a run whose sources changed does not go on: that folder is a copy, so that somebody who
+    edits a page meanwhile does not fail the test.
+    """
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("pictures"))
+    (folder / "examples").symlink_to(ROOT / "examples")
     programs = folder / ".programs"
     programs.mkdir()
     evenload = programs / "evenload"
