@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideCompute
 from evenload.engines.catalog import ENGINES
-from evenload.engines.pass_gathers import beside_seconds
+from evenload.engines.pass_transfers import beside_seconds
 from evenload.engines.price import engine_costs, engine_price
 from evenload.engines.profile import EngineProfile, EngineTiming
 from evenload.engines.projection import StepShape
@@ -32,11 +32,11 @@ AS_OURS = EngineProfile(
 )
 
 
-def proposed(lengths, strategy="balanced", *, coefficients=None, **sizes) -> Proposal:
+def proposed(lengths, strategy="balanced", *, coefficients=None, model=None, **sizes) -> Proposal:
     layout = even_layout(4, **{"dp": 2, **sizes})
     found = coefficients or sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
     options = plan_options({"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, "policy": "replay"})
-    planner = StepPlanner(sample_model(num_layers=4), found, layout, None, options)
+    planner = StepPlanner(model or sample_model(num_layers=4), found, layout, None, options)
     documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
     return planner.propose(0, documents, strategy)
 
@@ -97,33 +97,103 @@ def test_waiting_for_each_other_in_every_micro_batch_is_never_faster(lengths):
     assert waiting.micro_batches == alone.micro_batches
 
 
+SHARDED = msgspec.structs.replace(altered(AS_OURS, weights="pass", sums_beside=False), equal_counts=True)
+HIDES = BesideCompute(stretch=1.0, slowdown=0.0)
+# Of 40 tokens: embedding; four layers; in the backward the head, and those again.
+FORWARD_S = 0.5 * 40 + 4 * (40 + 0.1 * 820 + 0.01 + 5)
+BACKWARD_S = 3 * 40 + 11 + 4 * (2 * 40 + 0.25 * 820 + 0.02 + 7) + 0.5 * 40
+COMPUTE_S = FORWARD_S + BACKWARD_S
+
+
+def ring_s(parameters: int, buffers: int, element_bytes: int) -> float:
+    """Over two ranks: half of the bytes over 1000 bytes/s, and a latency a buffer."""
+    return element_bytes * parameters / 2 / 1000 + buffers * 0.25
+
+
+GATHER_S = {"embedding": ring_s(256, 1, 2), "layer": ring_s(592, 2, 2), "head": ring_s(264, 2, 2)}
+SUM_S = {"embedding": ring_s(256, 1, 4), "layer": ring_s(592, 2, 4), "head": ring_s(264, 2, 4)}
+UPDATE_S = 1e-3 * (4 * 592 + 256 + 264) / 2
+
+
+def of_all(seconds: dict[str, float]) -> float:
+    return seconds["embedding"] + 4 * seconds["layer"] + seconds["head"]
+
+
 def test_gathers_of_a_pass_by_hand():
     """Nothing hides a gather here, so every pass takes its compute and the gathers of its units."""
-    found = proposed([40, 40], "best_fit", dp=2)
-    sharded = msgspec.structs.replace(altered(AS_OURS, weights="pass"), equal_counts=True)
-    model, coefficients = found.costs.model, found.costs.coefficients
-    layer, embedding = 192 + 384 + 16, 256
-    assert model.num_layers == 4
-
-    def gather_s(parameters: int, buffers: int) -> float:
-        return coefficients.ring_seconds(model.bytes_per_element * parameters, 2, buffers, "gather")
-
-    layers_s = 4 * gather_s(layer, 2)
-    head_s = gather_s(embedding + 8, 2)
-    passes_s = gather_s(embedding, 1) + layers_s + (head_s + layers_s + gather_s(embedding, 1))
-    times = found.plan.times[0]
-    compute_s = times.forward_s[0][0] + times.backward_s[0][0]
-    assert price(found, sharded).packs_s == pytest.approx(compute_s + passes_s, rel=1e-9)
+    found = price(proposed([40, 40], "best_fit", dp=2), SHARDED)
+    assert found.packs_s == pytest.approx(COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"], rel=1e-9)
+    assert found.step_time_s == pytest.approx(found.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
 
 
-def test_a_transfer_beside_compute_by_hand():
+def test_hidden_gathers_of_a_pass_are_paid_once():
+    """Not in every pass and beside the first packs of the step again."""
+    coefficients = sample_coefficients(gather_beside=HIDES, reduction_beside=None)
+    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=coefficients), SHARDED)
+    assert found.packs_s == pytest.approx(COMPUTE_S + GATHER_S["embedding"] + GATHER_S["head"], rel=1e-9)
+    assert found.step_time_s == pytest.approx(found.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
+    # Where they cost compute something, no transfer is in the step that is not in its micro-batches either.
+    costly = sample_coefficients(gather_beside=BesideCompute(stretch=2.0, slowdown=0.25))
+    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=costly), SHARDED)
+    assert found.end_s == pytest.approx(of_all(SUM_S) + UPDATE_S, rel=1e-9)
+    hidden_s = 2 * of_all(GATHER_S) - GATHER_S["embedding"] - 2 * GATHER_S["head"]
+    first_s = GATHER_S["embedding"] + GATHER_S["head"]
+    assert found.packs_s == pytest.approx(COMPUTE_S + first_s + 2.0 * 0.25 * hidden_s, rel=1e-9)
+
+
+def test_sums_after_every_micro_batch_by_hand():
+    """Two micro-batches on each of two ranks: each pays for its sums, and the end of the step has none left."""
+    profile = altered(SHARDED, sums="pass")
+    found = price(proposed([40] * 4, "best_fit", dp=2), profile)
+    each_s = COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"] + of_all(SUM_S)
+    assert (found.micro_batches, found.packs_s) == (4, pytest.approx(2 * each_s, rel=1e-9))
+    assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
+    # Beside compute only the embedding's sum is left, which comes last.
+    hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
+    found = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, sums_beside=True))
+    first_s = GATHER_S["embedding"] + GATHER_S["head"]
+    assert found.packs_s == pytest.approx(2 * (COMPUTE_S + first_s + SUM_S["embedding"]), rel=1e-9)
+    assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("engine", "pp", "sums"),
+    [
+        ("torchtitan", 1, "pass"),
+        ("torchtitan", 2, "step"),
+        ("deepspeed-zero3", 1, "pass"),
+        ("deepspeed-zero2", 1, "step"),
+        ("fsdp2", 1, "step"),
+        ("megatron", 2, "step"),
+    ],
+)
+def test_when_engines_sum(engine, pp, sums):
+    """As their loops do where nothing is said (docs/engines.md)."""
+    assert ENGINES[engine].sums_in(even_layout(4, dp=2, pp=pp)) == sums
+
+
+def test_weights_that_are_not_trained_are_gathered_too():
+    """LoRA of 10 weights a layer: all 602 of a layer, embedding and head are gathered; 10 are summed."""
+    model = sample_model(num_layers=4, adapter_parameters_per_layer=10)
+    found = price(proposed([40, 40], "best_fit", dp=2, model=model), SHARDED)
+    # The adapters are a buffer of their own.
+    layer_s = GATHER_S["layer"] + ring_s(10, 1, 2)
+    passes_s = 2 * (GATHER_S["embedding"] + 4 * layer_s) + GATHER_S["head"]
+    assert found.packs_s == pytest.approx(COMPUTE_S + passes_s, rel=1e-9)
+    assert found.end_s == pytest.approx(4 * ring_s(10, 1, 4) + 1e-3 * 4 * 10 / 2, rel=1e-9)
+
+
+def test_transfers_beside_compute_by_hand():
     beside = BesideCompute(stretch=2.0, slowdown=0.25)
     compute_s = np.array([30.0, 3.0, 0.0])
     # 4 s alone are 8 s beside, in which 6 of 30 s are computed; 3 s of compute take 4 s, and 2 of 4 s are left then.
-    assert beside_seconds(compute_s, 4.0, beside).tolist() == pytest.approx([32.0, 6.0, 4.0])
-    assert beside_seconds(compute_s, 4.0, None).tolist() == [34.0, 7.0, 4.0]
-    assert beside_seconds(compute_s, 4.0, BesideCompute(stretch=1.0, slowdown=1.0)).tolist() == [34.0, 7.0, 4.0]
-    assert beside_seconds(compute_s, 0.0, beside).tolist() == compute_s.tolist()
+    assert beside_seconds(compute_s, [(4.0, beside)]).tolist() == pytest.approx([32.0, 6.0, 4.0])
+    assert beside_seconds(compute_s, [(4.0, None)]).tolist() == [34.0, 7.0, 4.0]
+    assert beside_seconds(compute_s, [(4.0, BesideCompute(stretch=1.0, slowdown=1.0))]).tolist() == [34.0, 7.0, 4.0]
+    assert beside_seconds(compute_s, [(0.0, beside)]).tolist() == compute_s.tolist()
+    # Another second behind it: 1.5 of the 24 s that are left are computed in its 2 s; nothing is left of 3 s.
+    assert beside_seconds(compute_s, [(4.0, beside), (1.0, beside)]).tolist() == pytest.approx([32.5, 7.0, 5.0])
+    assert beside_seconds(compute_s, [(4.0, beside), (1.0, None)]).tolist() == pytest.approx([33.0, 7.0, 5.0])
 
 
 def test_an_update_that_is_not_sharded_is_whole_on_every_rank_and_sums_move_twice_as_much():
@@ -182,3 +252,14 @@ def test_local_micro_batches_of_a_group_wait_only_where_it_shares_one():
     assert dynamic.micro_batches == 2
     # Ours runs local and shared documents of a micro-batch in one go: one pack's constants less.
     assert dynamic.packs_s > max(found.plan.predicted.per_replica_s) - 1e-9
+
+
+def test_a_micro_batch_is_empty_where_no_rank_of_its_group_has_documents():
+    """Two ranks of a group: its only local document lies on rank 1, so rank 0 has none of them."""
+    found = proposed([9, 5, 4, 40], "best_fit", dp=1, cp=2)
+    (pack,) = found.plan.pack_plans[0].forward
+    owners = tuple(1 if piece.num_tokens == 9 else -1 for piece in pack.slices)
+    packs = msgspec.structs.replace(found.plan.pack_plans[0], forward=(msgspec.structs.replace(pack, sharding=owners),))
+    plan = msgspec.structs.replace(found.plan, pack_plans=(packs,))
+    dynamic = engine_price(plan, ENGINES["megatron-dynamic-cp"], found.costs)
+    assert (dynamic.micro_batches, dynamic.empty_micro_batches) == (2, 0)

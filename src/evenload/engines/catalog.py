@@ -96,7 +96,8 @@ TORCHTITAN = EngineProfile(
     virtual_count_multiple=True,
     schedules=("1f1b", "interleaved", "gpipe"),
     shards="parameters",
-    timing=EngineTiming(weights="pass", sums_beside=True),
+    # Its Trainer never turns FSDP2's set_requires_gradient_sync off; the stages of a pipeline do.
+    timing=EngineTiming(weights="pass", sums="pass", sums_beside=True),
     limits=(
         *_everywhere("forward_backward_step of its Trainer"),
         _limit(
@@ -141,7 +142,8 @@ def _deepspeed(stage: int) -> EngineProfile:
         equal_counts=gathers,
         context_parallel="none",
         shards=("optimizer", "gradients", "parameters")[stage - 1],  # type: ignore[bad-argument-type]
-        timing=EngineTiming(weights="pass" if gathers else "step"),
+        # What DeepSpeedLoop does where nothing is said; ZeRO-3 sums beside the backward (overlap_comm, zero/config.py).
+        timing=EngineTiming(weights="pass", sums="pass", sums_beside=True) if gathers else EngineTiming(weights="step"),
         limits=(
             *_everywhere("DeepSpeedEngine.forward"),
             _limit(

@@ -4,7 +4,7 @@
 
 What is the engine's own: which micro-batches there are and how long they are (`projection`), in which order a pipeline
 runs them, whether a rank computes while it sends, whether ranks wait for each other in every micro-batch because
-weights are sharded (`pass_gathers`), when gradients are summed and weights gathered, and who updates what. Seconds of
+weights are sharded (`pass_transfers`), when gradients are summed and weights gathered, and who updates what. Seconds of
 compute are those of Evenload's runtime with all activations stored; docs/engines.md says what that leaves out.
 
 O(documents + micro-batches · stages), a few milliseconds a step.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.engines.pass_gathers import with_pass_gathers
+from evenload.engines.pass_transfers import with_pass_transfers
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import EngineMicroBatch, EngineStep, StepShape, project
 from evenload.schedule.registry import SCHEDULES
@@ -84,29 +84,33 @@ def engine_price(
     busy_s = sum(float(rank.tasks.forward_s.sum() + rank.tasks.backward_s.sum()) for rank in ranks)
     replicas = _as_they_wait(profile, costs, ranks)
     simulated = [_simulated(profile, costs, replica) for replica in replicas]
-    end = step_end(costs, simulated)
-    # Beside the last backward, sums make it slower: `summed_s` has that.
-    end_s = end.summed_s - end.packs_s + _update_seconds(profile, costs)
+    packs_s, end_s = _step_end(profile, costs, simulated)
+    step_time_s = packs_s + end_s
+    all_s = len(ranks) * costs.layout.pipeline_ranks * step_time_s
+    counts = _counts(step, costs.layout)
+    return EnginePrice(
+        step_time_s=step_time_s,
+        packs_s=packs_s,
+        end_s=end_s,
+        idle_fraction=1.0 - busy_s / all_s if all_s else 0.0,
+        padding_fraction=1.0 - _real_tokens(plan) / counts.computed_tokens if counts.computed_tokens else 0.0,
+        micro_batches=counts.micro_batches,
+        empty_micro_batches=counts.empty_micro_batches,
+        max_padded_tokens=counts.max_padded_tokens,
+    )
+
+
+def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
+    """End of the last micro-batch, and what comes after it."""
+    # Weights that are gathered in every pass are in its seconds, and not beside the first packs of a step once more.
+    end = step_end(_with_coefficients(costs, gather_beside=None), simulated)
+    end_s = _update_seconds(profile, costs)
+    if profile.sums_in(costs.layout) == "step":
+        # Beside the last backward, sums make it slower: `summed_s` has that.
+        end_s += end.summed_s - end.packs_s
     if profile.weights_in(costs.layout) == "step":
         end_s += end.end_s - end.updated_s
-    step_time_s = end.packs_s + end_s
-    return _counted(
-        step,
-        plan,
-        costs.layout,
-        EnginePrice(
-            step_time_s=step_time_s,
-            packs_s=end.packs_s,
-            end_s=end_s,
-            idle_fraction=1.0 - busy_s / (len(ranks) * costs.layout.pipeline_ranks * step_time_s)
-            if step_time_s
-            else 0.0,
-            padding_fraction=0.0,
-            micro_batches=0,
-            empty_micro_batches=0,
-            max_padded_tokens=0,
-        ),
-    )
+    return end.packs_s, end_s
 
 
 def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
@@ -121,8 +125,13 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
         # Every rank gets the whole sum: what a reduce-scatter moves, and as much again.
         changes["reduce_bandwidth_bytes_per_s"] = found.reduce_bandwidth_bytes_per_s / 2
         changes["reduce_latency_s"] = 2 * found.reduce_latency_s
-    # Engines cut every document of a shared micro-batch, short ones too.
-    return PackCosts(costs.model, msgspec.structs.replace(found, **changes), costs.layout, keeps_short_whole=False)
+    return _with_coefficients(costs, **changes)
+
+
+def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
+    """With other coefficients. Engines cut every document of a shared micro-batch, short ones too."""
+    coefficients = msgspec.structs.replace(costs.coefficients, **changes)
+    return PackCosts(costs.model, coefficients, costs.layout, keeps_short_whole=False)
 
 
 def _update_seconds(profile: EngineProfile, costs: PackCosts) -> float:
@@ -158,9 +167,13 @@ def _as_they_wait(profile: EngineProfile, costs: PackCosts, ranks: Sequence[_Ran
     groups = [_in_step(ranks[first : first + layout.cp], layout) for first in range(0, len(ranks), layout.cp)]
     if not profile.waits_in(layout):
         return groups
-    gathered = [replace(one, tasks=with_pass_gathers(costs, one.columns, one.tasks)) for one in groups]
-    slowest = max(gathered, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
-    return [replace(slowest, tasks=_slowest([one.tasks for one in gathered]))]
+    gathers, sums = (moved == "pass" for moved in (profile.weights_in(layout), profile.sums_in(layout)))
+    moved = [
+        replace(one, tasks=with_pass_transfers(costs, one.columns, one.tasks, gathers=gathers, sums=sums))
+        for one in groups
+    ]
+    slowest = max(moved, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
+    return [replace(slowest, tasks=_slowest([one.tasks for one in moved]))]
 
 
 def _in_step(ranks: Sequence[_Rank], layout: ParallelLayout) -> _Rank:
@@ -215,19 +228,34 @@ def _with_sends(profile: EngineProfile, costs: PackCosts, tasks: PipelineTasks) 
     )
 
 
-def _counted(step: EngineStep, plan: StepPlan, layout: ParallelLayout, price: EnginePrice) -> EnginePrice:
-    """With the numbers that the projection alone tells; a shared micro-batch counts once."""
-    own = [
-        one
-        for at, rank in enumerate(step.ranks)
-        for one in rank
-        if at % layout.cp == 0 or (one.context_ranks == 1 and one.doc_ids)
+@dataclass(frozen=True)
+class _Counts:
+    """What the projection alone tells of a step; fields of `EnginePrice`, and the tokens that are computed."""
+
+    computed_tokens: int
+    micro_batches: int
+    empty_micro_batches: int
+    max_padded_tokens: int
+
+
+def _counts(step: EngineStep, layout: ParallelLayout) -> _Counts:
+    """A micro-batch of a context group counts once, and is empty where all its ranks have no documents."""
+    groups = [
+        group
+        for first in range(0, len(step.ranks), layout.cp)
+        for group in zip(*step.ranks[first : first + layout.cp], strict=True)
     ]
-    computed, real = sum(one.padded_tokens for one in own), sum(document.num_tokens for document in plan.documents)
-    return msgspec.structs.replace(
-        price,
-        padding_fraction=1.0 - real / computed if computed else 0.0,
-        micro_batches=sum(len(rank) for rank in step.ranks[:: layout.cp]),
-        empty_micro_batches=sum(not one.doc_ids for rank in step.ranks[:: layout.cp] for one in rank),
+    # Ranks of a group have the same documents, or each its own.
+    own = [
+        one for group in groups for at, one in enumerate(group) if at == 0 or (one.context_ranks == 1 and one.doc_ids)
+    ]
+    return _Counts(
+        computed_tokens=sum(one.padded_tokens for one in own),
+        micro_batches=len(groups),
+        empty_micro_batches=sum(not any(one.doc_ids for one in group) for group in groups),
         max_padded_tokens=max((one.padded_tokens for one in own), default=0),
     )
+
+
+def _real_tokens(plan: StepPlan) -> int:
+    return sum(document.num_tokens for document in plan.documents)

@@ -37,13 +37,16 @@ class EngineTiming(Frozen):
         weights: when sharded weights are gathered: "never" (every rank has them), "step" (after the update, before the
             next step), "pass" (before every forward and every backward of a micro-batch, unit by unit; then ranks wait
             for each other in every micro-batch).
-        sums_beside: gradients are summed over ranks beside the last backward, unit by unit; else after it.
+        sums: when gradients are summed over ranks: "step" (once), "pass" (after every backward of a micro-batch, for
+            which ranks wait for each other).
+        sums_beside: they are summed beside the backward, unit by unit; else after it.
         sends_block: a rank computes nothing while it sends activations to the next stage.
         shape_exchange: before every transfer between stages the ranks tell each other its shape.
         sharded_update: a rank updates its share of the weights; else every rank updates all.
     """
 
     weights: Literal["never", "step", "pass"]
+    sums: Literal["step", "pass"] = "step"
     sums_beside: bool = False
     sends_block: bool = False
     shape_exchange: bool = False
@@ -97,9 +100,13 @@ class EngineProfile(Frozen):
         weights = self.timing.weights
         return "step" if weights == "pass" and layout.num_stages > 1 else weights
 
+    def sums_in(self, layout: ParallelLayout) -> Literal["step", "pass"]:
+        """When gradients are summed in this layout; in a pipeline after the last micro-batch."""
+        return "step" if layout.num_stages > 1 else self.timing.sums
+
     def waits_in(self, layout: ParallelLayout) -> bool:
-        """Whether ranks wait for each other in every micro-batch, because each needs the others' weights."""
-        return self.weights_in(layout) == "pass" and layout.dp > 1
+        """Whether ranks wait for each other in every micro-batch, for weights or to sum gradients."""
+        return "pass" in (self.weights_in(layout), self.sums_in(layout)) and layout.dp > 1
 
     def pads_in(self, layout: ParallelLayout) -> bool:
         """Whether all micro-batches of a step have equally many tokens in this layout."""
