@@ -36,7 +36,7 @@ def document_layer_spec(config: Any) -> Any:
                 f"{name} is {getattr(config, name)}, and document_layer_spec has no such attention; set it to {plain}, "
                 "or use Transformer Engine's layers"
             )
-    spec = get_gpt_layer_local_spec(
+    spec: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
