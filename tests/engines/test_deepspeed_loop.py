@@ -47,6 +47,9 @@ def test_engines_that_would_train_something_else_are_refused(tmp_path):
     (messages, _) = FreshRanks().run(2, refusals_of_deepspeed, tmp_path)
     assert "gradient_accumulation_steps is 4" in messages["accumulation"]
     assert "ZeRO stage is 0" in messages["stage"]
+    assert 'gradient_allreduce_op is "sum"' in messages["sum"]
+    assert "managed_gradient_accumulation is False" in messages["unmanaged"]
+    assert "cannot be put off to the end of the step" in messages["own sums"]
     assert "gathers parameters in every forward pass under ZeRO-3" in messages["counts"]
     assert "is no checkpoint of this loop" in messages["checkpoint"]
 

@@ -60,8 +60,10 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path):
 def test_what_ranks_would_wait_for_or_leave_out_is_refused(gloo_pool, tmp_path):
     write_texts(tmp_path)
     for messages in gloo_pool.run(2, refusals_of_fsdp2, tmp_path):
-        counts, ignored, norm, taken = messages
+        counts, ignored, tensor_ranks, elsewhere, norm, taken = messages
         assert "equal_micro_batches is off, but FSDP2 gathers parameters in every forward pass" in counts
         assert "parameter 'lm_head.weight' is not sharded" in ignored
+        assert "on a mesh of (1, 2) ranks: tensor-parallel ranks are not tested" in tensor_ranks
+        assert "lies on meta, its mesh is of cpu devices" in elsewhere
         assert "max_grad_norm is 0" in norm
         assert "stateful has ['loader']" in taken

@@ -8,14 +8,17 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from engine_conformance import check_gradients, check_isolation, check_training
 from evenload.errors import ConfigError
-from evenload.integrations.engines.megatron_attention import DocumentAttention
+from evenload.integrations.engines.megatron_attention import DocumentAttention, document_layer_spec
 from evenload.integrations.engines.megatron_checks import require_runnable
 from evenload.integrations.loader_options import LoaderOptions
-from megatron_case import megatron_case
+from megatron_case import megatron_case, refusals_of_megatron
+from packed_cases import write_texts
 
 GRADIENTS = {
     "one stage, two replicas": (megatron_case(loader={"strategy": "best_fit"}), 2),
     "two stages, two replicas of uneven counts": (megatron_case({"pp": 2}), 4),
+    "summed beside the last backward": (megatron_case({"overlap": True}), 2),
+    "a scaled loss": (megatron_case({"loss_scale": 1024.0}), 2),
 }
 
 
@@ -33,6 +36,20 @@ def test_documents_do_not_see_each_other(gloo_pool, tmp_path):
 def test_training_is_plain_training_and_goes_on_with_fewer_replicas(gloo_pool, tmp_path):
     """Two stages and two replicas; then one."""
     check_training(gloo_pool, megatron_case({"pp": 2}), tmp_path / "corpus", 4, resumed_world_sizes=(2,))
+
+
+def test_what_stages_would_wait_for_is_said_on_all_of_them(gloo_pool, tmp_path):
+    write_texts(tmp_path / "corpus")
+    for place, untold in gloo_pool.run(2, refusals_of_megatron, tmp_path / "corpus"):
+        assert "of 2, Megatron-Core's data-parallel rank is 0 of 1" in place
+        assert "told no 'evenload loss'" in untold
+
+
+@pytest.mark.parametrize("changes", [{"softmax_type": "learnable"}, {"qk_clip": True}])
+def test_attention_that_the_layers_do_not_have_is_refused(changes):
+    plain = {"attention_dropout": 0.0, "window_size": None, "multi_latent_attention": False}
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        document_layer_spec(SimpleNamespace(**(plain | {"softmax_type": "vanilla", "qk_clip": False} | changes)))
 
 
 def config(**changes):

@@ -89,6 +89,9 @@ def refusals_of_deepspeed(corpus: Path) -> dict[str, str]:
     wanted = {
         "accumulation": (1, {}, {"gradient_accumulation_steps": 4}),
         "stage": (0, {}, {}),
+        "sum": (1, {}, {"gradient_allreduce_op": "sum"}),
+        "unmanaged": (2, {}, {"managed_gradient_accumulation": False}),
+        "own sums": (1, {}, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
         "counts": (3, {"equal_micro_batches": False}, {}),
     }
     messages = {}

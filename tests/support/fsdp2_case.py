@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.errors import ConfigError
@@ -69,10 +70,16 @@ def refusals_of_fsdp2(corpus: Path) -> list[str]:
     sharded = sharded_model(torch.float32, (world_size,))
     partly = small_model()
     fully_shard(partly, mesh=init_device_mesh("cpu", (world_size,)), ignored_params={partly.lm_head.weight})
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "tensor"))
+    of_tensor_ranks = distribute_module(small_model(), mesh["tensor"])
+    fully_shard(of_tensor_ranks, mesh=mesh["data"])
+    elsewhere = fully_shard(small_model().to("meta"), mesh=init_device_mesh("cpu", (world_size,)))
     messages = []
     for model, loader, settings in (
         (sharded, {"equal_micro_batches": False}, {}),
         (partly, {}, {}),
+        (of_tensor_ranks, {}, {}),
+        (elsewhere, {}, {}),
         (sharded, {}, {"max_grad_norm": 0.0}),
         (sharded, {}, {"stateful": {"loader": None}}),
     ):

@@ -17,11 +17,13 @@ from engine_records import (
     small_model,
     train_by_hand,
 )
+from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import megatron_packed_seq_params
 from evenload.integrations.engines.megatron_attention import document_layer_spec
-from evenload.integrations.engines.megatron_step import MegatronTrainStep
+from evenload.integrations.engines.megatron_step import MegatronTrainStep, gpt_forward_step
 from evenload.integrations.packed_step import PackedStep
 from megatron_shim import megatron_on_cpu
+from packed_cases import loader_of
 
 Rows = list[tuple[str, slice]]
 """Parameters of the reference, and their rows in one of Megatron's."""
@@ -59,6 +61,7 @@ class MegatronRun:
         self.stages = settings.pop("pp", 1)
         settings.setdefault("params_dtype", torch.float32)
         sharded, overlap = settings.pop("distributed_optimizer", False), settings.pop("overlap", False)
+        loss_scale = settings.pop("loss_scale", None)
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.stages)
         self._state = parallel_state
         self.reference = case.reference()
@@ -66,16 +69,18 @@ class MegatronRun:
         self.model = self._stage()
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=overlap)
         wrapped = DistributedDataParallel(self.config, ddp, self.model)
-        if overlap:
-            self.config.no_sync_func = wrapped.no_sync
         optimizer = OptimizerConfig(
             optimizer="adam", lr=learning_rate, min_lr=learning_rate, weight_decay=0.0, clip_grad=0.0,
             adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON,
             use_distributed_optimizer=sharded, params_dtype=self.config.params_dtype,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(optimizer, [wrapped])
+        if loss_scale is not None:
+            # What an optimizer of fp16 has, which Megatron-Core makes of tensors on GPUs only.
+            self.optimizer.get_loss_scale = lambda: torch.tensor([loss_scale])
         group = parallel_state.get_data_parallel_group()
         self.loader = case.open_loader(corpus, engine="megatron", group=group)
+        self.wrapped = wrapped
         self._step = MegatronTrainStep(wrapped, self.optimizer, self.loader)
 
     def _stage(self) -> torch.nn.Module:
@@ -107,7 +112,8 @@ class MegatronRun:
         self._step.update()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return self._whole(lambda parameter: parameter.main_grad)
+        """As the optimizer will take them: its loss scale is divided out."""
+        return self._whole(lambda parameter: parameter.main_grad / self.optimizer.get_loss_scale())
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._whole(lambda parameter: parameter.detach())
@@ -246,6 +252,28 @@ def train_megatron(case: EngineCase, order: TrainOrder) -> RankRecord:
 def perturb_megatron(case: EngineCase, corpus: Path) -> Perturbed | None:
     with _megatron():
         return perturb_by_hand(MegatronRun(case, corpus, 0.0))
+
+
+def refusals_of_megatron(corpus: Path) -> list[str]:
+    """What every rank of a pipeline of two says of a loader without a group, and of a loss that tells nothing."""
+
+    def untold(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        output, loss = gpt_forward_step(batches, model)
+        return output, lambda losses: (*loss(losses)[:2], {"another": losses.sum()})
+
+    messages = []
+    with _megatron():
+        run = MegatronRun(megatron_case({"pp": 2}), corpus, 0.0)
+        try:
+            MegatronTrainStep(run.wrapped, run.optimizer, loader_of(corpus, engine="megatron"))
+        except ConfigError as error:
+            messages.append(str(error))
+        train_step = MegatronTrainStep(run.wrapped, run.optimizer, run.loader, forward_step=untold)
+        try:
+            train_step(next(iter(run.loader.steps())))
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
 
 
 def megatron_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:

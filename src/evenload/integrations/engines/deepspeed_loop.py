@@ -70,6 +70,12 @@ class DeepSpeedLoop(EngineLoop):
             self._require_equal_counts("gathers parameters in every forward pass under ZeRO-3")
         elif reduce_every_pack:
             self._require_equal_counts(f"reduces gradients after every micro-batch under ZeRO-{stage}")
+        if not reduce_every_pack and not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+            raise ConfigError(
+                f"the engine's optimizer is a {type(engine.optimizer).__name__}, whose sums of gradients cannot be put "
+                "off to the end of the step (bfloat16 weights under ZeRO-1 with grad_accum_dtype fp32 have it); use "
+                "ZeRO-2, or leave data_types.grad_accum_dtype out"
+            )
         self._reduce_every_pack = reduce_every_pack
 
     def accumulate(self, step: PackedStep) -> torch.Tensor:
@@ -144,6 +150,16 @@ def _refuse_engine(engine: Any) -> None:
         raise ConfigError(
             f"ZeRO stage is {stage}: without ZeRO the engine cannot put off the sum of gradients; set "
             '"zero_optimization": {"stage": 1} (or 2, 3)'
+        )
+    if not getattr(engine, "gradient_average", True):
+        raise ConfigError(
+            'gradient_allreduce_op is "sum", and the loss is multiplied by the number of ranks for the mean that '
+            'DeepSpeed takes by default, so gradients would be too large by that; set it to "mean", or leave it out'
+        )
+    if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        raise ConfigError(
+            "managed_gradient_accumulation is False, with which the engine neither puts off sums of gradients nor is "
+            "told the end of a step; leave it out"
         )
     steps = engine.gradient_accumulation_steps()
     if steps != 1:

@@ -53,7 +53,8 @@ class Fsdp2Loop(EngineLoop):
         grad_norm: float[], of the last update before it was scaled; None without `max_grad_norm`.
 
     Raises:
-        ConfigError: parameters that FSDP2 does not reduce over all ranks; a loader as `EngineLoop` says.
+        ConfigError: parameters that FSDP2 does not reduce over all ranks, or that lie elsewhere than their gradients
+            are made (offload); a loader as `EngineLoop` says.
     """
 
     def __init__(
@@ -154,4 +155,19 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
             raise ConfigError(
                 f"parameter '{name}' is sharded over {size} ranks, the loader deals documents to {world_size}; give "
                 "fully_shard a mesh of all ranks"
+            )
+        # One dimension of shards, those before it replicas (HSDP): what fully_shard makes. A further one is somebody's
+        # tensor parallelism, whose ranks need the same packs, and the loader deals them different ones.
+        *replicas, shards = parameter.placements
+        if not shards.is_shard() or not all(one.is_replicate() for one in replicas):
+            raise ConfigError(
+                f"parameter '{name}' is placed {parameter.placements} on a mesh of "
+                f"{tuple(parameter.device_mesh.shape)} ranks: tensor-parallel ranks are not tested with FSDP2, and "
+                "would get different documents; shard over data-parallel ranks only"
+            )
+        if parameter.device.type != parameter.device_mesh.device_type:
+            raise ConfigError(
+                f"parameter '{name}' lies on {parameter.device.type}, its mesh is of "
+                f"{parameter.device_mesh.device_type} devices: offload is not tested with FSDP2 here; leave "
+                "CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
             )

@@ -18,6 +18,15 @@ from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
 from evenload.errors import ConfigError
 
+_PLAIN_ATTENTION = {
+    "attention_dropout": 0.0,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+}
+"""Settings of a `TransformerConfig` that change attention, with the values under which it is that of this module."""
+
 
 def document_layer_spec(config: Any) -> Any:
     """A `ModuleSpec` of GPT layers whose attention reads `PackedSeqParams`, for `GPTModel(transformer_layer_spec=...)`.
@@ -28,14 +37,14 @@ def document_layer_spec(config: Any) -> Any:
     Raises:
         ConfigError: a setting of attention that these layers do not have.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[missing-import]
-
-    for name, plain in (("attention_dropout", 0.0), ("window_size", None), ("multi_latent_attention", False)):
+    for name, plain in _PLAIN_ATTENTION.items():
         if getattr(config, name) != plain:
             raise ConfigError(
                 f"{name} is {getattr(config, name)}, and document_layer_spec has no such attention; set it to {plain}, "
                 "or use Transformer Engine's layers"
             )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[missing-import]
+
     spec: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -15,7 +15,7 @@ those of the documents one by one, whatever the plan. Settings with which they w
 Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group;
 then every stage reads the data for itself. A replica without documents in a step runs one pack of padding.
 
-Price beside Megatron's own step: two collectives of two numbers for the loss. Written from the sources of
+Price beside Megatron's own step: two collectives of three numbers for the loss. Written from the sources of
 Megatron-Core 0.16.1, and trained on it by tests/engines/test_megatron_step.py.
 """
 
@@ -63,6 +63,10 @@ class MegatronReport:
 class MegatronTrainStep:
     """Trains the steps of a loader on Megatron-Core; collective in all its calls.
 
+    Completes the model's configuration where Megatron's own training script does, and where nothing is set:
+    `grad_scale_func` (the optimizer divides by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func`
+    (gradients are summed in the last micro-batch only).
+
     Args:
         model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
@@ -71,7 +75,8 @@ class MegatronTrainStep:
             `sum_of_losses` returns.
 
     Raises:
-        ConfigError: settings with which Megatron-Core would train something else, or stop: see `megatron_checks`.
+        ConfigError: settings with which Megatron-Core would train something else, or stop: see `megatron_checks`; a
+            loader of another place than this rank's among the replicas.
     """
 
     def __init__(
@@ -83,6 +88,14 @@ class MegatronTrainStep:
         self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
         self._config = get_model_config(model)
         require_runnable(self._config, loader.options)
+        _require_place(loader)
+        if self._config.grad_scale_func is None:
+            self._config.grad_scale_func = optimizer.scale_loss
+        # Without it Megatron counts the gradients of its first step's micro-batches, and in a step of more of them sums
+        # a bucket over replicas before the last ones are in it.
+        wrapped: Any = model
+        if wrapped.ddp_config.overlap_grad_reduce and self._config.no_sync_func is None:
+            self._config.no_sync_func = wrapped.no_sync
 
     def __call__(self, step: PackedStep) -> MegatronReport:
         """One update: gradients of the global batch, summed over replicas, and the optimizer's step."""
@@ -168,19 +181,23 @@ def _global_loss(told: list[dict[str, Tensor]], step: PackedStep, device: torch.
     """Mean loss of the global batch on every rank, from what the last stages told of their packs."""
     from megatron.core import parallel_state  # type: ignore[missing-import]
 
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    # Sum and number of losses, and packs of which nothing was told: only the last stages know, all have to stop.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     if parallel_state.is_pipeline_last_stage():
-        if any(_LOSS not in entry for entry in told):
-            raise ConfigError(
-                f"the loss function of forward_step tells {sorted(told[0])} of a pack; it has to return what "
-                "megatron_step.sum_of_losses returns, whose third part holds the sum and the count of a pack's losses"
-            )
         for entry in told:
-            sums += entry[_LOSS]
+            if _LOSS in entry:
+                sums[:2] += entry[_LOSS]
+            else:
+                sums[2] += 1
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     # All other stages hold zeros.
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-    total, count = sums.tolist()
+    total, count, untold = sums.tolist()
+    if untold:
+        raise ConfigError(
+            f"the loss function of forward_step told no '{_LOSS}' of {untold:.0f} packs; it has to return what "
+            "megatron_step.sum_of_losses returns, whose third part holds the sum and the count of a pack's losses"
+        )
     if count != step.num_label_tokens:
         raise DataError(
             f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan of all replicas has "
@@ -188,6 +205,19 @@ def _global_loss(told: list[dict[str, Tensor]], step: PackedStep, device: torch.
             "no further tokens in forward_step"
         )
     return total / max(1, count)
+
+
+def _require_place(loader: PackedLoader) -> None:
+    """All ranks of a replica train the same packs, and replicas different ones."""
+    from megatron.core import parallel_state  # type: ignore[missing-import]
+
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    if (loader.rank, loader.world_size) != place:
+        raise ConfigError(
+            f"the loader is rank {loader.rank} of {loader.world_size}, Megatron-Core's data-parallel rank is "
+            f"{place[0]} of {place[1]}: stages of one replica would wait for each other's packs for ever, or train "
+            "documents twice. Make it with PackedLoader(..., group=parallel_state.get_data_parallel_group())"
+        )
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
