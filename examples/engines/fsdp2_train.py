@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenload import PackedLoader
@@ -36,16 +36,19 @@ dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nc
 
 torch.manual_seed(0)  # the same weights on all ranks
 if options.model:
-    settings = {"dtype": torch.bfloat16, "attn_implementation": "flash_attention_2"} if options.device == "cuda" else {}
-    model = AutoModelForCausalLM.from_pretrained(options.model, **settings)
+    settings = {"attn_implementation": "flash_attention_2"} if options.device == "cuda" else {}
+    # Weights stay float32: an update of 1e-5 is less than bfloat16 can add to most of them.
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **settings)
 else:
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     )
 mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+computed = torch.bfloat16 if options.device == "cuda" else torch.float32
+precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
 for layer in model.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
+    fully_shard(layer, mesh=mesh, mp_policy=precision)
+fully_shard(model, mesh=mesh, mp_policy=precision)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if options.model is None else 1e-5)
 
 loader = PackedLoader(
