@@ -38,7 +38,7 @@ test: .venv/dev  ## everything CI checks
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, and new random examples; an hour
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
 
-test-docs: .venv/dev  ## every recipe of the documentation from end to end, and the site without a dead link; 3 minutes
+test-docs: .venv/dev  ## every recipe of the documentation from end to end, and the site without a dead link
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=explore tests/docs/test_pages_followed.py \
 	  tests/docs/test_notebook.py
 

@@ -79,7 +79,7 @@ def picture(found: list[Panel]) -> str:
         f'font-size="13" role="img" aria-label="The same step takes {found[0].step_s:.1f} seconds under best fit and '
         f'{found[-1].step_s:.1f} under auto, predicted">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="{LEFT}" y="22" font-size="15" font-weight="bold">The same documents, the same gradient: '
+        f'<text x="{LEFT}" y="22" font-size="15" font-weight="bold">One global batch, the same gradient: '
         f"{gain:.2f} times as fast (predicted)</text>",
     ]
     for number, panel in enumerate(found):
@@ -104,8 +104,8 @@ def picture(found: list[Panel]) -> str:
         )
         parts.append(f'<text x="{end:.1f}" y="{top + PP * ROW + 17}" text-anchor="end">{panel.step_s:.1f} s</text>')
     parts.append(
-        f'<text x="{LEFT}" y="{height - 10}" fill="#444">blue forward, orange backward, grey idle; {MODEL} on '
-        f"{CLUSTER}, dp={DP} pp={PP} tp={TP}, documents of up to 128K tokens</text>"
+        f'<text x="{LEFT}" y="{height - 10}" fill="#444">the slowest of {DP} replicas: blue forward, orange backward, '
+        f"grey idle; {MODEL} on {CLUSTER}, dp={DP} pp={PP} tp={TP}, documents of up to 128K tokens</text>"
     )
     return "\n".join([*parts, "</svg>"]) + "\n"
 

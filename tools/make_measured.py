@@ -19,17 +19,33 @@ IN_README = (
 """How the lines begin that the README has, too."""
 
 
+class Rows(dict[tuple[str, str, str], dict[str, str]]):
+    """Rows by benchmark, case and metric; `read` are those that were looked at, so that the page names no others."""
+
+    def __init__(self, rows: dict[tuple[str, str, str], dict[str, str]]) -> None:
+        super().__init__(rows)
+        self.read: set[tuple[str, str, str]] = set()
+
+    def __getitem__(self, key: tuple[str, str, str]) -> dict[str, str]:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def values_of(self, benchmark: str, metric: str) -> list[float]:
+        """Of all cases."""
+        return [float(self[key]["value"]) for key in self if (key[0], key[2]) == (benchmark, metric)]
+
+
 def measured_table() -> str:
     """Markdown lines; every figure names its benchmark, and the line below the table its machine and commit."""
     rows = newest_rows()
+    shown = figures(rows)
     commits: dict[str, set[str]] = {}
-    for r in rows.values():
+    for r in (rows[key] for key in sorted(rows.read)):
         commits.setdefault(f"{r['cpu']}, {r['cores']} cores, torch {r['torch']}", set()).add(r["commit"])
     machines = [f"{machine} (commits {', '.join(sorted(of))})" for machine, of in sorted(commits.items())]
     lines = ["| what | figure | command |", "|---|---|---|"]
     lines += [
-        f"| {what} | {figure} | [benchmarks/{name}.py](../benchmarks/{name}.py) |"
-        for what, figure, name in figures(rows)
+        f"| {what} | {figure} | [benchmarks/{name}.py](../benchmarks/{name}.py) |" for what, figure, name in shown
     ]
     return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
 
@@ -41,18 +57,18 @@ def short_table() -> str:
     return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure, _ in chosen), ""])
 
 
-def figures(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str, str, str]]:
+def figures(rows: Rows) -> list[tuple[str, str, str]]:
     """What, figure, and the benchmark that measures it."""
 
     def value(benchmark: str, case: str, metric: str) -> float:
         return float(rows[benchmark, case, metric]["value"])
 
     def spread(benchmark: str, metric: str) -> str:
-        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        values = rows.values_of(benchmark, metric)
         return f"{min(values):.2f}-{max(values):.2f}×"
 
     def percent(benchmark: str, metric: str) -> str:
-        values = [float(r["value"]) for (b, _, m), r in rows.items() if (b, m) == (benchmark, metric)]
+        values = rows.values_of(benchmark, metric)
         return f"{min(values):.1%} to {max(values):.1%}"
 
     tasks = "4,096 tasks, 8 stages, 256 packs each way"
@@ -126,9 +142,9 @@ def figures(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str,
     ]
 
 
-def _swinging(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[str, str, str]]:
+def _swinging(rows: Rows) -> list[tuple[str, str, str]]:
     """The line of a run whose layout changes, once it was measured."""
-    ratios = {metric: float(row["value"]) for (benchmark, _, metric), row in rows.items() if benchmark == "swinging"}
+    ratios = {key[2]: float(rows[key]["value"]) for key in rows if key[0] == "swinging"}
     layouts = [metric.removeprefix("speed-up over ").removesuffix(", measured") for metric in ratios
                if metric.startswith("speed-up over ") and metric.endswith(", measured")]  # fmt: skip
     if not layouts:
@@ -141,10 +157,10 @@ def _swinging(rows: dict[tuple[str, str, str], dict[str, str]]) -> list[tuple[st
     return [(what, ", ".join(figures), "swinging")]
 
 
-def newest_rows() -> dict[tuple[str, str, str], dict[str, str]]:
+def newest_rows() -> Rows:
     """The last row of every benchmark, case and metric."""
     with RESULTS.open(newline="") as file:
-        return {(row["benchmark"], row["case"], row["metric"]): row for row in csv.DictReader(file)}
+        return Rows({(row["benchmark"], row["case"], row["metric"]): row for row in csv.DictReader(file)})
 
 
 def with_table(page: Path, table: str) -> str:

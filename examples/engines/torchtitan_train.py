@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 2 examples/engines/torchtitan_train.py        # two CPU processes
     torchrun --nproc-per-node 8 examples/engines/torchtitan_train.py --tokens 65536 --longest 8192   # eight GPUs
 
-Run again with more --steps and the same --output, it goes on from the last checkpoint, also with another number of
-ranks. torchtitan's own command takes `configuration` as well:
+Run again with more --steps and the same --output, it goes on from the last checkpoint (with as many ranks; with
+another number it has not been tried). torchtitan's own command takes `configuration` as well:
 
     torchrun ... -m torchtitan.train --module torchtitan_train --config configuration
 
-Needs `pip install 'evenload[torchtitan]'`. Without a GPU `torchtitan_on_cpu` makes torchtitan's model train on CPUs.
+Needs `pip install '.[torchtitan]'`. Without a GPU `torchtitan_on_cpu` makes torchtitan's model train on CPUs.
 """
 
 import argparse

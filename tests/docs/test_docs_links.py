@@ -45,6 +45,18 @@ def test_the_page_of_files_names_exactly_the_files_there_are():
     assert script["listed_paths"](tree) == set(script["tracked_files"]())
 
 
+def test_the_readmes_tree_has_every_room_and_folder_and_the_page_stays_short():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tree,) = (block for block in re.findall(r"^```\n(.*?)^```$", readme, flags=re.M | re.S) if "native/" in block)
+    named = re.findall(r"([\w/]+)/(?=\s)", "\n".join(line[:24] + " " for line in tree.splitlines()))
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {path.split("/")[0] for path in tracked if "/" in path and not path.startswith(".")} - {"src"}
+    rooms = {path.split("/")[2] for path in tracked if path.startswith("src/evenload/") and path.count("/") > 2}
+    assert sorted(name.removeprefix("src/evenload/") for name in named) == sorted(folders | rooms)
+    assert len(tree.splitlines()) <= 25
+    assert len(readme.splitlines()) < 150
+
+
 def test_code_in_docs_names_files_that_exist():
     """Paths in backquotes, such as `stepplan/validate.py`, below the root or the package."""
     missing = []

@@ -1,7 +1,7 @@
 """What a reader types from the pages: files that load, commands that parse, Python that runs; whole recipes.
 
-Whole recipes start training processes, a quarter of a minute each, so they run under `make test-docs` and
-`make test-thorough`; every run parses each command of every page and reads each configuration.
+Whole recipes start training processes, so they run under `make test-docs` and `make test-thorough`; every run parses
+each command of every page (but those that leave something out, "...") and reads each configuration of a recipe.
 """
 
 import re
@@ -19,17 +19,17 @@ from evenload.runtime.config.train_config import load_train_config
 from page_blocks import ROOT, blocks_of, commands_in, follow, reader_in
 from sweeps import thorough
 
-RECIPES = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *RECIPES]
+RECIPES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", *RECIPES]
 PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
 _STARTS = re.compile(r"^(?:evenload|.*-m evenload(?:\.cli\.main)?) (?P<arguments>[a-z]+ .*)$")
 
 
 def typed(page):
-    """Commands of a page: in `sh` blocks, and lines set off by four spaces."""
+    """Commands of a page: in `sh` and `console` blocks, and lines set off by four spaces."""
     text = page.read_text(encoding="utf-8")
     for block in blocks_of(page):
-        if block.language == "sh":
+        if block.language in ("sh", "console"):
             yield from commands_in(block.text)
     shown = re.findall(r"(?:^    (?! ).*\n(?:^     .*\n)*)+", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
     for part in shown:

@@ -1,4 +1,4 @@
-"""The Python API's pages: every public name is on them, with a docstring and whole types."""
+"""The Python API's pages: every public name is on them, with a docstring."""
 
 import ast
 import fnmatch

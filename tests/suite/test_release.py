@@ -29,7 +29,9 @@ def metadata():
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "evenload", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"evenload {evenload.__version__}\n"
-    assert evenload.__version__ == version("evenload")
+    assert evenload.__version__ == version("evenload") == PROJECT["project"]["version"], (
+        "install again: pip install -e ."
+    )
 
 
 def test_the_wheel_is_asked_for_the_stable_abi_in_one_place_and_the_core_uses_it():
@@ -89,5 +91,5 @@ def test_what_the_workflow_and_the_container_name_is_there():
     container = (ROOT / "Containerfile").read_text()
     (extras,) = re.findall(r"evenload-\*\.whl\)\[([\w,]+)\]", container)
     assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
-    ignored = (ROOT / ".containerignore").read_text().split()
+    ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {"native", "src", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"} & set(ignored)
