@@ -19,7 +19,7 @@ copies of every token; in memory are `prefetch_steps` steps beyond what the glob
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import msgspec
 
@@ -32,6 +32,7 @@ from evenload.integrations.batch_formats import BatchFormat
 from evenload.integrations.data_source import data_config
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.loader_peers import find_place
+from evenload.integrations.loader_settings import LoaderSettings
 from evenload.integrations.packed_step import PackedStep, pack_step
 from evenload.integrations.start_lines import balance_line, first_step_line, start_lines
 from evenload.integrations.step_planner import ASSUMED_MODEL, known_vocabulary, make_planner
@@ -59,8 +60,9 @@ class PackedLoader:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
         max_tokens, tokenizer, strategy, format, model, evaluation: see `LoaderOptions`.
-        settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
-            global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
+        settings: all other `LoaderOptions`, and fields of `DataConfig` (`LoaderSettings` names them all):
+            `batch_documents` or `batch_tokens` (of the global batch), `seed`, `epochs`, `shuffle_window`, `overlong`,
+            `workers`, `prefetch_steps`, `record`, ...
 
     Attributes:
         options: as given; `format` resolved.
@@ -86,9 +88,10 @@ class PackedLoader:
         format: BatchFormat | None = None,
         model: Any = None,
         evaluation: bool = False,
-        **settings: Any,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
-        further = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
+        given: dict[str, Any] = {**settings}
+        further = {field.name: given.pop(field.name) for field in fields(LoaderOptions) if field.name in given}
         options = LoaderOptions(
             max_tokens=max_tokens,
             tokenizer=tokenizer,
@@ -101,7 +104,7 @@ class PackedLoader:
         place = find_place(options.rank, options.world_size, options.group, options.peer_timeout_s)
         config, datasets = data_config(
             data,
-            settings,
+            given,
             max_tokens=max_tokens,
             default_batch_tokens=max_tokens * place.world_size,
             evaluation=evaluation,
