@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynamic_scheduler import FailingScheduler, MegatronScheduler, data_schedule_module, require_valid
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.engines.context_groups import GroupPrices, group_sizes, plan_context_groups, step_seconds
+from evenload.engines.context_groups import GroupPrices, group_prices, group_sizes, plan_context_groups, step_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.integrations.engines.megatron_dynamic_cp import register_scheduler, scheduler_class
 from evenload.types.cluster_catalog import cluster_from
@@ -90,6 +90,19 @@ def test_step_seconds_by_hand():
     rank 1 to share 8 more (4 s + 1)."""
     micro_batches = (((0,), (0,)), ((1,), (2,)), ((3,), (3,)))
     assert step_seconds(prices([40, 10, 30, 8], 2), micro_batches) == 21 + 31 + 5
+
+
+def test_short_documents_of_a_group_are_cut_whatever_the_costs_say():
+    """Megatron cuts every document of a group into two chunks a rank; Evenload's runtime keeps short ones whole."""
+    costs = COSTS[4]
+    cut = PackCosts(costs.model, costs.coefficients, costs.layout, keeps_short_whole=False)
+    assert costs.keeps_short_whole
+    found, expected = (group_prices(one, [8, 100, 4000], (1, 2, 4), 4096) for one in (costs, cut))
+    assert (found.seconds == expected.seconds).all()
+    # Of 8 tokens on 4 ranks each has two slices of one token, not a fourth of the ranks one slice.
+    rows = np.array([8]), np.array([4])
+    assert cut.features.is_sharded(*rows).all()
+    assert not costs.features.is_sharded(*rows).any()
 
 
 def test_a_pipeline_adds_its_longest_micro_batch_once_a_stage():

@@ -1,6 +1,8 @@
 """torchtitan's own `train()` on CPU processes trains a plan as documents one by one: `make test-engines`."""
 
 import importlib.util
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +150,11 @@ CHANGES = {
     "context": (lambda config: setattr(config.parallelism, "context_parallel_degree", 2), "'evenload train' shares"),
     "tensor": (lambda config: setattr(config.parallelism, "tensor_parallel_degree", 2), "not tried with packs"),
     "chunks": (lambda config: config.dataloader.loader.update(pack_multiple=6), "'pack_multiple'. = 4"),
+    "no layers": (lambda config: setattr(config.model_spec, "model", SimpleNamespace()), "no layers to look at"),
+    "no attention": (
+        lambda config: setattr(config.model_spec, "model", SimpleNamespace(layers=[SimpleNamespace()])),
+        "layer 0 .*no attention that is known",
+    ),
     "attention": (lambda config: setattr(last_attention(config), "inner_attention", SDPA), "layer 1"),
     "loader": (lambda config: setattr(config, "dataloader", titan.Trainer.Config().dataloader), "packed_config"),
 }
@@ -160,6 +167,23 @@ def test_what_would_train_something_else_is_refused_at_start(tmp_path, change, m
     change(config)
     with pytest.raises(ConfigError, match=message):
         titan.refuse_config(config)
+
+
+def test_a_trainer_of_others_is_not_replaced(tmp_path):
+    @dataclass(kw_only=True, slots=True)
+    class Theirs(titan.torchtitan_trainer.Trainer.Config):
+        temperature: float = 1.0
+
+    @dataclass(kw_only=True, slots=True)
+    class Ours(titan.PackedTrainer.Config):
+        temperature: float = 1.0
+
+    packed = titan.trainer_config(tmp_path, tmp_path)
+    values = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    with pytest.raises(ConfigError, match=r"Theirs is the configuration of another trainer.*derive"):
+        titan.packed_config(Theirs(**values), {"data": "corpus"})
+    found = titan.packed_config(Ours(**values, temperature=2.0), {"data": "corpus"})
+    assert (type(found), found.temperature, found.dataloader.loader["data"]) == (Ours, 2.0, "corpus")
 
 
 def test_the_next_layout_is_refused_with_what_works(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from evenload.integrations.batch_formats import (
     megatron_packed_seq_params,
     move_batch,
 )
+from evenload.integrations.engines.pack_loss import model_inputs
 from evenload.integrations.packed_step import pad_pack, zero_weight_pack
 from evenload.types.document import Slice
 from evenload.types.micropack import MicroPack
@@ -132,7 +133,7 @@ def test_documents_of_a_pack_do_not_see_each_other_in_a_model(attention, roundin
     model = tiny_model()
     model.set_attn_implementation(attention)
     documents = {1: [3, 4, 5], 2: [6], 3: [8, 9, 10, 11, 12]}
-    inputs = {k: v for k, v in hf_batch(pack_of(documents), 1).items() if k not in ("labels", "num_items_in_batch")}
+    inputs = model_inputs(hf_batch(pack_of(documents), 1))
     packed = model(**inputs).logits[0]
     alone = torch.cat([model(input_ids=torch.tensor([tokens])).logits[0] for tokens in documents.values()])
     torch.testing.assert_close(packed, alone, rtol=rounding, atol=rounding)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
+from evenload.integrations.engines.pack_loss import model_inputs
 from evenload.integrations.packed_step import PackedStep
 from packed_cases import loader_of
 
@@ -67,8 +68,7 @@ class DeepSpeedRun:
         return {name: safe_get_full_fp32_param(parameter) for name, parameter in self._engine.module.named_parameters()}
 
     def logits(self, batch: dict) -> torch.Tensor:
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-        return self._engine(**inputs).logits[0]
+        return self._engine(**model_inputs(batch)).logits[0]
 
 
 def train_deepspeed(case: EngineCase, order: TrainOrder) -> RankRecord:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import distribute_module
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.errors import ConfigError
 from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.engines.pack_loss import model_inputs
 from evenload.integrations.packed_step import PackedStep
 from packed_cases import loader_of
 
@@ -46,8 +47,7 @@ class Fsdp2Run:
         return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
 
     def logits(self, batch: dict) -> torch.Tensor:
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-        return self.model(**inputs).logits[0]
+        return self.model(**model_inputs(batch)).logits[0]
 
 
 def train_fsdp2(case: EngineCase, order: TrainOrder) -> RankRecord:

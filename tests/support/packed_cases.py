@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evenload import PackedLoader
+from evenload.integrations.engines.pack_loss import model_inputs
 from reference_training import tiny_config
 
 EOS = 256
@@ -87,8 +88,7 @@ def gradient_of(model: torch.nn.Module) -> torch.Tensor:
 
 def packed_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     """The loss that transformers computes for an `hf` batch, in the model's own precision."""
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-    logits = model(**inputs).logits[0, :-1]
+    logits = model(**model_inputs(batch)).logits[0, :-1]
     labels = batch["labels"][0, 1:]
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / batch["num_items_in_batch"]
 

@@ -35,8 +35,10 @@ from evenload.integrations.engines.torchtitan_trainer import PackedTrainer, pack
 __all__ = [
     "DataloaderExhaustedError",
     "PackedDataLoader",
+    "PackedTrainer",
     "ScaledDotProductAttention",
     "model_of",
+    "packed_config",
     "refuse_config",
     "torchtitan_trainer",
 ]

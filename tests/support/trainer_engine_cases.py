@@ -20,6 +20,7 @@ from engine_records import (
     small_model,
     train_by_hand,
 )
+from evenload.integrations.engines.pack_loss import model_inputs
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import documents_of
 from trainer_cases import arguments
@@ -154,9 +155,8 @@ class _Forward:
         self.trainer, self.loader = trainer, trainer._train_loader
 
     def logits(self, batch):
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
         with torch.no_grad():
-            return self.trainer.model(**self.trainer._prepare_inputs(inputs)).logits[0]
+            return self.trainer.model(**self.trainer._prepare_inputs(model_inputs(batch))).logits[0]
 
 
 class AccelerateRun:
@@ -196,8 +196,7 @@ class AccelerateRun:
         return dict(self.plain.named_parameters())
 
     def logits(self, batch):
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-        return self.plain(**inputs).logits[0]
+        return self.plain(**model_inputs(batch)).logits[0]
 
     def save(self, directory):
         self.accelerator.save_state(str(directory))

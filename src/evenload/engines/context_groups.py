@@ -81,8 +81,10 @@ def group_prices(
     """Prices by the cost model: compute of a rank's share, and keys and values that attention does not hide.
 
     Args:
-        costs: of the layout whose data- and context-parallel ranks share the documents.
+        costs: of the layout whose data- and context-parallel ranks share the documents. Whatever they say of short
+            documents (`keeps_short_whole`): such an engine cuts every document of a group.
     """
+    costs = PackCosts(costs.model, costs.coefficients, costs.layout, keeps_short_whole=False)
     tokens = np.asarray(num_tokens, np.int64)
     alone = [[index] for index in range(len(tokens))]
     constant = sum(costs.pack_seconds(whole_document_columns([[]], tokens), direction) for direction in _DIRECTIONS)

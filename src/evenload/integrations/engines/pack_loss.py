@@ -25,8 +25,12 @@ def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     Args:
         batch: of `batch_formats.hf_batch`, on the model's device.
     """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-    logits = model(**inputs).logits[0, :-1]
+    logits = model(**model_inputs(batch)).logits[0, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORE_INDEX, reduction="sum")
     return total / batch["num_items_in_batch"]
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Of an `hf` batch what a transformers model reads to make logits: all but what the loss is made of."""
+    return {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}

@@ -16,7 +16,7 @@ Tried with torchtitan 0.3.0 ([1, T]); what it cannot do, or has not been tried, 
 logs as `global_max_loss`, the largest mean loss of a rank, is nan in a step where a rank has nothing with a loss.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -69,15 +69,27 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
     """One of torchtitan's trainer configurations with our loader.
 
     Args:
-        config: a `Trainer.Config`, such as a function of a `config_registry` gives.
+        config: a `Trainer.Config`, such as a function of a `config_registry` gives, or a `PackedTrainer.Config` or one
+            derived from it.
         loader: arguments of `PackedLoader`; see `PackedDataLoader.Config`. `pack_multiple`, where it is left out, is
             the number of chunks into which torchtitan's `ChunkedLossWrapper` cuts the tokens.
 
     Returns:
-        `PackedTrainer.Config`; all else as it was.
+        `PackedTrainer.Config`, or of the type that was given; all else as it was.
+
+    Raises:
+        ConfigError: of another trainer, which `PackedTrainer` would replace.
     """
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
     settings = {"pack_multiple": _loss_chunks(config)} | loader
+    if isinstance(config, PackedTrainer.Config):
+        return replace(config, dataloader=PackedDataLoader.Config(loader=settings))
+    if type(config) is not Trainer.Config:
+        raise ConfigError(
+            f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer, and "
+            "PackedTrainer would train without what is its own; derive that trainer from PackedTrainer, its Config "
+            "from PackedTrainer.Config, and give packed_config one of these"
+        )
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     return PackedTrainer.Config(**values | {"dataloader": PackedDataLoader.Config(loader=settings)})
 
 
@@ -137,11 +149,17 @@ def _refuse_parallelism(parallelism: Any) -> None:
 
 def _refuse_attention(model_spec: Any) -> None:
     """Documents of a pack must not see each other, in any layer."""
+    layers = getattr(model_spec.model, "layers", None)
+    if not layers:
+        raise ConfigError(
+            f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers to look at, so nothing says that "
+            'documents of a pack would not see each other; take a decoder with attn_backend "flex" or "varlen"'
+        )
     masked = (FlexAttention.Config, VarlenAttention.Config)
-    for index, layer in enumerate(getattr(model_spec.model, "layers", ())):
-        inner = getattr(layer.attention, "inner_attention", None)
+    for index, layer in enumerate(layers):
+        inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
         if not isinstance(inner, masked):
-            kind = "no attention" if inner is None else type(inner).__qualname__
+            kind = "no attention that is known" if inner is None else type(inner).__qualname__
             raise ConfigError(
                 f"layer {index} of {model_spec.name} has {kind}, which knows no documents, so that those of a pack "
                 'would see each other; take a model with attn_backend "flex" or "varlen" in all layers'
