@@ -63,6 +63,15 @@ def test_packs_of_one_shape(tmp_path):
         ({"engine": "deepspeed-zero3", "equal_micro_batches": False}, "ZeRO-3 gathers.*use engine deepspeed"),
         ({"engine": "trainer"}, "micro_batches is left out.*gradient_accumulation_steps"),
         ({"engine": "deepspeed", "accept_slices": True}, "accept_slices is True"),
+        ({"engine": "deepspeed", "plan_options": {"dp_merge": True}}, "dp_merge = true.*no collective in attention"),
+        (
+            {"engine": "deepspeed", "strategy": "auto", "plan_options": {"window": 4}},
+            "window is 4 with strategy auto.*Name fixed_greedy",
+        ),
+        (
+            {"engine": "megatron", "plan_options": {"cp_sharding": "adaptive"}},
+            "cp_sharding is 'adaptive'.*say 'per_document'",
+        ),
         ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
         ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents, so that later packs attend"),
     ],
@@ -78,3 +87,17 @@ def test_unequal_counts_where_the_engine_allows_them(tmp_path):
     steps = [next(loader_of(tmp_path, rank=rank, world_size=3, **settings).steps()) for rank in range(3)]
     assert sorted(len(step) for step in steps) == [1, 1, 2]
     assert not any(step.num_zero_weight for step in steps)
+
+
+@pytest.mark.parametrize(("strategy", "is_over_batches"), [("fixed_greedy", True), ("balanced", False), ("wlb", False)])
+def test_only_strategies_that_read_the_window_are_said_to_pack_over_batches(tmp_path, strategy, is_over_batches):
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, strategy=strategy, plan_options={"window": 4})
+    assert ("packed over 4 batches" in "\n".join(loader.start_lines)) == is_over_batches
+
+
+def test_an_engines_auto_is_described_as_what_it_is(tmp_path):
+    write_texts(tmp_path)
+    lines = "\n".join(loader_of(tmp_path, engine="deepspeed", strategy="auto").start_lines)
+    assert "auto: every global batch by the strategy that is fastest by this engine's price" in lines
+    assert "that wait when you stop" not in lines

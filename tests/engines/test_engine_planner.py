@@ -1,14 +1,16 @@
 """`EnginePlanner`: an engine's `auto` is the fastest by its own price, and plans stay those of the strategies."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.engines.catalog import ENGINES
 from evenload.engines.engine_planner import EnginePlanner
+from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.refusals import runnable
 from evenload.errors import ConfigError
+from evenload.explore.sampled_batches import SampledBatch
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.config.config_keys import plan_options
@@ -69,3 +71,32 @@ def test_what_an_engine_cannot_run_is_refused():
     speeds = RankSpeeds(slowness=((1.0,), (1.0,)))
     with pytest.raises(ConfigError, match="'evenload train' only"):
         planner.propose(0, documents([5, 6]), "balanced", speeds=speeds)
+
+
+STRATEGIES = ("padded", "best_fit", "fixed_greedy", "balanced", "skrull")
+"""Of those that run on the engine all that put nothing off to later steps."""
+# Alone the second step would take three micro-batches a rank, for which the three others then paid with padding.
+UNEVEN = [[30, 30, 30, 30], [64, 64, 64, 64, 2, 2], [30, 30], [9, 9, 9]]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    batches=st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=10), min_size=1, max_size=4),
+    engine=st.sampled_from([("trainer", 1), ("torchtitan", 2)]),
+)
+@example(batches=UNEVEN, engine=("trainer", 1))
+def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches, engine):
+    """What is the fastest of a step alone may be the slowest of a run in which all steps have as many."""
+    name, pp = engine
+    ids = iter(range(1000))
+    sampled = [
+        SampledBatch(tuple(Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths), (), 0)
+        for lengths in batches
+    ]
+    found = evaluate_engine(planner_of(name, pp=pp), sampled, (*STRATEGIES[: 4 if pp > 1 else 5], "auto"))
+    by_name = {result.name: result for result in found.results}
+    auto = by_name["auto"]
+    assert auto.why == ""
+    for result in found.results:
+        if result.mean_step_time_s is not None:
+            assert auto.mean_step_time_s <= result.mean_step_time_s * (1 + 1e-12)

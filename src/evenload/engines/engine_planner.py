@@ -17,7 +17,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.engines.price import EnginePrice, engine_price
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_strategy, runnable
+from evenload.engines.refusals import BEST, require_auto, require_strategy, runnable
 from evenload.errors import ConfigError, DataError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
@@ -29,6 +29,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.plan import LeftOut
 from evenload.types.rank_speeds import RankSpeeds
 
+ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
+"""Description of `auto` under an engine; that of Evenload's own runtime searches for something else."""
 MORE_MICRO_BATCHES = (1.25, 1.5, 2, 3)
 """Times the micro-batches of a rank that `balanced` takes; what `auto` tries beside them."""
 
@@ -82,6 +84,7 @@ class EnginePlanner(StepPlanner):
             raise ConfigError(f"engine {self.profile.name}: measured speeds of ranks come from 'evenload train' only")
         require_strategy(self.profile, strategy, self.options, self.layout)
         if strategy == BEST:
+            require_auto(self.profile, self.options)
             return self._fastest(step, documents, left_out, state)
         return super().propose(step, documents, strategy, left_out, state=state, is_last=is_last)
 

@@ -5,6 +5,7 @@ other, that number is the one of the step that needs most; where shapes are fixe
 `max_pack_tokens` tokens: as `PackedLoader` makes them.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,8 +106,11 @@ def evaluate_engine(
 
 def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> EngineResult:
     try:
-        proposals, _, _ = planned_steps(planner, batches, name)
-        prices, count = _priced(planner, proposals)
+        if name == BEST and _wants_one_count(planner):
+            proposals, prices, count = _fastest_count(planner, batches)
+        else:
+            proposals, _, _ = planned_steps(planner, batches, name)
+            prices, count = _priced(planner, proposals)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply must not hide the others; its row says why.
         return EngineResult(name=name, why=str(error))
@@ -126,6 +130,43 @@ def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str
         max_padded_tokens=max(price.max_padded_tokens for price in prices),
         micro_batches_per_rank=count,
     )
+
+
+def _wants_one_count(planner: EnginePlanner) -> bool:
+    """All steps have equally many micro-batches, and nobody said how many."""
+    is_given = planner.shape is not None and planner.shape.micro_batches is not None
+    return planner.profile.is_constant_in(planner.layout) and not is_given
+
+
+def _fastest_count(
+    planner: EnginePlanner, batches: Sequence[SampledBatch]
+) -> tuple[list[Proposal], list[EnginePrice], int | None]:
+    """The run of `auto` at the one number of micro-batches with which it is fastest.
+
+    What a step would choose alone may need so many micro-batches that all other steps pay for padding. So every number
+    that a strategy's run needs is tried, and in each of these runs every step chooses at that number: never slower than
+    a strategy that puts nothing off to later steps.
+    """
+    failures = (ConfigError, DataError, InfeasiblePlanError)
+    counts: set[int | None] = set()
+    for name in runnable(planner.profile, planner.options, planner.layout)[0]:
+        try:
+            counts.add(_priced(planner, planned_steps(planner, batches, name)[0])[1])
+        except failures:
+            continue  # of one strategy: its own row says why
+    found: list[tuple[list[Proposal], list[EnginePrice], int | None]] = []
+    failed: list[Exception] = []
+    for count in sorted(one for one in counts if one is not None):
+        at_count = copy.copy(planner)
+        at_count.shape = msgspec.structs.replace(planner.shape or StepShape(), micro_batches=count)
+        try:
+            proposals, _, _ = planned_steps(at_count, batches, BEST)
+            found.append((proposals, *_priced(at_count, proposals)))
+        except failures as error:
+            failed.append(error)  # a step needs more of them under every strategy
+    if not found:
+        raise failed[0] if failed else ConfigError(f"engine {planner.profile.name}: no strategy has a plan for the run")
+    return min(found, key=lambda one: sum(price.step_time_s for price in one[1]))
 
 
 def _priced(planner: EnginePlanner, proposals: Sequence[Proposal]) -> tuple[list[EnginePrice], int | None]:

@@ -32,6 +32,7 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
             where every step needs equally many.
     """
     require_plan_layout(profile, layout)
+    _require_sharing(profile, options)
     if options.schedule != CHOOSE and options.schedule not in profile.schedules:
         asked = f"plan.options.schedule is '{options.schedule}'"
         if not profile.schedules:
@@ -44,6 +45,24 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
         return
     _require_whole(profile, strategy_named(name), layout)
     strategy_named(name).require_layout(layout)
+
+
+def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
+    """Refuse what `auto` of an engine does not read: it plans every global batch by itself."""
+    if options.window > 1:
+        raise ConfigError(
+            f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
+            "global batch by itself and puts nothing off. Name fixed_greedy, which packs over several, or leave it out"
+        )
+
+
+def _require_sharing(profile: EngineProfile, options: PlanOptions) -> None:
+    """Refuse a way of sharing documents that was asked for and is not the engine's."""
+    if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
+        raise ConfigError(
+            f"engine {profile.name}: plan.options.cp_sharding is '{options.cp_sharding}'. Its context-parallel group "
+            "cuts every document of a micro-batch into equal parts. Leave it out, or say 'per_document'"
+        )
 
 
 def _require_whole(profile: EngineProfile, strategy: Strategy, layout: ParallelLayout) -> None:

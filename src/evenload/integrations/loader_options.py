@@ -14,7 +14,7 @@ from evenload.data.config import DataConfig
 from evenload.engines.catalog import LOOP, engine_named
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
-from evenload.engines.refusals import require_strategy
+from evenload.engines.refusals import BEST, require_auto, require_strategy
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format
 from evenload.integrations.loader_peers import LoaderPlace
@@ -174,6 +174,10 @@ class LoaderOptions:
     def _check_engine(self, engine: EngineProfile) -> None:
         """Refuse what the engine cannot run, and options that contradict its needs."""
         require_strategy(engine, self.strategy, self.planning(), even_layout(1))
+        if self.strategy == BEST:
+            require_auto(engine, self.planning())
+        if self.planning().dp_merge:
+            engine.refuse("sharing", "plan_options has dp_merge = true")
         if self.accept_slices:
             engine.refuse("slices", "accept_slices is True")
         if self.format is not None and self.format not in engine.formats:

@@ -1,7 +1,11 @@
 """What a `PackedLoader` is about to do, and what it does not do, in lines for a log."""
 
+import msgspec
+
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.config import DataConfig
+from evenload.engines.engine_planner import ENGINES_AUTO
+from evenload.engines.refusals import BEST
 from evenload.integrations.batch_formats import METADATA
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.loader_peers import LoaderPlace
@@ -32,18 +36,23 @@ def start_lines(
         "no special tokens but the end of a document",
         "tensors stay on the CPU",
     ]
-    if strategy.delays(planning) and not options.evaluation and config.epochs is None:
+    is_engines_auto = options.engine is not None and options.strategy == BEST
+    description = ENGINES_AUTO if is_engines_auto else strategy.description
+    delays = strategy.delays(planning) and not is_engines_auto
+    # Other strategies that put documents off do not read the window.
+    packs_windows = delays and not strategy.delays(msgspec.structs.replace(planning, window=1))
+    if delays and not options.evaluation and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
     cuts = "" if options.keeps_whole else "; the loop must follow step.plan"
     lines = [
         balance_line(costs, assumed=options.model is None),
         *([] if options.engine is None else [f"engine        {options.engine}: {options.profile.title}"]),
-        f"strategy      {options.strategy}: {strategy.description}{cuts}",
+        f"strategy      {options.strategy}: {description}{cuts}",
         f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs} of {most}",
         f"tokenizer     {tokenizer}",
         f"boundaries    format {options.format}: {METADATA[options.batch_format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
-        + (f", packed over {planning.window} batches" if planning.window > 1 else ""),
+        + (f", packed over {planning.window} batches" if packs_windows else ""),
         f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",
         f"not done      {'; '.join(not_done)}",
     ]

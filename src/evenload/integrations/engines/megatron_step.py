@@ -31,6 +31,7 @@ from torch import Tensor
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
 from evenload.integrations.engines.megatron_checks import require_runnable, rows_multiple
+from evenload.integrations.engines.megatron_model import balance_for_megatron
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep, zero_weight_pack
 
@@ -70,7 +71,8 @@ class MegatronTrainStep:
     Args:
         model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
-        loader: with `engine="megatron"`, made on the data-parallel group.
+        loader: with `engine="megatron"`, made on the data-parallel group; made without a model, its packs are balanced
+            for this one.
         forward_step: of the caller's own model, in place of `gpt_forward_step`. Its loss function returns what
             `sum_of_losses` returns.
 
@@ -89,6 +91,7 @@ class MegatronTrainStep:
         self._config = get_model_config(model)
         require_runnable(self._config, loader.options)
         _require_place(loader)
+        balance_for_megatron(loader, model, self._config)
         if self._config.grad_scale_func is None:
             self._config.grad_scale_func = optimizer.scale_loss
         # Without it Megatron counts the gradients of its first step's micro-batches, and in a step of more of them sums
