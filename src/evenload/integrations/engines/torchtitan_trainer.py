@@ -82,7 +82,8 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
     """
     settings = {"pack_multiple": _loss_chunks(config)} | loader
     if isinstance(config, PackedTrainer.Config):
-        return replace(config, dataloader=PackedDataLoader.Config(loader=settings))
+        own: Any = config  # its fields are torchtitan's
+        return replace(own, dataloader=PackedDataLoader.Config(loader=settings))
     if type(config) is not Trainer.Config:
         raise ConfigError(
             f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer, and "
