@@ -9,6 +9,7 @@ import attention
 import context_overlap
 import demo
 import dp_merge
+import engine_steps
 import feedback
 import loader_overlap
 import loader_ranks
@@ -37,6 +38,7 @@ def main() -> None:
     run_benchmark(context_overlap.measure, context_overlap.__doc__ or "", arguments)
     run_benchmark(tensor_halves.measure, tensor_halves.__doc__ or "", arguments)
     run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
+    run_benchmark(engine_steps.measure, engine_steps.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
     else:

@@ -1,8 +1,9 @@
-"""The table of docs/engines.md that compares plans for Megatron's dynamic context parallelism, from its rows.
+"""The tables of docs/engines.md, from their rows: plans for Megatron's dynamic context parallelism, and steps measured
+on the engines.
 
 python tools/make_engines.py      part of `make docs`; a test fails when page and rows differ
 
-Rows are the newest of `dynamic_cp` in benchmarks/results/results.csv.
+Rows are the newest of `dynamic_cp` and `engine_steps` in benchmarks/results/results.csv.
 """
 
 import csv
@@ -21,20 +22,53 @@ COLUMNS = {
     "steps that take Megatron's answer": "steps that take Megatron's answer",
 }
 """Metrics of the rows, and headings."""
+STEPS_BEGIN, STEPS_END = "<!-- steps of engines: make docs -->\n", "<!-- end of steps of engines -->\n"
+STEPS_COLUMNS = {
+    "auto faster": "`auto` over `best_fit`, measured",
+    "auto predicted faster": "predicted",
+    "balanced faster": "`balanced` over `best_fit`, measured",
+    "balanced predicted faster": "predicted",
+    "auto predicted over measured": "step of `auto`, predicted over measured",
+}
 
 
 def comparison() -> str:
-    """Markdown lines: a table, and where its rows are from."""
+    """Markdown lines of dynamic context parallelism: a table, and where its rows are from."""
+    found = newest_rows("dynamic_cp")
+    titles = {case: case.removesuffix(" GPUs") for case in found}
+    return _table("GPUs", COLUMNS, found, titles, "dynamic_cp.py")
+
+
+def steps() -> str:
+    """The same of steps on the engines; a line where nothing was measured."""
+    found = newest_rows("engine_steps")
+    if not found:
+        return "No rows yet: `python benchmarks/engine_steps.py --append`.\n"
+    return _table("engine", STEPS_COLUMNS, found, {name: f"`{name}`" for name in found}, "engine_steps.py")
+
+
+def newest_rows(benchmark: str) -> dict[str, dict[str, dict[str, str]]]:
+    """By the first words of the case, then by metric."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     with RESULTS.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["benchmark"] == "dynamic_cp":
+            if row["benchmark"] == benchmark:
                 found.setdefault(row["case"].split(",")[0], {})[row["metric"]] = row  # the last of equals
-    lines = [f"| GPUs | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    return found
+
+
+def _table(
+    first: str,
+    columns: dict[str, str],
+    found: dict[str, dict[str, dict[str, str]]],
+    titles: dict[str, str],
+    script: str,
+) -> str:
+    lines = [f"| {first} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for case, rows in found.items():
-        lines.append(f"| {case.removesuffix(' GPUs')} | {' | '.join(_cell(rows[metric]) for metric in COLUMNS)} |")
+        lines.append(f"| {titles[case]} | {' | '.join(_cell(rows[metric]) for metric in columns)} |")
     commits = sorted({row["commit"] for rows in found.values() for row in rows.values()})
-    return "\n".join([*lines, "", f"`python benchmarks/dynamic_cp.py`, commit `{'`, `'.join(commits)}`.", ""])
+    return "\n".join([*lines, "", f"`python benchmarks/{script}`, commit `{'`, `'.join(commits)}`.", ""])
 
 
 def _cell(row: dict[str, str]) -> str:
@@ -43,9 +77,12 @@ def _cell(row: dict[str, str]) -> str:
 
 
 def page_with_comparison() -> str:
-    """The page with the block replaced."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + comparison() + END + rest.split(END)[1]
+    """The page with both blocks replaced."""
+    page = PAGE.read_text(encoding="utf-8")
+    for begin, end, block in ((BEGIN, END, comparison()), (STEPS_BEGIN, STEPS_END, steps())):
+        before, rest = page.split(begin)
+        page = before + begin + block + end + rest.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":
