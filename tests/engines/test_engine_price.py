@@ -208,6 +208,15 @@ def test_an_update_that_is_not_sharded_is_whole_on_every_rank_and_sums_move_twic
     assert whole.end_s - sharded.end_s == pytest.approx(parameters * 1e-3 / 2 + sums_s)
 
 
+def test_the_schedule_that_was_asked_for_is_priced():
+    found = proposed([64, 40, 30, 8], "best_fit", dp=1, pp=2)
+    packs_s = {
+        name: engine_price(found.plan, ENGINES["torchtitan"], found.costs, None, name).packs_s
+        for name in ("choose", "1f1b", "gpipe")
+    }
+    assert packs_s["1f1b"] == packs_s["choose"] != packs_s["gpipe"]
+
+
 def test_padding_is_paid_and_counted():
     found = proposed([60, 20], "best_fit", dp=2)
     free, fixed = price(found, AS_OURS), price(found, AS_OURS, StepShape(pack_tokens=60))

@@ -18,9 +18,9 @@ ONE = even_layout(8, dp=4)
         ("deepspeed-zero3", "sequential", ONE, "cuts documents into slices"),
         ("fsdp2", "flexpipe", ONE, "changes the layout between steps"),
         ("trainer", "balanced", even_layout(8, dp=2, pp=2), "The Trainer has no pipeline.*pp=1"),
-        ("fsdp2", "balanced", even_layout(8, pp=4), "pipeline of 4 stages.*engine megatron or torchtitan"),
+        ("fsdp2", "balanced", even_layout(8, pp=4), "pipeline of 4 stages.*or engine megatron"),
         ("deepspeed", "wlb", even_layout(8, dp=2, pp=2), "PipelineEngine"),
-        ("torchtitan", "balanced", even_layout(8, cp=2), "VarlenMetadata.*engine megatron"),
+        ("torchtitan", "balanced", even_layout(8, cp=2), "VarlenMetadata.*'evenload train' shares"),
         ("megatron", "skrull", even_layout(8, cp=2), "megatron-dynamic-cp"),
         ("megatron", "balanced", even_layout(8, virtual=2), "2 virtual stages on 1 pipeline ranks.*virtual=1"),
         ("megatron", "skrull", even_layout(8, pp=2), "skrull: layout pp=2 has a pipeline"),
@@ -54,6 +54,30 @@ def test_a_schedule_of_another_runtime_is_refused():
         require_strategy(ENGINES["megatron"], "balanced", options, even_layout(8, pp=2))
     with pytest.raises(ConfigError, match="fully_shard alone has no pipeline"):
         require_strategy(ENGINES["fsdp2"], "balanced", options, ONE)
+
+
+def test_a_schedule_that_does_not_suit_the_layout_is_refused():
+    for schedule, virtual in (("1f1b", 2), ("gpipe", 2), ("interleaved", 1)):
+        layout = even_layout(8, pp=2, virtual=virtual)
+        with pytest.raises(ConfigError, match=f"schedule is '{schedule}' on layout"):
+            require_strategy(ENGINES["torchtitan"], "balanced", PlanOptions(schedule=schedule), layout)
+
+
+def test_what_the_engine_decides_is_not_taken_and_forgotten():
+    with pytest.raises(ConfigError, match=r"policy is 'recompute'.*the engine's checkpointing"):
+        require_strategy(ENGINES["fsdp2"], "balanced", PlanOptions(policy="recompute"), ONE)
+
+
+def test_what_our_adapters_refuse_is_told_of_plans_that_ask_for_it():
+    def topics(engine, **sizes):
+        return [one.topic for one in ENGINES[engine].not_adapted_in(even_layout(8, **sizes))]
+
+    assert topics("megatron", dp=2, pp=2, tp=2) == []
+    assert topics("megatron", pp=2, virtual=2, cp=2) == ["virtual", "context"]
+    assert topics("torchtitan", dp=2) == []
+    assert topics("torchtitan", pp=2, tp=2) == ["pipeline", "tensor"]
+    assert topics("megatron-dynamic-cp", dp=2) == ["scheduler"]
+    assert topics("fsdp2", dp=2) == []
 
 
 def test_all_strategies_that_run_and_why_not_the_others():

@@ -54,6 +54,10 @@ def engine_lines(found: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> 
         f"{found.engine}: predicted from the cost model of Evenload's runtime and the engine's order, padding and "
         "waiting; not measured on GPUs, its memory is not predicted (docs/engines.md)"
     ]
+    lines += [
+        f"{found.engine}: Evenload's adapter does not run these plans: {one.why}. {one.instead}"
+        for one in found.not_adapted
+    ]
     by_name = {result.name: result for result in found.results}
     if found.best:
         best = by_name[found.best]
@@ -78,6 +82,7 @@ def engine_content(found: EngineEvaluation) -> dict[str, Any]:
         "strategies": [msgspec.to_builtins(result) for result in found.results],
         "best": found.best or None,
         "left_out": [msgspec.to_builtins(one) for one in found.left_out],
+        "not_adapted": [msgspec.to_builtins(one) for one in found.not_adapted],
     }
 
 

@@ -37,8 +37,13 @@ def _everywhere(forward: str) -> tuple[Limitation, ...]:
     )
 
 
-_NO_PIPELINE = "Use a layout with pp=1 (cp or tp where one device is too small), or engine megatron or torchtitan"
+_NO_PIPELINE = "Use a layout with pp=1, or engine megatron, or 'evenload train'"
 _ONE_STAGE = "Use virtual=1"
+_NOT_INTERLEAVED = _limit(
+    "virtual",
+    "MegatronTrainStep refuses interleaved stages: with two pipeline ranks the schedule waits for ever for shapes",
+    "Train in a layout with virtual=1, or with 'evenload train'",
+)
 
 MEGATRON = EngineProfile(
     name="megatron",
@@ -65,6 +70,14 @@ MEGATRON = EngineProfile(
             "Choose balanced, best_fit or wlb, or engine megatron-dynamic-cp, where a micro-batch is shared or not",
         ),
     ),
+    not_adapted=(
+        _NOT_INTERLEAVED,
+        _limit(
+            "context",
+            "MegatronTrainStep refuses static context parallelism: its packs are not cut for the ranks of a group",
+            "Train in a layout with cp=1, with Megatron's dynamic context parallelism, or with 'evenload train'",
+        ),
+    ),
 )
 MEGATRON_DYNAMIC = EngineProfile(
     name="megatron-dynamic-cp",
@@ -83,6 +96,20 @@ MEGATRON_DYNAMIC = EngineProfile(
             "counts",
             "wrap_data_iterator (datasets/data_schedule.py) gives one number of micro-batches for all ranks",
             "Leave equal_micro_batches out; ranks short of work get empty micro-batches",
+        ),
+        _limit(
+            "loader",
+            "Megatron's own loop deals documents to ranks, by the scheduler that it is given",
+            "Call register_scheduler (integrations/engines/megatron_dynamic_cp.py), or use engine megatron, which "
+            "shares no documents",
+        ),
+    ),
+    not_adapted=(
+        _limit(
+            "scheduler",
+            "register_scheduler groups documents itself (engines/placed_groups.py), by the same cost model: these "
+            "strategies are not what it trains",
+            "benchmarks/dynamic_cp.py predicts its groups",
         ),
     ),
 )
@@ -108,7 +135,7 @@ TORCHTITAN = EngineProfile(
         _limit(
             "context",
             "Its context parallelism cuts block masks of flex attention; packs give VarlenMetadata, which it refuses",
-            "Use cp=1 with more pipeline or tensor parallel ranks, or engine megatron",
+            "Use cp=1; 'evenload train' shares long documents",
         ),
         _limit(
             "mixed_context",
@@ -120,6 +147,18 @@ TORCHTITAN = EngineProfile(
             "fully_shard gathers a unit's weights in every forward and backward, a collective of all ranks, so a rank "
             "with fewer micro-batches would let the others wait for ever",
             "Leave equal_micro_batches out; ranks short of work get micro-batches of padding, whose gradient is 0",
+        ),
+    ),
+    not_adapted=(
+        _limit(
+            "pipeline",
+            "PackedTrainer refuses pipeline_parallel_degree above 1: not tried with packs padded to one length",
+            "Train in a layout with pp=1, with engine megatron, or with 'evenload train'",
+        ),
+        _limit(
+            "tensor",
+            "PackedTrainer refuses tensor_parallel_degree above 1: not tried with packs",
+            "Train in a layout with tp=1, or with 'evenload train'",
         ),
     ),
 )
@@ -184,7 +223,7 @@ FSDP2 = EngineProfile(
         _limit(
             "context",
             "fully_shard shards weights, not sequences, and torch's context parallelism knows no documents",
-            "Use cp=1, or engine megatron",
+            "Use cp=1; 'evenload train' shares long documents",
         ),
         _limit("mixed_context", "It shares no documents", "Choose balanced, best_fit or wlb with cp=1"),
         _limit(
@@ -210,7 +249,7 @@ TRAINER = EngineProfile(
         _limit(
             "context",
             "Accelerate's context parallelism is that of scaled_dot_product_attention, which knows no documents",
-            "Use cp=1, or engine megatron",
+            "Use cp=1; 'evenload train' shares long documents",
         ),
         _limit("mixed_context", "It shares no documents", "Choose balanced, best_fit or wlb with cp=1"),
         _limit(

@@ -18,7 +18,7 @@ from evenload.engines.price import EnginePrice, engine_price
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_auto, require_strategy, runnable
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import CHOOSE, PlanOptions
@@ -59,10 +59,11 @@ class EnginePlanner(StepPlanner):
         require_strategy(profile, BEST, options or PlanOptions(), layout)
         super().__init__(model, coefficients, layout, None, options_under(profile, options or PlanOptions()))
         self.profile, self.shape = profile, shape
+        self.schedule = CHOOSE if options is None else options.schedule
 
     def price(self, proposal: Proposal) -> EnginePrice:
         """What the plan takes on the engine."""
-        return engine_price(proposal.plan, self.profile, self.costs, self.shape)
+        return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
     def propose(
         self,
@@ -93,15 +94,15 @@ class EnginePlanner(StepPlanner):
     ) -> Proposal:
         """The fastest by the engine's price, the first of equals; nothing is put off to later steps."""
         found: list[tuple[float, Proposal]] = []
-        failed: list[ConfigError | DataError] = []
+        failed: list[ConfigError | DataError | InfeasiblePlanError] = []
         count = 0
 
         def try_one(planner: StepPlanner, name: str) -> Proposal | None:
             try:
                 proposal = StepPlanner.propose(planner, step, documents, name, left_out, state=state, is_last=True)
                 found.append((self.price(proposal).step_time_s, proposal))
-            except (ConfigError, DataError) as error:
-                failed.append(error)  # of one strategy: no limit where it needs one, too many micro-batches
+            except (ConfigError, DataError, InfeasiblePlanError) as error:
+                failed.append(error)  # of one strategy: no limit where it needs one, too many micro-batches, no room
                 return None
             return proposal
 
@@ -116,8 +117,9 @@ class EnginePlanner(StepPlanner):
         return min(found, key=lambda one: one[0])[1]
 
     def _with_more_micro_batches(self, count: int, num_documents: int) -> list[StepPlanner]:
-        """Planners with fixed numbers of micro-batches above one; none where the user fixed it, or documents lack."""
-        if self.options.micro_batches is not None or not count:
+        """Planners with fixed numbers of micro-batches above one; none where the user fixed it, documents lack, or one
+        number holds for all steps, which a single step cannot choose."""
+        if self.options.micro_batches is not None or not count or self.profile.is_constant_in(self.layout):
             return []
         counts = {math.ceil(factor * count) for factor in MORE_MICRO_BATCHES}
         options = [

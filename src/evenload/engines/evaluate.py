@@ -15,6 +15,7 @@ import numpy as np
 
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.price import EnginePrice, engine_price
+from evenload.engines.profile import Limitation
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_strategy, runnable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
@@ -65,6 +66,7 @@ class EngineEvaluation:
         engine, title: of the profile.
         results: in the order asked for; best: the fastest, "" where none could be planned.
         left_out: what the engine cannot run, where all strategies were asked for.
+        not_adapted: of the plans in this layout what Evenload's adapter to the engine refuses to run.
     """
 
     engine: str
@@ -72,6 +74,7 @@ class EngineEvaluation:
     results: tuple[EngineResult, ...]
     best: str
     left_out: tuple[LeftOutStrategy, ...] = ()
+    not_adapted: tuple[Limitation, ...] = ()
 
 
 def evaluate_engine(
@@ -101,7 +104,9 @@ def evaluate_engine(
         results.append(_evaluate(planner, batches, name))
     planned = [result for result in results if result.mean_step_time_s is not None]
     best = min(planned, key=lambda one: one.mean_step_time_s or 0.0).name if planned else ""
-    return EngineEvaluation(profile.name, profile.title, tuple(results), best, left_out)
+    return EngineEvaluation(
+        profile.name, profile.title, tuple(results), best, left_out, profile.not_adapted_in(planner.layout)
+    )
 
 
 def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> EngineResult:
@@ -180,7 +185,9 @@ def _priced(planner: EnginePlanner, proposals: Sequence[Proposal]) -> tuple[list
         most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
         count = max(1, -(-most // multiple)) * multiple
     shape = msgspec.structs.replace(shape, micro_batches=count)
-    return [engine_price(proposal.plan, profile, planner.costs, shape) for proposal in proposals], count
+    return [
+        engine_price(proposal.plan, profile, planner.costs, shape, planner.schedule) for proposal in proposals
+    ], count
 
 
 def _mean(prices: Sequence[EnginePrice], field: str) -> float:

@@ -23,6 +23,7 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.engines.pass_transfers import with_pass_transfers
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import EngineMicroBatch, EngineStep, StepShape, project
+from evenload.plan.problem.options import CHOOSE
 from evenload.schedule.registry import SCHEDULES
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import step_end
@@ -67,13 +68,18 @@ class _Rank:
 
 
 def engine_price(
-    plan: StepPlan, profile: EngineProfile, costs: PackCosts, shape: StepShape | None = None
+    plan: StepPlan,
+    profile: EngineProfile,
+    costs: PackCosts,
+    shape: StepShape | None = None,
+    schedule: str = CHOOSE,
 ) -> EnginePrice:
     """What a plan takes on an engine.
 
     Args:
         costs: of the plan's model and layout.
         shape: what the run fixes of micro-batches.
+        schedule: of the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B.
 
     Raises:
         ConfigError: the engine cannot run the plan (`project`).
@@ -83,7 +89,7 @@ def engine_price(
     ranks = [_rank(costs, rank) for rank in step.ranks]
     busy_s = sum(float(rank.tasks.forward_s.sum() + rank.tasks.backward_s.sum()) for rank in ranks)
     replicas = _as_they_wait(profile, costs, ranks)
-    simulated = [_simulated(profile, costs, replica) for replica in replicas]
+    simulated = [_simulated(profile, costs, replica, schedule) for replica in replicas]
     packs_s, end_s = _step_end(profile, costs, simulated)
     step_time_s = packs_s + end_s
     all_s = len(ranks) * costs.layout.pipeline_ranks * step_time_s
@@ -202,10 +208,10 @@ def _slowest(found: Sequence[PipelineTasks]) -> PipelineTasks:
     return replace(found[0], **{name: np.max([getattr(one, name) for one in found], axis=0) for name in columns})
 
 
-def _simulated(profile: EngineProfile, costs: PackCosts, one: _Rank) -> SimulatedReplica:
+def _simulated(profile: EngineProfile, costs: PackCosts, one: _Rank, schedule: str) -> SimulatedReplica:
     tasks = _with_sends(profile, costs, one.tasks)
-    name = "interleaved" if costs.layout.num_stages > costs.layout.pp else "1f1b"
-    actions = SCHEDULES.named(name).actions(tasks, None)
+    usual = "interleaved" if costs.layout.num_stages > costs.layout.pp else "1f1b"
+    actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
     return SimulatedReplica(one.columns, one.columns, tasks, actions, simulate(tasks, actions))
 
 

@@ -12,8 +12,20 @@ from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
 Sharding = Literal["nothing", "optimizer", "gradients", "parameters"]
-Topic = Literal["slices", "sharing", "layouts", "pipeline", "virtual", "context", "mixed_context", "counts"]
-"""What a user may ask of an engine that it cannot do."""
+Topic = Literal[
+    "slices",
+    "sharing",
+    "layouts",
+    "pipeline",
+    "virtual",
+    "context",
+    "mixed_context",
+    "counts",
+    "loader",
+    "tensor",
+    "scheduler",
+]
+"""What a user may ask of an engine that it, or Evenload's adapter to it, cannot do."""
 
 
 class Limitation(Frozen):
@@ -75,6 +87,7 @@ class EngineProfile(Frozen):
         timing: for its price.
         slices: it can run packs of parts of documents.
         limits: what it cannot do.
+        not_adapted: what it can do, and is planned and priced, but Evenload's adapter to it refuses to run.
     """
 
     name: str
@@ -94,6 +107,18 @@ class EngineProfile(Frozen):
     timing: EngineTiming
     slices: bool = False
     limits: tuple[Limitation, ...] = ()
+    not_adapted: tuple[Limitation, ...] = ()
+
+    def not_adapted_in(self, layout: ParallelLayout) -> tuple[Limitation, ...]:
+        """What of a plan in this layout Evenload's adapter refuses to run, though the engine would."""
+        asked = {
+            "pipeline": layout.num_stages > 1,
+            "virtual": layout.num_stages > layout.pp,
+            "context": layout.cp > 1,
+            "tensor": layout.tp > 1,
+            "scheduler": True,
+        }
+        return tuple(one for one in self.not_adapted if asked[one.topic])
 
     def weights_in(self, layout: ParallelLayout) -> Literal["never", "step", "pass"]:
         """When sharded weights are gathered in this layout; in a pipeline they are kept between micro-batches."""

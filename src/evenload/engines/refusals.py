@@ -41,6 +41,18 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
             f"engine {profile.name}: {asked}. It orders its pipeline by its own schedules. Use one of "
             f"{', '.join(profile.schedules)}, or leave it out"
         )
+    if options.schedule != CHOOSE and (options.schedule == "interleaved") != (layout.num_stages > layout.pp):
+        raise ConfigError(
+            f"engine {profile.name}: plan.options.schedule is '{options.schedule}' on layout {layout.describe()}. "
+            "Interleaved is the order of ranks with several virtual stages, and the only one of them. Leave the "
+            "schedule out, or change virtual"
+        )
+    if options.policy not in ("choose", "replay"):
+        raise ConfigError(
+            f"engine {profile.name}: plan.options.policy is '{options.policy}'. What is kept between forward and "
+            "backward is the engine's own setting, which plans do not change. Leave it out, and set the engine's "
+            "checkpointing of activations"
+        )
     if name == BEST:
         return
     _require_whole(profile, strategy_named(name), layout)

@@ -174,6 +174,8 @@ class LoaderOptions:
     def _check_engine(self, engine: EngineProfile) -> None:
         """Refuse what the engine cannot run, and options that contradict its needs."""
         require_strategy(engine, self.strategy, self.planning(), even_layout(1))
+        if engine.limit("loader") is not None:
+            engine.refuse("loader", "its ranks do not read a PackedLoader")
         if self.strategy == BEST:
             require_auto(engine, self.planning())
         if self.planning().dp_merge:
