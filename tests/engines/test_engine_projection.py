@@ -178,7 +178,8 @@ def topics(profile: EngineProfile) -> set[str]:
     cannot = {"slices", "sharing", "layouts", "virtual"}
     cannot |= set() if profile.schedules else {"pipeline"}
     cannot |= {"context"} if profile.context_parallel == "none" else set()
-    cannot |= {"mixed_context"} if profile.context_parallel != "group" else set()
+    # Who makes groups anew for every micro-batch asks a scheduler for them, and no loader.
+    cannot |= {"loader"} if profile.context_parallel == "group" else {"mixed_context"}
     return cannot | ({"counts"} if profile.equal_counts else set())
 
 
