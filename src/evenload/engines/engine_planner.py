@@ -61,9 +61,9 @@ class EnginePlanner(StepPlanner):
         self.profile, self.shape = profile, shape
         self.schedule = CHOOSE if options is None else options.schedule
 
-    def price(self, proposal: Proposal) -> EnginePrice:
-        """What the plan takes on the engine."""
-        return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
+    def price(self, proposal: Proposal, shape: StepShape | None = None) -> EnginePrice:
+        """What the plan takes on the engine; `shape` instead of the planner's own, where given."""
+        return engine_price(proposal.plan, self.profile, self.costs, shape or self.shape, self.schedule)
 
     def propose(
         self,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from evenload.engines.engine_planner import EnginePlanner
-from evenload.engines.price import EnginePrice, engine_price
+from evenload.engines.price import EnginePrice
 from evenload.engines.profile import Limitation
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_strategy, runnable
@@ -185,9 +185,7 @@ def _priced(planner: EnginePlanner, proposals: Sequence[Proposal]) -> tuple[list
         most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
         count = max(1, -(-most // multiple)) * multiple
     shape = msgspec.structs.replace(shape, micro_batches=count)
-    return [
-        engine_price(proposal.plan, profile, planner.costs, shape, planner.schedule) for proposal in proposals
-    ], count
+    return [planner.price(proposal, shape) for proposal in proposals], count
 
 
 def _mean(prices: Sequence[EnginePrice], field: str) -> float:
