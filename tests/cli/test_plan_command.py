@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from evenload.cli.main import main
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
+from plan_calls import run_plan, write_lengths
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
 """What 'all' means."""
@@ -17,16 +17,7 @@ SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one
 
 @pytest.fixture
 def table(tmp_path):
-    path = tmp_path / "lengths.npy"
-    np.save(path, np.random.default_rng(0).integers(1, 5000, 200).astype(np.uint32))
-    return str(path)
-
-
-def run(*arguments: str) -> int:
-    """The exit code of a command."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *arguments])
-    return int(stopped.value.code or 0)
+    return write_lengths(tmp_path)
 
 
 def inputs(table: str, *more: str) -> list[str]:
@@ -36,7 +27,7 @@ def inputs(table: str, *more: str) -> list[str]:
 def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace", "emit-plan")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert run(*inputs(table, "--steps", "2", *options)) == 0
+    assert run_plan(*inputs(table, "--steps", "2", *options)) == 0
     shown = capsys.readouterr().out
     first_line = shown.splitlines()[0]
     for text in ("llama-7b (6.74B parameters)", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
@@ -60,7 +51,7 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
 def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:
     rows = []
     for name in ("a", "b"):
-        assert run(*inputs(table, "--json", str(tmp_path / name), "--seed", "5")) == 0
+        assert run_plan(*inputs(table, "--json", str(tmp_path / name), "--seed", "5")) == 0
         rows.append(json.loads((tmp_path / name).read_text())["strategies"])
     for row in (*rows[0], *rows[1]):
         del row["plan_time_s"]
@@ -70,7 +61,7 @@ def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:
 def test_default_layout_uses_all_devices(table, tmp_path) -> None:
     path = tmp_path / "out.json"
     arguments = ["--model", "llama-7b", "--cluster", "h100x8", "--json", str(path), "--strategy", "balanced"]
-    assert run(table, *arguments, "--tokens", "20000") == 0
+    assert run_plan(table, *arguments, "--tokens", "20000") == 0
     layout = json.loads(path.read_text())["inputs"]["layout"]
     assert layout["dp"] * layout["pp"] == 8
 
@@ -78,7 +69,7 @@ def test_default_layout_uses_all_devices(table, tmp_path) -> None:
 def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
     arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x2", "--json", str(path), "--documents", "16"]
-    assert run(table, *arguments, "--strategy", "balanced,auto", "--search-layout") == 0
+    assert run_plan(table, *arguments, "--strategy", "balanced,auto", "--search-layout") == 0
     content = json.loads(path.read_text())
     assert content["layouts"][0]["layout"] == content["inputs"]["layout"]
     auto = next(row for row in content["strategies"] if row["name"] == "auto")
@@ -91,7 +82,7 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
     files = {name: tmp_path / f"out.{name}" for name in ("json", "emit-plan")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--documents", "16", "--strategy", "slimpack"]
-    assert run(table, *arguments, "--layout", "pp=4", *options) == 0
+    assert run_plan(table, *arguments, "--layout", "pp=4", *options) == 0
     counts = json.loads(files["json"].read_text())["inputs"]["stage_layers"]
     assert counts[-1] < min(counts[:-1])
     assert sum(counts) == 24
@@ -105,7 +96,7 @@ def test_searched_layouts_say_which_layers_their_stages_have(tmp_path, capsys) -
     table, path = tmp_path / "long.npy", tmp_path / "out.json"
     np.save(table, np.full(8, 4000, np.uint32))
     arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--json", str(path), "--documents", "4"]
-    assert run(str(table), *arguments, "--strategy", "slimpack", "--search-layout") == 0
+    assert run_plan(str(table), *arguments, "--strategy", "slimpack", "--search-layout") == 0
     content, shown = json.loads(path.read_text()), capsys.readouterr().out
     for result in content["layouts"]:
         assert len(result["stage_layers"]) == result["layout"]["pp"] * result["layout"]["virtual"]
@@ -118,7 +109,7 @@ def test_searched_layouts_say_which_layers_their_stages_have(tmp_path, capsys) -
 def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
     path = tmp_path / "plan.json"
     arguments = ["--model", "llama-7b", "--cluster", "h100x4", "--layout", "pp=4,virtual=2", "--documents", "16"]
-    assert run(table, *arguments, "--strategy", "auto", "--emit-plan", str(path)) == 0
+    assert run_plan(table, *arguments, "--strategy", "auto", "--emit-plan", str(path)) == 0
     (plan,) = json.loads(path.read_text())["plans"]
     assert plan["layout"]["stage_to_rank"] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert len(plan["replicas"][0]["durations_backward_s"][0]) == 8
@@ -147,7 +138,7 @@ def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> None:
-    assert run(*inputs(table, *more)) == 2
+    assert run_plan(*inputs(table, *more)) == 2
     error = capsys.readouterr().err
     assert error.startswith("evenload: error: ")
     assert error.count("\n") == 1
@@ -155,12 +146,12 @@ def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> No
 
 
 def test_missing_lengths_exit_2(tmp_path, capsys) -> None:
-    assert run(*inputs(str(tmp_path / "nowhere.npy"))) == 2
+    assert run_plan(*inputs(str(tmp_path / "nowhere.npy"))) == 2
     assert "nowhere.npy" in capsys.readouterr().err
 
 
 def test_unknown_option_exits_2(table) -> None:
-    assert run(*inputs(table, "--contxt", "5")) == 2
+    assert run_plan(*inputs(table, "--contxt", "5")) == 2
 
 
 def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
@@ -172,7 +163,7 @@ def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None
         'device = { name = "d", peak_flops_per_s = 1e14, memory_bytes = 1000000000 }\n'
         f"intra_node = {link}\ninter_node = {link}\n"
     )
-    assert run(*inputs(table, "--cluster", str(cluster), "--json", str(path))) == 3
+    assert run_plan(*inputs(table, "--cluster", str(cluster), "--json", str(path))) == 3
     assert "no strategy fits" in capsys.readouterr().err
     found = json.loads(path.read_text())
     assert found["best"] is None
@@ -180,12 +171,12 @@ def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None
 
 
 def test_default_layout_of_a_model_too_large_exits_3(table, capsys) -> None:
-    assert run(table, "--model", "llama-150b", "--cluster", "h100x8") == 3
+    assert run_plan(table, "--model", "llama-150b", "--cluster", "h100x8") == 3
     assert "name a larger cluster" in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys) -> None:
-    assert run("--help") == 0
+    assert run_plan("--help") == 0
     assert "Example" in capsys.readouterr().out
 
 
@@ -201,13 +192,13 @@ def test_planning_needs_nothing_that_only_linux_has(table, monkeypatch, strategy
         return real_open(file, *arguments, **named)
 
     monkeypatch.setattr("builtins.open", open_elsewhere)
-    assert run(*inputs(table, "--strategy", strategy)) == 0
+    assert run_plan(*inputs(table, "--strategy", strategy)) == 0
 
 
 def test_flexpipe_says_what_it_decided_before_every_step(table, tmp_path, capsys) -> None:
     file, page = tmp_path / "out.json", tmp_path / "out.html"
     asked = ["--strategy", "balanced,flexpipe", "--steps", "3", "--known-steps", "2", "--set", "flexpipe.margin=0"]
-    assert run(*inputs(table, *asked, "--json", str(file), "--html", str(page))) == 0
+    assert run_plan(*inputs(table, *asked, "--json", str(file), "--html", str(page))) == 0
     shown = capsys.readouterr().out
     assert "flexpipe: layout of every step, predicted" in shown
     for text in ("A B C D", "T(keep)", "T(save)", "T(new)", "T(switch)", "why"):
@@ -234,17 +225,17 @@ def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table,
     """Packs of 128K tokens: the forty longest documents exceed memory whatever is offloaded. Packs of 8K always fit."""
     file = tmp_path / "out.json"
     asked = inputs(table, "--strategy", "best_fit", "--worst", "6", "--json", str(file))
-    assert run(*asked) == 3
+    assert run_plan(*asked) == 3
     printed, written = capsys.readouterr(), json.loads(file.read_text())
     assert (written["strategies"][0]["feasible"], written["worst"][0]["fits"]) == (True, False)
     assert written["worst"][0]["longest"][0] == np.load(table).max()
     assert "best_fit: the worst of 6 global batches searched (the longest together" in printed.out
     assert "the lengths hold global batches that exceed memory under best_fit" in printed.err
-    assert run(*asked, "--context", "8k") == 0
+    assert run_plan(*asked, "--context", "8k") == 0
     (found,) = json.loads(file.read_text())["worst"]
     assert (found["strategy"], found["searched"], found["documents"], found["fits"]) == ("best_fit", 6, 40, True)
     capsys.readouterr()
-    assert run(*inputs(table, "--strategy", "wlb,best_fit", "--worst", "1", "--context", "8k")) == 0
+    assert run_plan(*inputs(table, "--strategy", "wlb,best_fit", "--worst", "1", "--context", "8k")) == 0
     wlb, best_fit = (line for line in capsys.readouterr().out.splitlines() if "the worst of 1 global batches" in line)
     assert wlb.endswith("Documents that wlb has put off in earlier steps may come on top; they are not counted")
     assert "put off" not in best_fit

@@ -2,24 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from evenload.cli.main import main
+from plan_calls import run_plan, write_lengths
 
 
 @pytest.fixture
 def table(tmp_path):
-    path = tmp_path / "lengths.npy"
-    np.save(path, np.random.default_rng(0).integers(1, 5000, 200).astype(np.uint32))
-    return str(path)
-
-
-def run(*arguments: str) -> int:
-    """The exit code of a command."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *arguments])
-    return int(stopped.value.code or 0)
+    return write_lengths(tmp_path)
 
 
 def inputs(table: str, *more: str) -> list[str]:
@@ -29,11 +19,11 @@ def inputs(table: str, *more: str) -> list[str]:
 def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -> None:
     names = "best_fit,balanced,wlb"
     pipeline = ("--layout", "dp=2,pp=4", "--steps", "2", "--strategy", names, "--json")
-    assert run(*inputs(table, *pipeline, str(tmp_path / "own.json"))) == 0
+    assert run_plan(*inputs(table, *pipeline, str(tmp_path / "own.json"))) == 0
     capsys.readouterr()
     page = tmp_path / "page.html"
     engine = ("--engine", "megatron", "--html", str(page))
-    assert run(*inputs(table, *pipeline, str(tmp_path / "engine.json"), *engine)) == 0
+    assert run_plan(*inputs(table, *pipeline, str(tmp_path / "engine.json"), *engine)) == 0
     shown = capsys.readouterr().out
     assert "on megatron (Megatron-Core 0.16.1), predicted" in shown
     assert "not measured on GPUs" in shown
@@ -53,7 +43,7 @@ def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -
 def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
     file = tmp_path / "found.json"
     options = ("--strategy", "best_fit,balanced,fixed_greedy,auto", "--set", "auto.max_candidates=1")
-    assert run(*inputs(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
+    assert run_plan(*inputs(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
     found = json.loads(file.read_text())
     assert found["inputs"]["layout"] == {"dp": 8, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}
     rows = {row["name"]: row for row in found["engine"]["strategies"]}
@@ -74,5 +64,5 @@ def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_at_start(table, capsys, options, message) -> None:
-    assert run(*inputs(table, *options)) == 2
+    assert run_plan(*inputs(table, *options)) == 2
     assert message in " ".join(capsys.readouterr().err.split())
