@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import RunConfig
+from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.model import fused_elementwise
 from evenload.runtime.model.fused_elementwise import (
     FusedGating,

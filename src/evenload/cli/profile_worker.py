@@ -20,7 +20,8 @@ from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, RunConfig
+from evenload.runtime.config.run_config import RunConfig
+from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
 from evenload.runtime.device import require_device
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
 from evenload.runtime.model.fused_modules import fuse_modules

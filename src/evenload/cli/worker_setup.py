@@ -26,7 +26,8 @@ from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import machine_memory_bytes
-from evenload.runtime.config.train_config import RunConfig, TrainConfig
+from evenload.runtime.config.run_config import RunConfig
+from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout

@@ -12,7 +12,7 @@ from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint.checkpoint import RunPosition
 from evenload.runtime.checkpoint.directory import checkpoint_path, checkpoints_of, latest_checkpoint
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
-from evenload.runtime.config.train_config import RunConfig
+from evenload.runtime.config.run_config import RunConfig
 
 
 class Saves:
