@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src"
 README = ROOT / "README.md"
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "python": ("`evenload.plan`, and what the package offers", ("evenload/__init__.py", "evenload/api/*.py")),
     "loader": (
         "The loader, and other people's loops",
-        ("evenload/__init__.py", "evenload/integrations/*.py", "evenload/integrations/*/*.py", "evenload/engines/*.py"),
+        ("evenload/integrations/*.py", "evenload/integrations/*/*.py", "evenload/engines/*.py"),
     ),
     "planning": (
         "Planning a step, and writing a strategy or a schedule",

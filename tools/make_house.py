@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "evenload"
 TARGET = ROOT / "docs" / "pictures" / "house.svg"
 PURPOSE = {
+    "api": "commands as functions: evenload.plan",
     "cli": "commands",
     "bench": "strategies measured side by side, beside their predictions",
     "check": "is training under these plans equal to plain training?",
@@ -76,7 +77,7 @@ def picture() -> str:
     side = WIDTH - REPORT - 10
     parts.append(f'<rect class="plain" x="{side}" y="{TOP}" width="{REPORT}" height="{y - TOP - 4}" rx="4"/>')
     parts.append(f'<text class="name" x="{side + 12}" y="{TOP + 19}">report</text>')
-    for row, text in enumerate(("tables, pages and", "traces from types;", "only cli imports it")):
+    for row, text in enumerate(("tables, pages and", "traces from types;", "cli and api import it")):
         parts.append(f'<text class="what" x="{side + 12}" y="{TOP + 37 + 15 * row}">{text}</text>')
     head = "Imports go down only, never in a circle. Blue floors need torch; planning, data and reports do not."
     return (

@@ -1,27 +1,39 @@
 """Evenload: train large language models fast on documents of very different lengths.
 
-`PackedLoader` is imported when it is asked for: it needs torch, and planning does not. `__version__` is the installed
+    found = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32")    # a Comparison; needs no torch
+    loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)  # for a loop of one's own
+
+What needs torch is imported when it is asked for, because planning does not. `__version__` is the installed
 distribution's, looked up when it is asked for.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
+    from evenload.api.comparison import Comparison
+    from evenload.api.plan_call import plan
     from evenload.integrations.packed_loader import PackedLoader
 
-__all__ = ["PackedLoader", "__version__"]
+__all__ = ["Comparison", "PackedLoader", "__version__", "plan"]
 
 __version__: str
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Comparison":
+        from evenload.api.comparison import Comparison
+
+        return Comparison
     if name == "PackedLoader":
         with needs_train_extra("evenload.PackedLoader"):
             from evenload.integrations.packed_loader import PackedLoader
 
         return PackedLoader
+    if name == "plan":
+        return import_module("evenload.plan")
     if name == "__version__":
         from importlib.metadata import version
 

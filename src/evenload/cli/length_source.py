@@ -43,13 +43,17 @@ OnCorruptOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """Where lengths come from, nothing of it read yet; `run` is the training configuration that was named."""
+    """Where lengths come from, nothing of it read yet; `run` is the training configuration that was named, `table` what
+    was given instead of a name."""
 
     name: str
     data: DataConfig
     run: TrainConfig | None = None
+    table: LengthTable | None = None
 
     def read(self) -> LengthTable:
+        if self.table is not None:
+            return self.table
         if self.run is not None:
             return count_documents(self.data, self.name)
         return read_length_table(self.name, self.data)

@@ -1,52 +1,27 @@
 """The page of `evenload plan --html`: all strategies and all steps of an evaluation as a `RunReport`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from evenload.cli.plan_engine import engine_lines
+from evenload.cli.plan_found import FoundPlans
 from evenload.cli.plan_lines import worst_line
 from evenload.data.length_profile import profile_lengths
-from evenload.engines.evaluate import EngineEvaluation
 from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.evaluate import Evaluation
-from evenload.explore.layout_search import LayoutResult
-from evenload.explore.prediction_interval import PredictionInterval
-from evenload.explore.sampled_batches import SampledBatch
-from evenload.explore.worst_batch import WorstBatch
-from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.units import format_layout
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Comparison:
-    """What was planned, and how it is said: inputs and rows as in `--json`, layouts of a search with the best first,
-    and what `--engine` takes."""
-
-    said: dict[str, Any]
-    batches: Sequence[SampledBatch]
-    evaluation: Evaluation
-    rows: list[dict[str, Any]]
-    left_out: tuple[LeftOutStrategy, ...]
-    layouts: tuple[LayoutResult, ...]
-    worst: tuple[WorstBatch, ...]
-    unit: LengthUnit
-    memory_cap_bytes: int
-    interval: PredictionInterval
-    engine: EngineEvaluation | None = None
-
-
-def plan_report(found: Comparison) -> RunReport:
+def plan_report(found: FoundPlans) -> RunReport:
     evaluation = found.evaluation
     splits = {result.name: result.time_split for result in evaluation.results}
     decisions = {result.name: result.layout_decisions for result in evaluation.results}
     notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in found.rows if row["note"]}
-    for one in found.worst:
+    for one in found.worst or ():
         notes[one.strategy] = (*notes.get(one.strategy, ()), worst_line(one, found.memory_cap_bytes, found.unit))
     lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
@@ -78,7 +53,7 @@ def plan_report(found: Comparison) -> RunReport:
     )
 
 
-def _engine_facts(found: Comparison) -> tuple[tuple[str, str], ...]:
+def _engine_facts(found: FoundPlans) -> tuple[tuple[str, str], ...]:
     if found.engine is None:
         return ()
     return ((f"on engine {found.engine.engine}", " · ".join(engine_lines(found.engine, found.evaluation, found.unit))),)

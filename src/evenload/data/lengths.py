@@ -70,7 +70,7 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
                     f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is "
                     f"'{base.tokenizer}'; leave --tokenizer out, or name the documents themselves"
                 )
-            return LengthTable(lengths=_checked(lengths, source), unit="tokens", tokenizer=None)
+            return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
     return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
 
 
@@ -94,12 +94,13 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     parts = mixture_configs(config)
     lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
     if trains_given_ids(config):
-        return LengthTable(lengths=_checked(lengths, origin), unit="tokens", tokenizer=TOKEN_IDS)
+        return LengthTable(lengths=checked_lengths(lengths, origin), unit="tokens", tokenizer=TOKEN_IDS)
     unit: LengthUnit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
-    return LengthTable(lengths=_checked(lengths, origin), unit=unit, tokenizer=describe_tokenizer(tokenizer))
+    return LengthTable(lengths=checked_lengths(lengths, origin), unit=unit, tokenizer=describe_tokenizer(tokenizer))
 
 
-def _checked(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
+def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
+    """The same; `DataError` where there are none, or one is below 1."""
     if not len(lengths):
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:

@@ -8,7 +8,7 @@ by documents or by tokens; strategies only rearrange inside it. O(n) per step.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class BatchRule:
         overlong: what happens to longer ones: refuse, cut into independent documents, cut off, or leave out.
 
     Raises:
-        ConfigError: neither or both of `num_documents` and `num_tokens`, or a value below 1.
+        ConfigError: neither or both of `num_documents` and `num_tokens`, a value below 1, or another word.
     """
 
     num_documents: int | None = None
@@ -51,6 +51,8 @@ class BatchRule:
     def __post_init__(self) -> None:
         if (self.num_documents is None) == (self.num_tokens is None):
             raise ConfigError("global batch: give its size either in documents or in tokens")
+        if self.overlong not in (choices := get_args(Overlong)):
+            raise ConfigError(f"overlong is '{self.overlong}'; choices: {', '.join(choices)}")
         size = self.num_tokens if self.num_documents is None else self.num_documents
         for name, value in (("batch size", size), ("context", self.context)):
             if value is None or value < 1:
