@@ -159,8 +159,16 @@ def test_a_cut_slice_pays_for_two() -> None:
 
 def test_what_may_not_be_halved() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]])
-    for policy, is_halved in (([0, 0], True), ([1, 1], True), ([0, 1], False), ([2, 2], False), ([0, 2], False)):
-        found = halved_packs(costs(), packs, "backward", np.array(policy, np.int8))
+    with_host = costs(host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0))
+    for policy, is_halved in (
+        ([0, 0], True),
+        ([1, 1], True),
+        ([0, 1], False),
+        ([2, 2], True),
+        ([0, 2], True),
+        ([1, 2], False),
+    ):
+        found = halved_packs(with_host, packs, "backward", np.array(policy, np.int8))
         assert found.first_rows.any() == is_halved, policy
     shared = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]], cp=2)
     assert not halved_packs(costs(), shared, "forward").first_rows.any()
@@ -177,6 +185,21 @@ def test_recomputing_pays_its_constants_twice() -> None:
         halved_packs(costs(), packs, "backward", np.full(2, code, np.int8)).more_s.item() for code in (0, 1)
     )
     assert again - stored == pytest.approx(float(costs().linear_again_s[1].sum()))
+
+
+def test_halves_take_no_less_than_the_copies_of_their_offloaded_documents() -> None:
+    packs, offloaded = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 300)]]), np.array([2, 0], np.int8)
+    stored = halved_packs(costs(), packs, "forward")
+    whole_s, halved_s = (float(one.sum()) for one in (costs().pack_seconds(packs, "forward"), stored.more_s))
+    for share, gained in ((0.5, 1.0), (0.9, None), (1.1, 0.0)):
+        # Of one document's bytes: so fast that its copies take this share of the pack.
+        fast = costs(host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0))
+        copy_s = float(fast.copy_seconds(packs, offloaded).sum())
+        link = LinkSpec(bandwidth_bytes_per_s=1e6 * copy_s / (share * whole_s), latency_s=0.0)
+        more_s = float(halved_packs(costs(host_link=link), packs, "forward", offloaded, stored.first_rows).more_s.sum())
+        expected = max(whole_s + halved_s, share * whole_s) - max(whole_s, share * whole_s)
+        assert more_s == pytest.approx(expected), share
+        assert gained is None or more_s == pytest.approx(gained * halved_s)
 
 
 def test_padding_is_rows_too() -> None:

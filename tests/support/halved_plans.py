@@ -45,6 +45,6 @@ def _halved(pack: MicroPack, packs: PackPlan, share: float) -> MicroPack:
     first = max(1, round(share * rows))
     policies = {packs.policies.get(piece.doc_id, "replay") for piece in pack.slices}
     is_shared = any(piece.cp > 1 for piece in pack.slices)
-    if first >= rows or is_shared or len(policies) > 1 or "offload" in policies:
+    if first >= rows or is_shared or (len(policies) > 1 and "recompute" in policies):
         return pack
     return msgspec.structs.replace(pack, first_rows=first)

@@ -27,6 +27,7 @@ POLICY_SETS = {
     "replay": ("replay",),
     "recompute": ("recompute",),
     "offload": ("offload",),
+    "kept": ("replay", "offload"),
     "mixed": ("replay", "recompute", "offload"),
 }
 

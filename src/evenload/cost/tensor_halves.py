@@ -8,9 +8,9 @@ beside the other's compute (`runtime/comm/turns.py`).
 
 Halves are even in rows, because transfers are, and fall between slices where that is near enough; else a slice is cut
 at a whole number of attention's tiles. Which packs are halved follows from these seconds alone. Packs that a group
-shares are not, nor such as have offloaded documents or some that are recomputed and some that are not: their halves
-would make different transfers. Not priced: backwards find the activations of halves in two pieces where they are cut
-elsewhere, and copy them together.
+shares are not, nor such as have some documents that are recomputed and some that are not: their halves would make
+different transfers. A pack with offloaded documents lasts at least as long as its copies, in halves too. Not priced:
+backwards find the activations of halves in two pieces where they are cut elsewhere, and copy them together.
 
 O(slices + packs · stages) numpy, three times the price of the packs; for chosen candidates (`plan.sharing.as_run`).
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import OFFLOAD, RECOMPUTE
+from evenload.cost.activation import RECOMPUTE
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.pack_cost import PackCosts
@@ -145,10 +145,15 @@ def _halves_seconds(
     hidden_s = beside.stretch * alone_s.sum(axis=1)
     more_s -= beside.gained_share * alone_s.sum(axis=1)
     host = costs.host_seconds[direction]
-    if host.any():
-        device_s, queued_s = weighted(whole, costs.stage_seconds[direction]), weighted(whole[:, 1:3], host)
-        halved_s = np.maximum(device_s + more_s, queued_s + weighted(delta[:, 1:3], host))
-        more_s = halved_s - np.maximum(device_s, queued_s)
+    copy_s = np.zeros_like(more_s) if policy is None else costs.copy_seconds(packs, policy)
+    if host.any() or copy_s.any():
+        device_s = weighted(whole, costs.stage_seconds[direction])
+        least_s, halved_least_s = copy_s, copy_s
+        if host.any():
+            queued_s = weighted(whole[:, 1:3], host)
+            least_s = np.maximum(least_s, queued_s)
+            halved_least_s = np.maximum(halved_least_s, queued_s + weighted(delta[:, 1:3], host))
+        more_s = np.maximum(device_s + more_s, halved_least_s) - np.maximum(device_s, least_s)
     return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
 
 
@@ -164,7 +169,7 @@ def _may_be_halved(columns: SliceColumns, policy: NDArray[np.int8] | None) -> ND
     if policy is None:
         return free
     again, slices = _has_policy(columns, policy, RECOMPUTE), np.diff(columns.pack_offset)
-    return free & (_has_policy(columns, policy, OFFLOAD) == 0) & ((again == 0) | (again == slices))
+    return free & ((again == 0) | (again == slices))
 
 
 def _has_policy(columns: SliceColumns, policy: NDArray[np.int8], code: int) -> NDArray[np.int64]:

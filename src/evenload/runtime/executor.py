@@ -202,7 +202,7 @@ class Executor:
                 channels.send_hidden(action.stage, action.pack, stage.forward(batch, hidden, store))
             else:
                 batch = mine.load(packs.backward[action.pack])
-                stage.announce_backward(batch.ranges, store)
+                stage.announce_backward(batch, store)
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
                 products = store.defer_weights(action.pack) if action.kind == "I" else None

@@ -115,8 +115,8 @@ def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
             yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
         if plan.layout.cp > 1 or any(piece.cp > 1 for piece in pack.slices):
             yield f"{one} has two halves, and a group shares it"
-        if len(kept) > 1 or "offload" in kept:
-            yield f"{one} has two halves, which must not differ in what is recomputed, or be offloaded"
+        if len(kept) > 1 and "recompute" in kept:
+            yield f"{one} has two halves, which must not differ in what is recomputed"
 
 
 def _order_offences(table: _Table) -> Iterator[str]:

@@ -203,9 +203,10 @@ class PipelineStage:
         if self._balance is not None:
             self._balance.end_pack(pack.shared, self.device)
 
-    def announce_backward(self, ranges: tuple[Range, ...], store: ActivationStore) -> None:
+    def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
         """Let what a coming backward pack has in host memory start to come back."""
-        store.open_backward(ranges, tuple(reversed(self.model.layers)))
+        for ranges in pack.ranges_in_turn():
+            store.open_backward(ranges, tuple(reversed(self.model.layers)))
 
     def backward(
         self,
@@ -266,7 +267,7 @@ class PipelineStage:
                 on_final(1 + layer)
             store.close_backward(pack.closes or ())
             return grad
-        self.announce_backward(pack.ranges, store)
+        self.announce_backward(pack, store)
         if pack.first_rows:
             halves, own = self._halves(pack, grad)
             store.cut_for_a_pack = {r.doc_id for r in pack.ranges if store.is_whole(r)}
@@ -294,7 +295,7 @@ class PipelineStage:
         with self._pass("replay", pack, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
-                store.enter_layer(index)
+                store.enter_layer(index, pack.ranges)
                 hidden = store.read((index, "input"), pack.ranges)[None].detach()
                 if products is not None and not self.model.architecture.norm_first:
                     # The input of several linears; in memory of its own it is kept once for all of them.
@@ -307,7 +308,7 @@ class PipelineStage:
                 grad = hidden.grad[0]
                 # What the layer's graph held of offloaded tensors goes with it.
                 del hidden, output
-                store.leave_layer(index)
+                store.leave_layer(index, pack.ranges)
                 on_final(1 + index)
         return grad
 

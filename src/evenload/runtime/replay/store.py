@@ -12,7 +12,8 @@ What a block keeps depends on the activation policy of its document (`cost/activ
                stage for all documents
     offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
                next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
-               layers of a pack's offloaded documents are on the device. Final hidden states stay there
+               layers of a pack's offloaded documents are on the device, in halves as in one go. Final hidden states
+               stay there
 
 Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
 prediction is tested against (cost/memory.py mirrors these rules).
@@ -31,6 +32,7 @@ from evenload.runtime.comm.row_shard import RowShard
 from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import Copy, HostCopies, host_copies
+from evenload.runtime.replay.returning_rows import ReturningRows
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
@@ -52,15 +54,6 @@ class _DocumentBuffers:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """Offloaded tensors of one layer for the running backward pack, on the device or on their way there."""
-
-    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
-    copies: list[Copy] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 class ActivationStore:
@@ -100,9 +93,8 @@ class ActivationStore:
         self.cut_for_a_pack: set[int] = set()
         """Documents of which two halves of the running backward pack have rows, and no other pack."""
         self._leaving: deque[tuple[list[Copy], int]] = deque()
-        self._fetched: dict[int, _Fetch] = {}
-        self._fetch_order: deque[int] = deque()
-        self._fetch_ranges: tuple[Range, ...] = ()
+        self._most_leaving = 1
+        self._returning: dict[tuple[Range, ...], ReturningRows] = {}
         self._weight_products: dict[Hashable, WeightProducts] = {}
         self.held = HeldBytes() if held is None else held
 
@@ -118,6 +110,7 @@ class ActivationStore:
     def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> None:
         """Record a forward pack from now on, or half of one that has these slices."""
         self.open_blocks = self._index.open_pack(ranges, slices)
+        self._most_leaving = 2 if slices else 1  # a layer: both halves end it shortly after each other
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
         """Keep the output of a linear layer, or of experts, where it is not made again; see `record`."""
@@ -174,7 +167,7 @@ class ActivationStore:
             return
         self.held.count_host(num_host_bytes)
         self._leaving.append((copies, num_bytes))
-        if len(self._leaving) > 1:
+        if len(self._leaving) > self._most_leaving:
             for copy in self._oldest_leaving():
                 copy.wait()
 
@@ -257,58 +250,41 @@ class ActivationStore:
     # ---- backward ------------------------------------------------------------------------------
 
     def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
-        """Announce a backward pack, so that offloaded tensors of its first layer start to come back; layers in the
-        order in which they will be entered. May be called ahead of the pack; a second call does nothing."""
+        """Announce a backward pack, or half of one, so that offloaded tensors of its first layer start to come back;
+        layers in the order in which they will be entered. May be called ahead of it; a second call does nothing."""
         offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
-        if not offloaded or self._fetch_ranges:
+        if not offloaded or ranges in self._returning:
             return
-        self._fetch_ranges, self._fetch_order = offloaded, deque(layers)
-        self._start_fetch()
-
-    def enter_layer(self, layer: int) -> None:
-        """Have the offloaded tensors of a layer on the device, and those of the next layer on their way."""
-        if not self._fetch_ranges:
-            return
-        for copy in self._fetched[layer].copies:
-            copy.wait()
-        self._start_fetch()
-
-    def leave_layer(self, layer: int) -> None:
-        fetch = self._fetched.pop(layer, None)
-        if fetch is not None:
-            self.held.count("offload_buffers", -fetch.num_bytes)
-
-    def _start_fetch(self) -> None:
-        """Start to fetch the next layer's offloaded rows of the announced pack."""
-        if not self._fetch_order:
-            return
-        layer = self._fetch_order.popleft()
-        pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
-        for part in self._index.parts(self._fetch_ranges):
-            for key, tensor in part.block.host[layer].items():
-                pieces[key].append(part.of(tensor, own=key in self._own_rows_keys))
-        fetch = self._fetched[layer] = _Fetch()
         assert self._device is not None, "rows to fetch were sent away from some device"
         assert self._copies is not None
-        for key, parts in pieces.items():
-            fetch.tensors[key], copy = self._copies.to_device(parts, self._device)
-            fetch.copies.append(copy)
-            fetch.num_bytes += fetch.tensors[key].nbytes
-        self.held.count("offload_buffers", fetch.num_bytes)
+        self._returning[ranges] = ReturningRows(
+            offloaded, layers, self._index, self._own_rows_keys, self._copies, self._device, self.held
+        )
+
+    def enter_layer(self, layer: int, ranges: tuple[Range, ...]) -> None:
+        """Have the offloaded tensors of a layer of a running backward on the device, and those of its next layer on
+        their way."""
+        if ranges in self._returning:
+            self._returning[ranges].enter(layer)
+
+    def leave_layer(self, layer: int, ranges: tuple[Range, ...]) -> None:
+        if ranges in self._returning:
+            self._returning[ranges].leave(layer)
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
         """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
         own = key in self._own_rows_keys
-        fetched = next((f.tensors[key] for f in self._fetched.values() if key in f.tensors), None)
-        if fetched is None:
+        back = next((one for one in self._returning.values() if any(r in one for r in ranges)), None)
+        fetched = None if back is None else back.find(key)
+        if back is None or fetched is None:
             parts = [part.of(part.block.tensors[key], own=own) for part in self._index.parts(ranges)]
-        elif ranges == self._fetch_ranges:
+        elif ranges == back.ranges:
             parts = [fetched]
         else:
             parts, row = [], 0
             for r in ranges:
                 here = self._index.parts((r,))
-                if r not in self._fetch_ranges:
+                if r not in back:
                     parts += [part.of(part.block.tensors[key], own=own) for part in here]
                     continue
                 stop = row + sum(part.num_rows(own=own) for part in here)
@@ -362,7 +338,7 @@ class ActivationStore:
 
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
         """Free what no later backward range needs."""
-        self._fetch_ranges = ()
+        self._returning.clear()
         for block in self._index.close(ranges):
             block.tensors.clear()
             block.host.clear()
