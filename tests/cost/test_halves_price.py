@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideHalves, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.tensor_halves import halved_packs, least_share, pays
+from evenload.cost.tensor_halves import as_if_halved, halved_packs, least_share, pays
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
@@ -185,6 +185,18 @@ def test_recomputing_pays_its_constants_twice() -> None:
         halved_packs(costs(), packs, "backward", np.full(2, code, np.int8)).more_s.item() for code in (0, 1)
     )
     assert again - stored == pytest.approx(float(costs().linear_again_s[1].sum()))
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.4])
+def test_the_price_of_searches_is_that_of_packs_whose_halves_cut_no_document(stretch) -> None:
+    """Where compute is long enough for all transfers, and no slice is cut, which would cost a slice more."""
+    priced = costs(BesideHalves(stretch=stretch, slowdown=0.2, turns_s=0.1), embedding_s_per_token=3.0, head_pack_s=7.0)
+    packs = SliceColumns.from_ranges([[(0, 0, 200), (1, 0, 200)], [(2, 0, 500), (3, 0, 500)]])
+    for direction in ("forward", "backward"):
+        found = halved_packs(priced, packs, direction, first_rows=np.array([200, 500]))
+        in_halves_s = priced.pack_seconds(packs, direction) + found.more_s
+        assert as_if_halved(priced).pack_seconds(packs, direction) == pytest.approx(in_halves_s)
+        assert priced.pack_seconds(packs, direction) != pytest.approx(in_halves_s)
 
 
 def test_halves_take_no_less_than_the_copies_of_their_offloaded_documents() -> None:

@@ -1,6 +1,7 @@
 """Plans whose packs are computed in halves: chosen by price, promised as they run, the same after a file."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
@@ -8,6 +9,10 @@ from evenload.cost.coefficients import BesideHalves
 from evenload.explore.time_split import split_planned_step
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.search.halved_search import searched_as_if_halved
+from evenload.plan.sharing.as_run import choices_as_run
+from evenload.plan.strategies.auto import searched
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
@@ -69,3 +74,34 @@ def test_packs_that_a_group_shares_are_computed_in_one_go() -> None:
     _, found = proposal("balanced", BesideHalves(), tp=4, cp=2)
     assert num_halved(found.plan) == 0
     assert found.plan.predicted.tensor_s == 0
+
+
+def test_a_search_that_prices_halves_finds_larger_packs_and_a_shorter_step() -> None:
+    """Than the same search that prices packs in one go, both as they run."""
+    planner, _ = proposal("balanced", BesideHalves(), tp=8, pp=2)
+    lengths = np.array(LENGTHS)
+    problem = StepProblem(np.arange(len(lengths)), lengths, planner.costs, None, PlanOptions(max_pack_tokens=32_768))
+    in_one_go, in_halves = searched([problem], {}), searched_as_if_halved([problem], searched)
+    assert in_one_go is not None
+    assert in_halves is not None
+    one, other = (choices_as_run(problem, found[1])[0].candidate for found in (in_one_go, in_halves))
+    assert other.forward.num_packs < one.forward.num_packs
+    assert other.makespan_s < one.makespan_s
+    assert other.forward.num_slices >= len(lengths)
+
+
+def test_longest_documents_are_halved_though_they_are_offloaded() -> None:
+    """Memory for a few layers' activations: what does not fit waits in host memory, and its packs are halved too."""
+    model, layout, cluster = model_from("llama-7b"), even_layout(32, tp=8), cluster_from("h100x8")
+    coefficients = analytic_coefficients(model, cluster, layout)
+    planner = StepPlanner(model, coefficients, layout, 20 * 2**30, PlanOptions(max_pack_tokens=65_536, policy="choose"))
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate([65_536, 40_000, 900]))
+    plan = planner.propose(0, documents, "balanced").plan
+    validate_plan(plan)
+    (packs,) = plan.pack_plans
+    assert "offload" in packs.policies.values()
+    assert any(
+        pack.first_rows and packs.policies.get(piece.doc_id) == "offload"
+        for pack in packs.backward
+        for piece in pack.slices
+    )

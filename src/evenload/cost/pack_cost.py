@@ -17,6 +17,7 @@ Details that matter:
   its copies to or from the host.
 """
 
+import copy
 import functools
 
 import numpy as np
@@ -112,6 +113,14 @@ class PackCosts:
             keeps_short_whole=self.keeps_short_whole,
             slowness=min(self.slowness or (1.0,)),
         )
+
+    def with_stage_seconds(self, stage_seconds: dict[Direction, NDArray[np.float64]]) -> "PackCosts":
+        """The same but for what features of packs cost on every stage; for searches under another price."""
+        other = copy.copy(self)
+        for cached in ("native", "pack_constant_s"):
+            other.__dict__.pop(cached, None)
+        other.stage_seconds = stage_seconds
+        return other
 
     @functools.cached_property
     def pack_constant_s(self) -> float:

@@ -72,6 +72,30 @@ def least_share(costs: PackCosts) -> float:
     return max(0.0, min(shares))
 
 
+def as_if_halved(costs: PackCosts) -> PackCosts:
+    """What packs cost if all of them are computed in halves: twice the constants, and of tokens' transfers only what
+    nothing hides. Linear in a pack's features, so a search prices thousands of packings by it as by the packs in one
+    go; packs that are too small for halves, or may not have any, look dearer or cheaper than they are, until
+    `halved_packs` decides. Room is compared token by token, and slices that halves cut cost nothing.
+    """
+    coefficients, layers = costs.coefficients, costs.layers().astype(np.float64)
+    beside = coefficients.tensor_beside
+    assert beside is not None, "the price of halves is not known"
+    in_pack = _share_in_packs(coefficients)
+    changed: dict[Direction, NDArray[np.float64]] = {}
+    for direction, matrix in costs.stage_seconds.items():
+        rings = TENSOR_RINGS[direction]
+        token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, costs.layout.tp, rings)
+        of_layers = _without_ends(costs, direction)
+        inner = in_pack * (1.0 - 1.0 / (rings * np.maximum(layers, 1.0)))
+        room_s = np.maximum(0.0, of_layers[0] - in_pack * layers * token_s) / beside.computed_share
+        halved = matrix.copy()
+        halved[0] -= beside.gained_share * np.minimum(inner * layers * token_s, room_s)
+        halved[2] += of_layers[2] + beside.turns_s * layers - beside.gained_share * 2 * inner * layers * latency_s
+        changed[direction] = np.maximum(halved, 0.0)
+    return costs.with_stage_seconds(changed)
+
+
 def halved_packs(
     costs: PackCosts,
     columns: SliceColumns,
@@ -123,14 +147,7 @@ def _halves_seconds(
     # Halves of pack i are packs 2i and 2i + 1.
     halves = costs.features.of_packs(_in_halves(packs, first_rows)).reshape(len(first_rows), 2, -1)
     delta = halves.sum(axis=1) - whole
-    slowness = np.array([(costs.slowness or (1.0,) * layout.pipeline_ranks)[rank] for rank in layout.stage_to_rank])
-    matrix = costs.stage_seconds[direction].copy()
-    # What embedding and head cost is no layer's.
-    matrix[0] -= slowness * np.eye(1, layout.num_stages)[0] * coefficients.embedding_s_per_token / layout.tp
-    if direction == "backward":
-        last = slowness * np.eye(1, layout.num_stages, layout.num_stages - 1)[0]
-        matrix[0] -= last * coefficients.head_s_per_token / layout.tp
-        matrix[2] -= last * coefficients.head_pack_s
+    matrix = _without_ends(costs, direction)
     more_s = weighted(delta, matrix) + beside.turns_s * layers
     if direction == "backward" and policy is not None:
         more_s += np.outer(_has_policy(packs, policy, RECOMPUTE) > 0, costs.linear_again_s[1])
@@ -155,6 +172,19 @@ def _halves_seconds(
             halved_least_s = np.maximum(halved_least_s, queued_s + weighted(delta[:, 1:3], host))
         more_s = np.maximum(device_s + more_s, halved_least_s) - np.maximum(device_s, least_s)
     return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
+
+
+def _without_ends(costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
+    """`stage_seconds` of the layers alone: what embedding and head cost is no layer's."""
+    coefficients, layout = costs.coefficients, costs.layout
+    slowness = np.array([(costs.slowness or (1.0,) * layout.pipeline_ranks)[rank] for rank in layout.stage_to_rank])
+    matrix = costs.stage_seconds[direction].copy()
+    matrix[0] -= slowness * np.eye(1, layout.num_stages)[0] * coefficients.embedding_s_per_token / layout.tp
+    if direction == "backward":
+        last = slowness * np.eye(1, layout.num_stages, layout.num_stages - 1)[0]
+        matrix[0] -= last * coefficients.head_s_per_token / layout.tp
+        matrix[2] -= last * coefficients.head_pack_s
+    return matrix
 
 
 def _share_in_packs(coefficients: CostCoefficients) -> float:

@@ -1,6 +1,7 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory.
 
-    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
+    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share; where packs
+       may be computed in halves, 1 and 2 once more under the price of halves (`plan.search.halved_search`)
     2  where several activation policies come close, each of the best (`plan.search.refine_step`): split
        backwards and other schedules of the best packs, then neighbours of the best trials (`plan.search.trial_space`):
        look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
@@ -28,6 +29,7 @@ from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep
+from evenload.plan.search.halved_search import searched_as_if_halved
 from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.refine_step import RefineRules, refine
@@ -83,15 +85,12 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     plans: list[Planned] = []
     # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
     known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
-    steps = _close_to_best(
-        search_policies(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
-    )
-    for problem, found in steps:
-        refine(found, refine_rules(problem))
-    if steps:
-        problem, found = min(steps, key=lambda step: step[1].worth())
-        # As it runs, because that is what others are compared with.
-        plans.append((problem, choices_as_run(problem, found.choices())))
+    for planned in (searched(problems, known), searched_as_if_halved(problems, searched)):
+        if planned is not None:
+            # As it runs, because that is what others are compared with.
+            problem, choices = planned
+            plans.append((problem, choices_as_run(problem, choices)))
+    plans.sort(key=lambda planned: step_score(planned[1]))
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -122,6 +121,19 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
     close = [planned for planned in as_run if step_score(planned[1])[:2] <= (excess, limit_s)]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+
+
+def searched(problems: Sequence[StepProblem], known: dict[int, KnownScores]) -> Planned | None:
+    """What the search by time finds; None where no packs meet the limits."""
+    steps = _close_to_best(
+        search_policies(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
+    )
+    for problem, found in steps:
+        refine(found, refine_rules(problem))
+    if not steps:
+        return None
+    problem, found = min(steps, key=lambda step: step[1].worth())
+    return problem, found.choices()
 
 
 def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:

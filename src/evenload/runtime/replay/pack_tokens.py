@@ -39,7 +39,7 @@ class PackTokens:
         return self._part(first, slice(0, at)), self._part(second, slice(at, None))
 
     def ranges_in_turn(self) -> tuple[tuple[Range, ...], ...]:
-        """Of everything that a backward runs by itself, in its order: of both halves, last rows first, or of the pack."""
+        """Of what a backward runs by itself, in its order: of both halves, last rows first, or of the whole pack."""
         return divide_ranges(self.ranges, self.first_rows)[::-1] if self.first_rows else (self.ranges,)
 
     def _part(self, ranges: tuple[Range, ...], rows: slice) -> "PackTokens":

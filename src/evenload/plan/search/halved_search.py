@@ -1,0 +1,68 @@
+"""`searched_as_if_halved`: a search whose packs are priced as if all were computed in halves (`cost.tensor_halves`).
+
+A search that prices packs in one go takes many small ones, where halves would not pay; under the price of halves it
+takes fewer and larger ones, whose tensor-parallel transfers hide. What it finds is then priced in one go again, because
+packs are halved one by one where the plan is priced as it runs (`plan.sharing.as_run`). Price: one search more, where
+halves may pay at all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from evenload.cost.activation import RECOMPUTE
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.tensor_halves import as_if_halved, pays
+from evenload.plan.problem.candidate import Candidate, candidate
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.replica_search import KnownScores
+
+Found = tuple[StepProblem, tuple[ReplicaChoice, ...]]
+
+
+def searched_as_if_halved(
+    problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem], dict[int, KnownScores]], Found | None]
+) -> Found | None:
+    """What a search finds under that price, priced in one go.
+
+    Returns:
+        One of `problems` and its choices; None where no packs may be halved, or the search finds none, or ranks differ
+        in speed, whose costs are not those of the coefficients.
+    """
+    origins = [problem for problem in problems if _may_be_halved(problem)]
+    if not origins:
+        return None
+    costs = as_if_halved(origins[0].costs)
+    halved = [replace(problem, costs=costs) for problem in origins]
+    found = search(halved, {id(problem): {} for problem in halved})
+    if found is None:
+        return None
+    problem, choices = found
+    origin = next(one for one, other in zip(origins, halved, strict=True) if other is problem)
+    return origin, tuple(replace(choice, candidate=_in_one_go(origin, choice)) for choice in choices)
+
+
+def _may_be_halved(problem: StepProblem) -> bool:
+    """Whether packs that hold any documents may be halved: none are recomputed, or all."""
+    if problem.speeds is not None or not pays(problem.costs):
+        return False
+    again = 0 if problem.policy is None else np.count_nonzero(problem.policy == RECOMPUTE)
+    return again in (0, len(problem.num_tokens))
+
+
+def _in_one_go(problem: StepProblem, choice: ReplicaChoice) -> Candidate:
+    """The same order of the same packs under the problem's own costs."""
+    found = choice.candidate
+    num_tokens, split = problem.num_tokens[choice.documents], found.tasks.split is not None
+    tasks = pipeline_tasks(problem.costs, found.forward, found.backward, num_tokens, found.policy, split=split)
+    return candidate(
+        found.label,
+        found.forward,
+        found.backward,
+        tasks,
+        found.actions,
+        problem.cap_bytes,
+        found.policy,
+        schedule=found.schedule,
+    )
