@@ -74,7 +74,8 @@ def render_report(report: RunReport) -> str:
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     trained = [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
     facts = ((name, escape(value)) for name, value in report.facts)
-    blocks = [f"<h1>{escape(report.title)}</h1>", definitions_html("facts", facts)]
+    headline = f'<p class="headline">{escape(report.headline)}.</p>' if report.headline else ""
+    blocks = [f"<h1>{escape(report.title)}</h1>", headline, definitions_html("facts", facts)]
     if len(trained) > 1:
         links = (f'<a href="#{identifier}">{escape(section.name)}</a>' for identifier, section in trained)
         blocks.append(f"<nav>{''.join(links)}</nav>")
