@@ -1,4 +1,4 @@
-"""What a measured comparison found, in one sentence: the best strategy, and how much faster it was than the baseline."""
+"""What a measured comparison found, in one sentence: the best strategy, and its speed against the baseline."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
