@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src"
 README = ROOT / "README.md"
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "python": ("`evenload.plan`, and what the package offers", ("evenload/__init__.py", "evenload/api/*.py")),
+    "python": (
+        "Planning and training as functions, and callbacks",
+        ("evenload/__init__.py", "evenload/api/*.py", "evenload/integrations/callback.py"),
+    ),
     "loader": (
         "The loader, and other people's loops",
         ("evenload/integrations/*.py", "evenload/integrations/*/*.py", "evenload/engines/*.py"),
@@ -35,6 +38,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Settings of data and runs",
         (
             "evenload/data/config.py", "evenload/runtime/config/train_config.py",
+            "evenload/runtime/config/run_config.py", "evenload/runtime/config/log_config.py",
             "evenload/runtime/config/lora_config.py",
         ),
     ),

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "evenload"
 TARGET = ROOT / "docs" / "pictures" / "house.svg"
 PURPOSE = {
-    "api": "commands as functions: evenload.plan",
+    "api": "commands as functions: evenload.plan, evenload.train",
     "cli": "commands",
     "bench": "strategies measured side by side, beside their predictions",
     "check": "is training under these plans equal to plain training?",

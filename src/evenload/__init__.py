@@ -1,6 +1,7 @@
 """Evenload: train large language models fast on documents of very different lengths.
 
     found = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32")    # a Comparison; needs no torch
+    run = evenload.train("config.toml", callbacks=[...])                          # a TrainedRun
     loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)  # for a loop of one's own
 
 What needs torch is imported when it is asked for, because planning does not. `__version__` is the installed
@@ -15,14 +16,24 @@ from evenload.types.train_extra import needs_train_extra
 if TYPE_CHECKING:
     from evenload.api.comparison import Comparison
     from evenload.api.plan_call import plan
+    from evenload.api.train_call import TrainedRun, train
+    from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
 
-__all__ = ["Comparison", "PackedLoader", "__version__", "plan"]
+__all__ = ["Callback", "Comparison", "PackedLoader", "TrainedRun", "__version__", "plan", "train"]
 
 __version__: str
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("TrainedRun", "train"):
+        from evenload.api import train_call
+
+        return getattr(train_call, name)
+    if name == "Callback":
+        from evenload.integrations.callback import Callback
+
+        return Callback
     if name == "Comparison":
         from evenload.api.comparison import Comparison
 

@@ -35,6 +35,10 @@ class NonFiniteStepError(EvenloadError):
     """The loss or the gradient of a step is NaN or infinite; its update was not applied."""
 
 
+class CallbackError(EvenloadError):
+    """Code that a user gave a run to be told how it goes raised an exception, which stopped the run."""
+
+
 class UnsupportedModelError(EvenloadError):
     """A model part that replay cannot run exactly; named, never run wrong."""
 

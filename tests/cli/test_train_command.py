@@ -59,14 +59,18 @@ def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
 
 @pytest.fixture
 def run_here(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """As `run`, from this process, whose ranks start with everything imported; gives what the launcher itself says."""
+    """As `run`, from this process, whose ranks start with everything imported; gives what the launcher itself says
+    after its first line."""
 
     def run(*arguments: str) -> tuple[int, str]:
         rank_context()
         monkeypatch.chdir(project)
         with pytest.raises(SystemExit) as exit:
             main(["train", "config.toml", *arguments])
-        return int(exit.value.code or 0), capsys.readouterr().err
+        first, _, more = capsys.readouterr().err.partition("\n")
+        assert first.startswith("evenload ")
+        assert "train config.toml -> " in first
+        return int(exit.value.code or 0), more
 
     return run
 

@@ -74,7 +74,15 @@ def expand(pattern):
 
 def test_what_the_package_exports_is_on_the_first_page():
     assert "evenload" in SITE["public_modules"]("python")
-    assert set(evenload.__all__) == {"Comparison", "PackedLoader", "__version__", "plan"}
+    assert set(evenload.__all__) == {
+        "Callback",
+        "Comparison",
+        "PackedLoader",
+        "TrainedRun",
+        "__version__",
+        "plan",
+        "train",
+    }
     homes = [getattr(evenload, name).__module__ for name in set(evenload.__all__) - {"__version__", "plan"}]
     assert {*homes, "evenload.api.plan_call"} <= set(modules())
 

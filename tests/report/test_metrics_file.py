@@ -12,7 +12,8 @@ from report_samples import make_row
 def test_the_fixed_keys_and_their_order(tmp_path):
     """Other tools read these names; a rename would break them silently."""
     fixed = (
-        "step loss grad_norm lr tokens label_tokens padding_tokens documents step_time_s exchange_s "
+        "step loss grad_norm lr tokens label_tokens padding_tokens documents "
+        "total_tokens total_label_tokens elapsed_s unix_time_s step_time_s exchange_s "
         "predicted_step_time_s "
         "reduction_s reduction_hidden_s predicted_reduction_s predicted_reduction_hidden_s "
         "gather_s gather_hidden_s predicted_gather_s predicted_gather_hidden_s "

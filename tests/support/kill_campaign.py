@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from evenload.cli.launch_survivors import run_surviving
-from evenload.cli.train_worker import run_worker
+from evenload.cli.train_worker import RunTask, run_worker
 from evenload.errors import EvenloadError
 from evenload.report.metrics_file import read_metrics
 from evenload.runtime.comm import membership
@@ -193,7 +193,10 @@ def train_and_be_killed(
         if kill.rank == rank:
             _arm(kill, Path(marks) / str(rank))
     Trainer.planner = _scripted_planner(Trainer.planner)
-    return run_worker(load_train_config(Path(config_file), overrides), Path(cache), "the same command", line)
+    task = RunTask(
+        config=load_train_config(Path(config_file), overrides), cache=Path(cache), command="the same command"
+    )
+    return run_worker(task, line)
 
 
 def _scripted_planner(own: Callable) -> Callable:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evenload.cli import train_worker
 from evenload.cli.start_record import read_starts
-from evenload.cli.train_worker import run_worker
+from evenload.cli.train_worker import RunTask, run_worker
 from evenload.errors import CheckpointError, ConfigError, EvenloadError, RankLostError
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.writer import CheckpointWriter
@@ -51,7 +51,8 @@ def train_and_die(config_file: str, overrides: list[str], deaths: dict[int, tupl
         owner, name = PLACES[place]
         setattr(owner, name, _deadly(getattr(owner, name), calls_before))
     config = load_train_config(Path(config_file), overrides)
-    return run_worker(config, Path(config.train.output_dir) / "costs", "the same command", line)
+    cache = Path(config.train.output_dir) / "costs"
+    return run_worker(RunTask(config=config, cache=cache, command="the same command"), line)
 
 
 def train_and_come_late(config_file: str, overrides: list[str], deaths: dict[int, tuple[str, int]], line) -> int:
@@ -82,7 +83,8 @@ def train_and_stick(config_file: str, overrides: list[str], stuck: int, line) ->
     if int(os.environ["RANK"]) == stuck:
         ShardedAdamW.step = give_up
     config = load_train_config(Path(config_file), overrides)
-    return run_worker(config, Path(config.train.output_dir) / "costs", "the same command", line)
+    cache = Path(config.train.output_dir) / "costs"
+    return run_worker(RunTask(config=config, cache=cache, command="the same command"), line)
 
 
 def die(line) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from evenload.cli.start_record import read_starts
 from evenload.cli.stop_request import StopRequest
-from evenload.cli.train_worker import note_start, saved_steps, train_as_rank
+from evenload.cli.train_worker import RunTask, note_start, saved_steps, train_as_rank
 from evenload.cli.worker_setup import started_rank
 from evenload.errors import ConfigError, RankLostError
 from evenload.runtime.comm.lifeline import Lifeline
@@ -39,13 +39,14 @@ _MARGIN_S = 15.0
 """After `train.timeout_s`, for an error that names who is lost: it says more than a silent store."""
 
 
-def run_elastic_worker(config: TrainConfig, cache: Path, command: str) -> int:
+def run_elastic_worker(task: RunTask) -> int:
     """As `train_worker.run_worker`. Where ranks are lost this process is ended, not this function.
 
     Raises:
         ConfigError: settings that do not go together, a torchrun that keeps its store, or more ranks than the layout
             has places.
     """
+    config = task.config
     require_elastic(config)
     num_layers, world_size = model_spec(config).num_layers, int(os.environ["WORLD_SIZE"])
     full = layout_of(config, num_layers)
@@ -65,7 +66,7 @@ def run_elastic_worker(config: TrainConfig, cache: Path, command: str) -> int:
             if setup.mesh.rank == 0:
                 is_first = not read_starts(Path(config.train.output_dir))
                 note_start(now, layouts[0], saved_steps(now), "" if is_first else "started again by torchrun")
-            return train_as_rank(now, setup, cache, command, StopRequest()) or 0
+            return train_as_rank(task.of(now), setup, StopRequest()) or 0
     except Exception as error:
         if not (isinstance(error, RankLostError) or comes_of_transport(error)):
             raise

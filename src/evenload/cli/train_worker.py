@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.calibrate.deterministic_price import deterministic_price
+from evenload.cli.callback_calls import CallbackCalls
 from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
@@ -27,6 +28,8 @@ from evenload.cli.run_lines import (
 )
 from evenload.cli.speed_line import speed_line
 from evenload.cli.start_record import append_start, read_starts, start_record
+from evenload.cli.step_lines import StepLines
+from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.survivor_start import kept_steps, standing
 from evenload.cli.switch_line import groups_line, switch_line, twins_line
@@ -34,8 +37,8 @@ from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import RankLostError
 from evenload.explore.prediction_interval import prediction_interval
+from evenload.integrations.callback import Callback
 from evenload.plan.strategies.merge_default import decide_dp_merge
-from evenload.report.table import step_line
 from evenload.runtime.checkpoint.directory import (
     checkpoints_of,
     latest_checkpoint,
@@ -60,23 +63,42 @@ _MOST_IN_VAIN = 2
 """Rounds in a row that may end with nobody lost and nothing kept or saved."""
 
 
-def run_worker(config: TrainConfig, cache: Path, command: str, line: StopLine | None = None) -> int:
-    """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
+@dataclass(frozen=True, kw_only=True)
+class RunTask:
+    """What ranks are to do.
 
     Args:
         cache: where calibrated cost files are kept between runs.
         command: goes on with this run.
+        callbacks: told of the run on rank 0.
+    """
+
+    config: TrainConfig
+    cache: Path
+    command: str
+    callbacks: tuple[Callback, ...] = ()
+
+    def of(self, config: TrainConfig) -> "RunTask":
+        """The same with another configuration, of fewer ranks."""
+        return replace(self, config=config)
+
+
+def run_worker(task: RunTask, line: StopLine | None = None) -> int:
+    """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
+
+    Args:
         line: to our launcher; None under another one.
     """
+    config = task.config
     if config.train.on_lost_rank == "shrink":
-        return _run_with_fewer_and_fewer(config, cache, command, line)
+        return _run_with_fewer_and_fewer(task, line)
     with started_rank(config, *layouts_of(config, model_spec(config).num_layers)) as setup:
-        return train_as_rank(config, setup, cache, command, StopRequest(line)) or 0
+        return train_as_rank(task, setup, StopRequest(line)) or 0
 
 
-def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, line: StopLine | None) -> int:
+def _run_with_fewer_and_fewer(task: RunTask, line: StopLine | None) -> int:
     """As `run_worker`; where ranks are lost, those that are left make everything but their processes anew."""
-    here = os.environ
+    here, config = os.environ, task.config
     members = Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
     num_layers, why, in_vain = model_spec(config).num_layers, "", 0
     while members.is_member or members.wait_to_join():
@@ -96,7 +118,7 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
             note_start(config, layouts[0], start.steps_done, why, is_kept=start.is_kept)
         grows = partial(_is_larger_with_others, config, num_layers, members)
         try:
-            stopped = _train_round(now, layouts, members, cache, command, line, grows)
+            stopped = _train_round(task.of(now), layouts, members, line, grows)
             if stopped is not None:
                 return stopped
             why = _OTHERS_CAME
@@ -123,18 +145,16 @@ def _run_with_fewer_and_fewer(config: TrainConfig, cache: Path, command: str, li
 
 
 def _train_round(
-    config: TrainConfig,
+    task: RunTask,
     layouts: tuple[ParallelLayout, ...],
     members: Membership,
-    cache: Path,
-    command: str,
     line: StopLine | None,
     asked_to_pause: Callable[[], bool],
 ) -> int | None:
     """`train_as_rank` with these members. A function of its own, so that when it ends nothing holds groups of the round
     or maps what was kept in it."""
-    with started_rank(config, *layouts, members=members) as setup:
-        return train_as_rank(config, setup, cache, command, StopRequest(line), asked_to_pause, kept_steps(members))
+    with started_rank(task.config, *layouts, members=members) as setup:
+        return train_as_rank(task, setup, StopRequest(line), asked_to_pause, kept_steps(members))
 
 
 def _is_larger_with_others(config: TrainConfig, num_layers: int, members: Membership) -> bool:
@@ -174,10 +194,8 @@ def saved_steps(config: TrainConfig) -> int:
 
 
 def train_as_rank(
-    config: TrainConfig,
+    task: RunTask,
     setup: RankSetup,
-    cache: Path,
-    command: str,
     stop: StopRequest,
     asked_to_pause: Callable[[], bool] = lambda: False,
     kept: KeptSteps | None = None,
@@ -187,30 +205,35 @@ def train_as_rank(
     Returns:
         The signal that stopped the run, or 0; None where all ranks left off, saved, because one was asked to.
     """
-    mesh, memory_cap_bytes = setup.mesh, setup.memory_cap_bytes
+    config, mesh, memory_cap_bytes = task.config, setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
     trainer = Trainer(config, mesh, setup.meshes, kept)
     resumed = trainer.resume()
-    costs = run_coefficients(trainer, cache, setup.threads, console)
+    costs = run_coefficients(trainer, task.cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
-    steps_before = trainer.steps_done
-    with stop.listening():
-        last = _run_steps(trainer, costs, memory_cap_bytes, files, console, (stop, asked_to_pause))
+    steps_before, calls = trainer.steps_done, CallbackCalls(task.callbacks, trainer)
+    with stop.listening(), calls.running():
+        last = _run_steps(trainer, costs, memory_cap_bytes, (files, calls), console, (stop, asked_to_pause))
         # A step that was kept in memory is in no checkpoint yet, be it the last one.
         has_trained = trainer.steps_done > steps_before or isinstance(resumed, KeptStep)
         if has_trained:
-            console.print(f"checkpoint {trainer.save()}")
+            saved = trainer.save()
+            console.print(f"checkpoint {saved}")
+            calls.checkpoint(saved)
             if last is not None:
                 files.write(last)
             elif mesh.rank == 0:  # all were kept: of the last ones the rank that wrote the files may be gone
                 files.write_pictures()
         if trainer.stop_signal:
-            show_stopped(console, trainer, command)
+            calls.end_reason = "stopped"
+            show_stopped(console, trainer, task.command)
         elif trainer.is_paused:
+            calls.end_reason = "regrouped"
             return None
         else:
-            leave_finished(console, trainer, files, last, has_trained=has_trained, command=command)
+            leave_finished(console, trainer, files, last, has_trained=has_trained, command=task.command)
+            calls.end_reason = "finished"
     return trainer.stop_signal
 
 
@@ -218,34 +241,37 @@ def _run_steps(
     trainer: Trainer,
     costs: CostCoefficients,
     memory_cap_bytes: int,
-    files: RunWriter,
+    told: tuple[RunWriter, CallbackCalls],
     console: Console,
     asked: tuple[StopRequest, Callable[[], bool]],
 ) -> StepReport | None:
     """The last step's report, on rank 0 and if any step ran.
 
     Args:
+        told: of every step: files, and callbacks.
         asked: to stop, and to leave off.
     """
+    files, calls = told
     last: StepReport | None = None
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("steps", total=trainer.config.train.steps, completed=trainer.steps_done)
-        stop, pause = asked
+    config, (stop, pause) = trainer.config, asked
+    lines = StepLines(console, config.log.lines_every_s, trainer.steps_done, config.train.steps)
+    with lines.moving(), StepProfile(config, trainer.mesh.rank, trainer.steps_done) as profile:
         for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal, asked_to_pause=pause):
-            progress.update(task, completed=trainer.steps_done)
+            profiled = profile.after_step(trainer.steps_done)
             if report is not None:
                 files.add_step(report)
+                calls.step(report)
                 if last is None:
-                    limit = trainer.config.max_pack_tokens
-                    console.print(first_plan_line(report.plan, limit, interval), soft_wrap=True)
+                    console.print(first_plan_line(report.plan, config.max_pack_tokens, interval), soft_wrap=True)
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
-                console.print(step_line(report.row), soft_wrap=True)
+                lines.show(report.row, trainer.steps_done)
                 _show_events(report, console)
-                warn(prediction_line(ratios, costs.device, trainer.config.train.cost_file), console)
+                if profiled:
+                    console.print(profiled, soft_wrap=True, markup=False)
+                warn(prediction_line(ratios, costs.device, config.train.cost_file), console)
             last = report
     if held := interval_line(ratios, interval):
         console.print(held, soft_wrap=True)

@@ -111,7 +111,12 @@ def joined_rank(
         if device.type == "cuda" or len(layouts) > 1:
             warm_up(meshes)
         cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
-        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+        try:
+            yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+        except BaseException:
+            if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
+                meshes.start.watch.close()
+            raise
         # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
         meshes.start.watch.close()
         dist.destroy_process_group()

@@ -165,7 +165,5 @@ Evenload.stepMemory = (() => {
     return best;
   };
 
-  const gradient = `linear-gradient(90deg,${RANK_STOPS.map(rgb).join(",")})`;
-
-  return { MEMORY_PX, gradient, draw, held, kindsHeld, fullest, memoryAt };
+  return { MEMORY_PX, draw, held, kindsHeld, fullest, memoryAt };
 })();

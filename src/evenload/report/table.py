@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
-from evenload.report.metrics_file import MetricRow, MetricValue, predicted_part_seconds
-from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
+from evenload.report.metrics_file import MetricRow, MetricValue
+from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.types.length_unit import LengthUnit
-from evenload.types.scaled_units import format_bytes
 
-# Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
+# Left out first when the terminal is narrow; all other columns stay as long as possible.
 _LEFT_OUT_FIRST = (
     "layout",
     "sharding",
@@ -29,32 +28,22 @@ _LEFT_OUT_FIRST = (
     "imbalance_forward",
     "final_loss",
     "time_split",
-    "fraction_of_layout_bound",
-    "mfu",
-    "peak_host_bytes_per_node",
     "bubble_fraction",
-    "dropped_tokens",
-    "step_time_interval_s",
-    "cap_violations",
-    "peak_memory_bytes",
-    "deferred_tokens",
+    "tokens_per_s_per_device",
+    "measured_tokens_per_s",
+    "speedup_over_best_fit",
     "fraction_of_bound",
 )
-_NEVER_CONSTANT = frozenset(
-    {
-        *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
-        *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
-    }
-)
-"""Keys of what is compared: equal values are a result and stay a column. The time to plan is no property of a plan."""
+_MUCH_WAITING = 0.05
+"""Of a step's time."""
 
 
 @dataclass(frozen=True)
 class ComparisonTable:
     """A rich renderable: strategies side by side, the best marked, as many columns as the width takes.
 
-    What is the same in all rows stands in a line above the table. A cut number is a wrong number, so columns that do
-    not fit are left out whole and named below the table; then those that cannot run, with the reason.
+    A cut number is a wrong number, so columns that do not fit are left out whole and named below the table; then those
+    that cannot run, with the reason.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -64,10 +53,8 @@ class ComparisonTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns, constants = _without_constants(feasible, shown_columns(feasible, self.unit))
-        if constants:
-            yield Text(f"the same in all rows: {', '.join(constants)}")
-        left_out: list[Column] = []
+        columns = list(shown_columns(feasible, self.unit))
+        left_out = []
         for key in _LEFT_OUT_FIRST:
             table = self._table(feasible, columns)
             if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
@@ -76,7 +63,7 @@ class ComparisonTable:
             columns = [column for column in columns if column.key != key]
         yield self._table(feasible, columns)
         if left_out:
-            yield Text(f"left out for width: {', '.join(_on_one_line(column) for column in left_out)}")
+            yield Text(f"left out for width: {', '.join(column.heading.replace(chr(10), ' ') for column in left_out)}")
         for row in self.rows:
             if not is_feasible(row):
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
@@ -95,51 +82,30 @@ class ComparisonTable:
         return table
 
 
-def _without_constants(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
-) -> tuple[list[Column], list[str]]:
-    """Columns in which rows differ, and what the others hold in words; one row differs from nothing."""
-    kept, constants = [], []
-    for column in columns:
-        cells = {format_cell(column, row) for row in rows}
-        if len(rows) > 1 and len(cells) == 1 and column.key not in _NEVER_CONSTANT:
-            constants.append(f"{_on_one_line(column)} {cells.pop()}")
-        else:
-            kept.append(column)
-    return kept, constants
-
-
-def _on_one_line(column: Column) -> str:
-    return column.heading.replace("\n", " ")
-
-
 def step_line(row: MetricRow) -> str:
-    """One line about one step: what was trained, how fast, and how far the prediction was off. Tokens are real ones,
-    without padding. A dash stands for what is not known."""
-    measured_s, predicted_s = _number(row["step_time_s"]), _number(row["predicted_step_time_s"])
-    part_s = predicted_part_seconds(row)
-    off = part_s / predicted_s - 1 if part_s and predicted_s else None
+    """One line about one step, within 100 columns where nothing is unusual: what was learnt and how fast. Tokens are
+    real ones, without padding; a dash stands for what is not known. What waiting for data took is told where it is much
+    of the step, deferred documents where there are any."""
+    step_s, wait_s = _number(row["step_time_s"]), _number(row["data_wait_s"])
     parts = [
         f"step {row['step']}",
         f"loss {format_plain(_number(row['loss']), '.4f')}",
-        f"grad_norm {format_plain(_number(row['grad_norm']), '.3g')}",
+        f"grad {format_plain(_number(row['grad_norm']), '.3g')}",
         f"lr {format_plain(_number(row['lr']), '.3g')}",
         f"{format_count(_number(row['tokens_per_s']))} tokens/s",
-        f"{format_seconds(measured_s)} (predicted {format_seconds(predicted_s)}, {format_change(off)})",
-        f"bubble {format_percent(_number(row['bubble_fraction']))}",
-        "max/mean fwd {} bwd {} dp {}".format(
-            *(
-                format_plain(_number(row[key]), ".2f")
-                for key in ("imbalance_forward", "imbalance_backward", "imbalance_dp")
-            )
-        ),
-        f"memory {format_bytes(_number(row['peak_memory_bytes']))}",
+        f"{format_seconds(step_s)} (predicted {format_seconds(_number(row['predicted_step_time_s']))})",
     ]
-    if row["data_wait_s"]:
-        parts.append(f"data wait {format_seconds(_number(row['data_wait_s']))}")
+    if wait_s and step_s and wait_s > _MUCH_WAITING * step_s:
+        parts.append(f"waited {format_seconds(wait_s)} for data")
     if row["deferred_documents"]:
         parts.append(f"{row['deferred_documents']} documents deferred")
     return " | ".join(parts)
+
+
+def progress_text(row: MetricRow) -> str:
+    """What a line that moves says of the last step, in few columns."""
+    loss, speed = format_plain(_number(row["loss"]), ".4f"), format_count(_number(row["tokens_per_s"]))
+    return f"loss {loss} | {speed} tokens/s"
 
 
 def _number(value: MetricValue) -> float | None:

@@ -52,6 +52,7 @@ from evenload.runtime.step_metrics import (
 from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
+from evenload.types.run_totals import RunTotals
 from evenload.types.timeline import Timeline
 
 
@@ -79,6 +80,7 @@ class Trainer:
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         self.steps_done = 0
+        self.totals = RunTotals()
         self._loader_state = self._loader.state()
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
@@ -137,7 +139,7 @@ class Trainer:
             return None
         where, position = state
         self._loader.load_state(decode_state(position.loader))
-        self.steps_done = position.progress.steps_done
+        self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
         self._loader_state = self._loader.state()
         progress, self.coefficients = position.progress, position.coefficients
         flex = resumed_flex(progress.flex, self.meshes.layouts)
@@ -190,7 +192,7 @@ class Trainer:
         self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
-        is_first = True
+        is_first, ended_s = True, time.perf_counter()
         while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
             self.mesh.watch.note("the wait for its next documents and plan")
@@ -202,7 +204,7 @@ class Trainer:
             step = prepared.planned.plan.step
             if is_first and isinstance(planner, FlexPlanner):
                 planner.require_room(self.layout, prepared.planned.plan)
-            is_first = False
+            is_first, num_skipped = False, self._non_finite.num_skipped
             report = self.run_step(
                 prepared,
                 coefficients,
@@ -213,6 +215,9 @@ class Trainer:
                 goes_on=step + 1 != last_step,
                 coming_layout=source.coming_layout,
             )
+            before_s, ended_s = ended_s, time.perf_counter()
+            is_skipped = self._non_finite.num_skipped > num_skipped
+            self.totals = self.totals.after(prepared.planned.plan, ended_s - before_s, is_skipped=is_skipped)
             if report is not None:
                 report = self._noted(report, prepared.planned, feedback)
             self.steps_done += 1
@@ -239,13 +244,14 @@ class Trainer:
         )
 
     def _noted(self, report: StepReport, planned: PlannedStep, feedback: StepFeedback) -> StepReport:
-        """With what the step changes in coming plans."""
+        """With the run's totals, and what the step changes in coming plans."""
         speeds, from_step = feedback.new_speeds(planned, report.measured)
         # A CPU's count has no temporary buffers, which predictions have.
         peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
         decision = feedback.decision(planned, report.measured, report.switch, peak_bytes)
         self._layouts_known = feedback.known
-        return replace(report, new_speeds=speeds, speeds_from_step=from_step, decision=decision)
+        row = report.row | self.totals.metrics()
+        return replace(report, row=row, new_speeds=speeds, speeds_from_step=from_step, decision=decision)
 
     def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""
@@ -266,6 +272,7 @@ class Trainer:
             layout=self.mesh.layout.describe(),
             strategy=self.config.plan.strategy,
             skipped_steps=self._non_finite.num_skipped,
+            totals=self.totals,
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,

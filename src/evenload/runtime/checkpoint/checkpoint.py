@@ -44,6 +44,7 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.optimizer import ShardedAdamW
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
+from evenload.types.run_totals import RunTotals
 
 LOADER_FILE = "loader.json"
 COST_FILE = "cost.json"
@@ -60,6 +61,7 @@ class Progress(Frozen):
         skipped_steps: of the steps done, those whose update was not applied because it was not finite.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
+        totals: of tokens and seconds until then.
         layouts_known: what trained steps said of layouts, after each of the last steps.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
@@ -68,6 +70,7 @@ class Progress(Frozen):
     layout: str
     strategy: str = ""
     skipped_steps: int = 0
+    totals: RunTotals = RunTotals()
     planner: DelayState = DelayState()
     flex: FlexState | None = None
     layouts_known: tuple[KnownAfter, ...] = ()

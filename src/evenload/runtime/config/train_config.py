@@ -3,9 +3,11 @@
 Needs no torch: `evenload plan` and `evenload lengths` read the same file.
 """
 
+import copy
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +15,7 @@ from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known
+from evenload.runtime.config.log_config import LogConfig
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.run_config import RunConfig
@@ -148,6 +151,7 @@ class TrainConfig(Frozen):
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: RunConfig
+    log: LogConfig = LogConfig()
 
     @property
     def sums_beside_packs(self) -> bool:
@@ -174,6 +178,8 @@ class TrainConfig(Frozen):
             )
         if self.train.deterministic:
             self._require_plans_of_data_alone()
+        if self.log.profile_steps is not None and self.train.steps is not None:
+            self.log.require_steps(self.train.steps)
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         if self.train.steps is None and self.optimizer.decay != "constant":
@@ -214,7 +220,7 @@ class TrainConfig(Frozen):
         return msgspec.structs.replace(model, attention_workspace=in_kernels, ordered_attention=ordered)
 
 
-def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
+def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
 
     Raises:
@@ -226,6 +232,13 @@ def load_train_config(path: Path, overrides: list[str]) -> TrainConfig:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
+    return read_train_config(tree, overrides)
+
+
+def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
+    """A configuration from nested tables, as a TOML file has them, which stay as they are; otherwise as
+    `load_train_config`."""
+    tree = copy.deepcopy(dict(tree))
     for override in overrides:
         apply_override(tree, override)
     require_known(tree, TrainConfig)

@@ -1,0 +1,118 @@
+"""What a run of the command tells trackers, the profiler's files and a log file, over a stop and a resume."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import pytest
+
+from evenload.report.metrics_file import read_metrics
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+
+SETTINGS = """
+max_document_tokens = 1024
+batch_documents = 6
+[parallel]
+pp = 2
+[optimizer]
+learning_rate = 1e-2
+[log]
+to = ["wandb", "tensorboard"]
+lines_every_s = 3600
+profile_steps = [1, 3]
+[train]
+steps = 100000
+threads_per_process = 1
+cost_file = "cost.json"
+"""
+
+
+def start(project, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "evenload", "train", "config.toml", *arguments],
+        cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not (find_spec("wandb") and find_spec("tensorboard")), reason="wandb and tensorboard are not installed"
+)
+def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
+    """SIGTERM after some steps: a checkpoint, exit code 143; the same command goes on in the same run everywhere."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
+    write_small_costs(tmp_path, pp=2)
+    run = tmp_path / "run"
+
+    process = start(tmp_path)
+    deadline_s = time.monotonic() + 400
+    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    process.terminate()
+    output = process.communicate(timeout=400)[0]
+    assert process.returncode == 128 + signal.SIGTERM, output
+    first = output.splitlines()[0]
+    assert first.startswith(f"evenload {version('evenload')} train config.toml -> {run} | ")
+    assert not {"\r", "\x1b"} & set(output), "a log file has no lines that move"
+    rows = read_metrics(run / "metrics.jsonl")
+    stopped_at = len(rows)
+    # The first step, the second, and the last one, however many there were.
+    shown = [int(line.split()[1]) for line in output.splitlines() if line.startswith("step ")]
+    assert shown == [0, 1, stopped_at - 1]
+    assert all(len(line) <= 100 for line in output.splitlines() if line.startswith("step ") and "waited" not in line)
+    for rank in (0, 1):
+        trace = run / "profile" / f"steps-1-to-2-rank-0000{rank}.json"
+        assert json.loads(trace.read_text())["traceEvents"]
+    assert f"profile of steps 1 to 2, a file a process: {run}/profile/steps-1-to-2-rank-00000.json" in output
+
+    process = start(tmp_path, f"train.steps={stopped_at + 2}")
+    output = process.communicate(timeout=400)[0]
+    assert process.returncode == 0, output
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(stopped_at + 2))
+    assert [row["total_tokens"] for row in rows] == [
+        sum(int(row["tokens"]) for row in rows[: at + 1]) for at in range(len(rows))
+    ]
+    elapsed_s = [float(row["elapsed_s"]) for row in rows]
+    assert elapsed_s == sorted(elapsed_s)
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name, key in (("train/loss", "loss"), ("train/learning_rate", "lr"), ("perf/tokens_per_s", "tokens_per_s"),
+                      ("train/total_tokens", "total_tokens"), ("time/step_s", "step_time_s")):  # fmt: skip
+        found = events.Scalars(name)
+        assert [one.step for one in found] == list(range(stopped_at + 2)), name
+        assert [one.value for one in found] == pytest.approx([row[key] for row in rows], rel=1e-6), name
+
+    identity = json.loads((run / "wandb.json").read_text())["id"]
+    kept = sorted(run.glob(f"wandb/offline-run-*/run-{identity}.wandb"))
+    assert len(kept) == 2 == len(list(run.glob("wandb/offline-run-*/run-*.wandb"))), "both starts are one run there"
+    for file in kept:
+        content = file.read_bytes()
+        for name in (b"train/loss", b"train/global_step", b"perf/mfu", b"time/step_s"):
+            assert name in content, (file, name)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
+    from evenload.cli.main import main
+
+    monkeypatch.setattr("evenload.runtime.config.log_config.find_spec", lambda name: None)
+    settings = 'max_document_tokens = 9\nbatch_documents = 1\n[log]\nto = ["wandb"]\n[train]\nsteps = 2\n'
+    file = write_small_run(tmp_path, ["a"], settings)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(file)])
+    assert stopped.value.code == 2
+    assert "pip install 'evenload[wandb]', or leave it out of log.to" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", str(file), "log.to=[]", "log.profile_steps=[2, 4]"])
+    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in capsys.readouterr().err
