@@ -95,7 +95,7 @@ wheel: .venv/dev  ## dist/: source distribution and wheel, installed and tried w
 	$(BIN)/python tools/make_wheel.py
 
 # What a GPU machine without a network may lack; its torch and what belongs to torch it has.
-GPU_WHEELS := msgspec plotly jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
+GPU_WHEELS := msgspec jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
 GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
 
 wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux

@@ -1,76 +1,86 @@
-"""Step time on other engines: Evenload's plans against what their users pack, on two CPU processes of one thread each.
+"""Step time on other engines: Evenload's plans against what their users get, on two CPU processes of one thread each.
 
 A small Llama of 2 layers; lengths are `examples/lengths/github_dirs.npy.gz` divided by 32, as in loader_training.py. In
-one run of one set of processes the variants train the same global batches by turns, at learning rate 0, and must have
+one run of one set of processes both variants train the same global batches by turns, at learning rate 0, and must have
 the same losses. Attention is called once a document, as kernels with cumulative lengths do it on GPUs. A step is as
-long as that of its slowest rank, update included.
+long as that of its slowest rank, update included; reading and planning are done before.
 
-    best_fit    the baseline: the fullest packs of `max_tokens` (what TRL calls bfd), dealt to the ranks in turn, every
-                rank as many. FSDP2 and DeepSpeed pack nothing themselves: they train what a collator gives them
-    balanced    packs of equal predicted time, for how the engine runs them
-    auto        the fastest of all strategies that the engine runs, by its price
+    auto                the fastest of all strategies that the engine runs, by its price
+    best_fit            the fullest packs (TRL's bfd, which its trainers pack by), dealt to the ranks in turn, equally
+                        many on each. Baseline of the Trainer, and of FSDP2 and DeepSpeed, which pack nothing themselves
+    in_order            documents as they come, into a pack until the next does not fit. Baseline of torchtitan, whose
+                        own loader also cuts the document that does not fit; that would be another training
+    in_order, padded    the same, every pack padded to one length: baseline of Megatron-Core (its data for fine-tuning)
 
 The prediction is `engines.price` with what `evenload profile` measures on this machine just before. That is Evenload's
 own runtime, not the engine's modules: compare ratios.
 
     python benchmarks/engine_steps.py [--quick] [--append] [--engine fsdp2 ...]
 
-Engines that are not installed are left out, and a line says so.
+An engine takes two to four minutes. Those that are not installed are left out, and a line says so; torchtitan's
+environment is that of `make test-engines`. Megatron-Core runs on CPUs with the shim of its tests: one stage, two
+replicas.
 """
 
 import argparse
 import functools
 import importlib.util
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from transformers import LlamaConfig
 
 import engine_loops
-from engine_turns import BASELINE, DOCUMENTS, RANKS, VARIANTS, Train, Trained
+import engine_trainers
+from engine_turns import OURS, RANKS, STEP_TOKENS, Race, Train, Trained
+from interleaved_steps import spawn_ranks
 from loader_sources import write_tokens
 from loader_training import CONTEXT, read_scaled_lengths, tiny_config
 from results import Row, median_ratio, run_benchmark
 
-ROUNDS, QUICK_ROUNDS = 12, 1
+ROUNDS, QUICK_ROUNDS = 14, 1
 PROFILE_MINUTES, QUICK_PROFILE_MINUTES = 1.0, 0.2
 SAME_LOSS = 1e-4
 """Relative: float32, summed in another order."""
 
 
 class Engine(NamedTuple):
-    """What trains on an engine, and the package that must be installed."""
+    """What trains on an engine, what its users get without Evenload, its model, and the package that is needed."""
 
     train: Train
+    baseline: str = "best_fit"
     package: str = "torch"
+    config: Callable[[], LlamaConfig] = tiny_config
 
 
 ENGINES = {
     "fsdp2": Engine(engine_loops.train_fsdp2),
-    "deepspeed": Engine(engine_loops.deepspeed_trains(1), "deepspeed"),
-    "deepspeed-zero2": Engine(engine_loops.deepspeed_trains(2), "deepspeed"),
-    "deepspeed-zero3": Engine(engine_loops.deepspeed_trains(3), "deepspeed"),
+    "deepspeed": Engine(engine_loops.deepspeed_trains(1), package="deepspeed"),
+    "deepspeed-zero2": Engine(engine_loops.deepspeed_trains(2), package="deepspeed"),
+    "deepspeed-zero3": Engine(engine_loops.deepspeed_trains(3), package="deepspeed"),
+    "megatron": Engine(engine_loops.train_megatron, "in_order, padded", "megatron"),
+    "torchtitan": Engine(engine_trainers.train_torchtitan, "in_order", "torchtitan", engine_trainers.titan_config),
+    "trainer": Engine(engine_trainers.train_with_trainer, package="accelerate"),
 }
 
 
-def run_rank(rank: int, name: str, directory: str, port: int, turns: list[str]) -> None:
+def run_rank(rank: int, name: str, directory: str, turns: list[str]) -> None:
     """One rank; rank 0 leaves the steps of all turns, with the seconds of the slowest rank."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo")
-    steps = ENGINES[name].train(Path(directory), turns)
+    engine, folder = ENGINES[name], Path(directory)
+    config = LlamaConfig.from_pretrained(folder)
+    steps = engine.train(Race(folder, name, config, engine.baseline, turns))
     slowest = torch.tensor([step.seconds for step in steps])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if rank == 0:
@@ -81,61 +91,70 @@ def run_rank(rank: int, name: str, directory: str, port: int, turns: list[str]) 
     os._exit(0)  # engines leave threads behind, which would wait for each other
 
 
-def measure_engine(name: str, cost_file: Path, quick: bool) -> list[Row]:
-    """All rows of an engine."""
-    rounds, config = QUICK_ROUNDS if quick else ROUNDS, tiny_config()
+def measure_engine(name: str, directory: Path, quick: bool) -> list[Row]:
+    """All rows of an engine.
+
+    Args:
+        directory: with `config.json` and the cost file.
+    """
+    rounds, config = QUICK_ROUNDS if quick else ROUNDS, LlamaConfig.from_pretrained(directory)
     # Who goes first changes from round to round; the first round, which makes buffers, does not count.
-    orders = (list(VARIANTS), list(VARIANTS)[::-1])
-    turns = [variant for one in range(rounds + 1) for variant in orders[one % 2]]
-    with tempfile.TemporaryDirectory() as directory:
-        lengths = read_scaled_lengths(DOCUMENTS * (rounds + 2))
-        write_tokens(Path(directory, "documents"), lengths, vocab_size=config.vocab_size)
-        Path(directory, "cost.json").write_bytes(cost_file.read_bytes())
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        torch.multiprocessing.spawn(run_rank, (name, directory, port, turns), nprocs=RANKS)
-        steps = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=list[Trained])
-    counted = list(zip(turns, steps, strict=True))[len(VARIANTS) :]
-    return rows_of(name, {variant: [step for of, step in counted if of == variant] for variant in VARIANTS})
+    variants = [ENGINES[name].baseline, OURS]
+    turns = [variant for one in range(rounds + 1) for variant in variants[:: -1 if one % 2 else 1]]
+    lengths = read_scaled_lengths(STEP_TOKENS * (rounds + 3) // 8)
+    enough = int(np.searchsorted(np.cumsum(lengths), STEP_TOKENS * (rounds + 3)))
+    write_tokens(directory / "documents", lengths[:enough], vocab_size=config.vocab_size)
+    spawn_ranks(RANKS, run_rank, name, str(directory), turns)
+    steps = msgspec.json.decode((directory / "found.json").read_bytes(), type=list[Trained])
+    counted = list(zip(turns, steps, strict=True))[len(variants) :]
+    return rows_of(name, *([step for of, step in counted if of == variant] for variant in variants))
 
 
-def rows_of(name: str, found: dict[str, list[Trained]]) -> list[Row]:
-    """Medians over rounds of ratios; stops where the variants have not trained the same."""
-    baseline = found[BASELINE]
-    case = f"{name}, {RANKS} processes, {DOCUMENTS} documents of github_dirs/32 a step, packs of {CONTEXT}"
-    rows = []
-    for variant, steps in found.items():
-        for ours, theirs in zip(steps, baseline, strict=True):
-            if abs(ours.loss - theirs.loss) > SAME_LOSS * theirs.loss:
-                sys.exit(f"{name}: {variant} has loss {ours.loss}, {BASELINE} {theirs.loss}: not the same training")
-        if variant != BASELINE:
-            for metric, column in (("faster", "seconds"), ("predicted faster", "predicted_s")):
-                slow, fast = ([getattr(one, column) for one in of] for of in (baseline, steps))
-                rows.append(Row("engine_steps", case, f"{variant} {metric}", median_ratio(slow, fast), "x", BASELINE))
-        share = statistics.median(one.predicted_s / one.seconds for one in steps)
-        rows.append(Row("engine_steps", case, f"{variant} predicted over measured", share, "x", variant))
-    return rows
+def rows_of(name: str, baseline: list[Trained], ours: list[Trained]) -> list[Row]:
+    """Medians over rounds of ratios and their quartiles; stops where the variants have not trained the same."""
+    for step, other in zip(ours, baseline, strict=True):
+        if abs(step.loss - other.loss) > SAME_LOSS * other.loss:
+            sys.exit(f"{name}: {OURS} has loss {step.loss}, the baseline {other.loss}: not the same training")
+    against = ENGINES[name].baseline
+    case = f"{name}, {RANKS} processes, {STEP_TOKENS} tokens of github_dirs/32 a step, packs of {CONTEXT}"
+    row = functools.partial(Row, "engine_steps", case)
+    measured = [slow.seconds / fast.seconds for slow, fast in zip(baseline, ours, strict=True)]
+    low, high = np.quantile(measured, [0.25, 0.75]).tolist()
+    predicted = median_ratio([step.predicted_s for step in baseline], [step.predicted_s for step in ours])
+    told = {
+        name: statistics.median(step.predicted_s / step.seconds for step in steps)
+        for name, steps in (("baseline", baseline), (OURS, ours))
+    }
+    return [
+        row(f"{OURS} faster", statistics.median(measured), "x", against),
+        row(f"{OURS} faster, lower quartile", low, "x", against),
+        row(f"{OURS} faster, upper quartile", high, "x", against),
+        row(f"{OURS} predicted faster", predicted, "x", against),
+        *(row(f"{variant} predicted over measured", share, "x", "") for variant, share in told.items()),
+    ]
 
 
-def profile(config: LlamaConfig, directory: Path, quick: bool) -> Path:
-    """A cost file of the model on two processes of this machine."""
+def profile(config: LlamaConfig, directory: Path, quick: bool) -> None:
+    """The model's configuration and its cost file, on two processes of this machine, in a folder."""
     config.save_pretrained(directory)
     command = [sys.executable, "-m", "evenload.cli.main", "profile", "--layout", f"dp={RANKS}", "--threads", "1"]
     command += ["--minutes", str(QUICK_PROFILE_MINUTES if quick else PROFILE_MINUTES), "--context", str(CONTEXT)]
     subprocess.run([*command, "--model", str(directory), "-o", str(directory / "cost.json")], check=True)
-    return directory / "cost.json"
 
 
 def measure(quick: bool, names: Sequence[str] = tuple(ENGINES)) -> list[Row]:
-    """Rows of all engines that are installed."""
+    """Rows of all engines that are installed; each model is profiled once."""
     installed = [name for name in names if importlib.util.find_spec(ENGINES[name].package) is not None]
     for name in names:
         if name not in installed:
             print(f"engine_steps: left out: {name}, because {ENGINES[name].package} is not installed")
-    with tempfile.TemporaryDirectory() as directory:
-        cost_file = profile(tiny_config(), Path(directory), quick)
-        return [row for name in installed for row in measure_engine(name, cost_file, quick)]
+    rows: list[Row] = []
+    for config in dict.fromkeys(ENGINES[name].config for name in installed):
+        with tempfile.TemporaryDirectory() as directory:
+            profile(config(), Path(directory), quick)
+            for name in (one for one in installed if ENGINES[one].config is config):
+                rows += measure_engine(name, Path(directory), quick)
+    return rows
 
 
 if __name__ == "__main__":

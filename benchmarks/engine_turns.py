@@ -1,5 +1,6 @@
 """What the engines of engine_steps.py have in common: documents, loaders, prices, and variants that train by turns."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,17 +20,19 @@ from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from in_order import IN_ORDER
 from loader_training import CONTEXT, PER_DOCUMENT
 
 RANKS = 2
-DOCUMENTS = 64
-BASELINE = "best_fit"
-VARIANTS: dict[str, dict[str, Any]] = {
-    BASELINE: {"strategy": "best_fit", "equal_micro_batches": True},
-    "balanced": {"strategy": "balanced"},
-    "auto": {"strategy": "auto"},
+STEP_TOKENS = 6 * CONTEXT
+"""Of a global batch: three full packs a rank."""
+OURS = "auto"
+BASELINES: dict[str, dict[str, Any]] = {
+    "best_fit": {"strategy": "best_fit"},
+    "in_order": {"strategy": IN_ORDER.name},
+    "in_order, padded": {"strategy": IN_ORDER.name, "fixed_shapes": True},
 }
-"""Loader settings: what users of these engines pack (every rank as many micro-batches), and plans for the engine."""
+"""Loader settings of what users of the engines get where they do nothing about it."""
 
 
 class Trained(NamedTuple):
@@ -40,36 +43,74 @@ class Trained(NamedTuple):
     predicted_s: float
 
 
-Train = Callable[[Path, Sequence[str]], list[Trained]]
-"""Called on every rank inside a process group with a folder and the variants by turns; a step of each turn."""
+class ReadySteps:
+    """A loader whose steps are made before any of them is timed: reading and planning are not what is measured."""
+
+    def __init__(self, loader: PackedLoader, num_steps: int) -> None:
+        self.loader = loader
+        self.made = list(itertools.islice(loader.steps(), num_steps))
+        self._left = iter(self.made)
+
+    def steps(self) -> Iterator[PackedStep]:
+        """What is left of them."""
+        return self._left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
-def documents(directory: Path) -> DataConfig:
-    """Where every variant's loader reads."""
-    return DataConfig(
-        sources=(str(directory / "documents.bin"),), format="memmap", record="tokens", seed=1,
-        batch_documents=DOCUMENTS, max_document_tokens=CONTEXT, workers=0,
-    )  # fmt: skip
+class Race(NamedTuple):
+    """What every rank of a measurement knows.
+
+    Args:
+        directory: of the documents and the cost file.
+        engine: in `engines.catalog`; config: of its model.
+        baseline: of `BASELINES`; turns: variants, one a step.
+    """
+
+    directory: Path
+    engine: str
+    config: LlamaConfig
+    baseline: str
+    turns: Sequence[str]
+
+    @property
+    def variants(self) -> tuple[str, str]:
+        """In the order of the first round."""
+        return self.baseline, OURS
+
+    def settings(self, variant: str, **further: Any) -> dict[str, Any]:
+        """Of a variant's `PackedLoader`."""
+        own = {"strategy": "auto"} if variant == OURS else BASELINES[variant]
+        if variant != OURS and not engine_named(self.engine).constant_counts:
+            further = {"equal_micro_batches": True} | further
+        return {
+            "max_tokens": CONTEXT, "engine": self.engine, "model": model_from_hf_config(self.config.to_dict(), "llama"),
+            "costs": str(self.directory / "cost.json"), **own, **further,
+        }  # fmt: skip
+
+    def documents(self) -> DataConfig:
+        """The same global batches for every variant."""
+        return DataConfig(
+            sources=(str(self.directory / "documents.bin"),), format="memmap", record="tokens", seed=1,
+            batch_tokens=STEP_TOKENS, max_document_tokens=CONTEXT, workers=0,
+        )  # fmt: skip
+
+    def ready(self, variant: str, **further: Any) -> ReadySteps:
+        """A variant's loader on this rank, its steps made."""
+        loader = PackedLoader(self.documents(), **self.settings(variant, **further))
+        return ReadySteps(loader, list(self.turns).count(variant))
+
+    def price(self, step: PackedStep, loader: Any) -> float:
+        """Predicted seconds of a step on the engine, by what was profiled on this machine."""
+        spec = model_from_hf_config(self.config.to_dict(), "llama")
+        layout = even_layout(spec.num_layers, dp=dist.get_world_size())
+        costs = PackCosts(spec, read_coefficients(self.directory / "cost.json"), layout)
+        return engine_price(step.plan, engine_named(self.engine), costs, loader.options.shape).step_time_s
 
 
-def open_loader(directory: Path, engine: str, config: LlamaConfig, **settings: Any) -> PackedLoader:
-    """This rank's loader of an engine."""
-    return PackedLoader(
-        documents(directory), max_tokens=CONTEXT, engine=engine, model=config, costs=str(directory / "cost.json"),
-        **settings,
-    )  # fmt: skip
-
-
-def pricer(directory: Path, engine: str, config: LlamaConfig) -> Callable[[PackedStep, PackedLoader], float]:
-    """Predicted seconds of a step on the engine, by what was profiled on this machine."""
-    spec = model_from_hf_config(config.to_dict(), "llama")
-    layout = even_layout(spec.num_layers, dp=dist.get_world_size())
-    costs = PackCosts(spec, read_coefficients(directory / "cost.json"), layout)
-
-    def price(step: PackedStep, loader: PackedLoader) -> float:
-        return engine_price(step.plan, engine_named(engine), costs, loader.options.shape).step_time_s
-
-    return price
+Train = Callable[[Race], list[Trained]]
+"""Called on every rank inside a process group; a step of each turn."""
 
 
 def by_turns(variants: Mapping[str, Iterator[Trained]], turns: Sequence[str]) -> list[Trained]:
@@ -81,17 +122,21 @@ def by_turns(variants: Mapping[str, Iterator[Trained]], turns: Sequence[str]) ->
     return found
 
 
-def loop_steps(
-    directory: Path, engine: str, config: LlamaConfig, variant: str, make_loop: Callable[[PackedLoader], Any]
-) -> Iterator[Trained]:
-    """Steps of an `EngineLoop`."""
-    loader = open_loader(directory, engine, config, **VARIANTS[variant])
-    loop, price = make_loop(loader), pricer(directory, engine, config)
-    for step in loader.steps():
+def loop_steps(race: Race, variant: str, make_loop: Callable[[Any], Any], **further: Any) -> Iterator[Trained]:
+    """Steps of an `EngineLoop`, or of another with `accumulate` and `update`."""
+    ready = race.ready(variant, **further)
+    loop = make_loop(ready.loader)
+    for step in ready.steps():
         start_s = time.perf_counter()
         loss = loop.accumulate(step)
         loop.update()
-        yield Trained(time.perf_counter() - start_s, loss.item(), price(step, loader))
+        seconds = time.perf_counter() - start_s
+        yield Trained(seconds, float(loss), race.price(step, ready))
+
+
+def loops_by_turns(race: Race, make_loop: Callable[[Any], Any], **further: Any) -> list[Trained]:
+    """All turns of loops over one engine."""
+    return by_turns({one: loop_steps(race, one, make_loop, **further) for one in race.variants}, race.turns)
 
 
 def new_model(config: LlamaConfig) -> nn.Module:

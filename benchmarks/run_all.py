@@ -7,6 +7,7 @@ import sys
 
 import attention
 import context_overlap
+import context_parallel
 import demo
 import dp_merge
 import engine_steps
@@ -25,6 +26,7 @@ import replay
 import sharding
 import simulator
 import step_overhead
+import swinging
 import tensor_halves
 from results import run_benchmark
 
@@ -32,13 +34,12 @@ from results import run_benchmark
 def main() -> None:
     """All of them, one after the other."""
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
-    for module in (simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap):
+    modules = (
+        *(simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap),
+        *(reduction, context_parallel, context_overlap, tensor_halves, feedback, swinging, engine_steps),
+    )
+    for module in modules:
         run_benchmark(module.measure, module.__doc__ or "", arguments)
-    run_benchmark(reduction.measure, reduction.__doc__ or "", arguments)
-    run_benchmark(context_overlap.measure, context_overlap.__doc__ or "", arguments)
-    run_benchmark(tensor_halves.measure, tensor_halves.__doc__ or "", arguments)
-    run_benchmark(feedback.measure, feedback.__doc__ or "", arguments)
-    run_benchmark(engine_steps.measure, engine_steps.__doc__ or "", arguments)
     if demo.is_there():
         run_benchmark(demo.measure, demo.__doc__ or "", arguments)
     else:

@@ -67,17 +67,15 @@ def evenload(*arguments: str) -> None:
 
 
 def photograph_plot(page: Page, figure: str, name: str) -> None:
-    """A whole figure with heading and caption."""
+    """A whole figure with its heading."""
     element = page.locator(f"#{figure}")
     element.scroll_into_view_if_needed()
-    page.wait_for_selector(f"#{figure} .plot[data-drawn]")
     settle(page)
     element.screenshot(path=PICTURES / name)
 
 
 def choose(page: Page, control: str, value: str) -> None:
     """Make a choice in the step view."""
-    page.locator("#step-view").scroll_into_view_if_needed()
     page.wait_for_selector("#step-view[data-drawn]")
     page.evaluate("document.getElementById('step-view').removeAttribute('data-drawn')")
     page.locator(f"#step-view select[name={control}]").select_option(value)
@@ -93,7 +91,8 @@ def photograph_step(page: Page, name: str, kinds: tuple[str, ...]) -> None:
         """kinds => {
             const stage = document.querySelector("#step-view .stage");
             for (const element of stage.children) {
-                const picture = element.matches("h4") ? element.nextElementSibling : element;
+                let picture = element;
+                while (picture.matches("h4, .legend")) picture = picture.nextElementSibling;
                 const pair = picture.matches(".pair") ? picture : picture.querySelector(".pair");
                 element.style.display = pair && kinds.some((kind) => pair.classList.contains(kind)) ? "" : "none";
             }

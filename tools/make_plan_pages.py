@@ -107,7 +107,8 @@ def strategies_figures(rows: Mapping[str, Any]) -> str:
     best_fit, auto = rows["best_fit"], rows["auto"]
     return filled(
         "Read three things. *of bound* is how much of the step is useful work: what no schedule can beat. "
-        "*vs best_fit* is what changing the strategy alone brings. *bubble* is the share of the ranks' time in which "
+        "*vs best_fit* is what changing the strategy alone brings, over `best_fit` in the windows that suit it best, a "
+        "row of its own where these are not the ones asked for. *bubble* is the share of the ranks' time in which "
         f"nothing is computed: {percent(best_fit, 'bubble_fraction')} with `best_fit`, "
         f"{percent(auto, 'bubble_fraction')} with `auto`. `best_fit` fills windows with equal tokens, and a window "
         "with one document of 128K tokens has many times the work of a window of short ones, so packs wait for each "
@@ -142,8 +143,8 @@ def decision_figures(habit: Mapping[str, Any], figures: Mapping[str, Any]) -> st
         f"**Strategy**: `auto` {seconds(rows['auto'])}, `slimpack` {seconds(rows['slimpack'])}, `best_fit` "
         f"{seconds(best_fit)}, which loses most to {format_losses(best_fit['time_split'])}.",
         f"**The other kind of layout**: {other_kind(fitting)} In the layout of section 2 `auto` is "
-        f"{habit['auto']['speedup_over_best_fit']:.2f} times as fast as `best_fit`: where there is a pipeline, the "
-        "packer matters most.",
+        f"{habit['auto']['speedup_over_baseline']:.2f} times as fast as `best_fit` in its best windows: where there is "
+        "a pipeline, the packer matters most.",
         f"**What the rest is lost to** in the best plan: {format_losses(best['time_split'])}.",
     )
     return "".join(filled(point, "- ") for point in points)

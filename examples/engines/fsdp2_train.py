@@ -61,7 +61,7 @@ loader = PackedLoader(
     model=model.config,
 )
 loop = Fsdp2Loop(model, optimizer, loader, max_grad_norm=1.0)
-if options.output.exists():
+if (options.output / "latest").exists():
     loop.load(options.output)
 for trained in loop.train(options.steps):
     loss = trained.loss.item()

@@ -24,7 +24,7 @@ WHERE = {"model": "llama-7b", "cluster": "h100x8", "layout": "dp=2,pp=4"}
 
 def without_clock(content: bytes) -> dict:
     found = json.loads(content)
-    for row in found["strategies"]:
+    for row in filter(None, (*found["strategies"], found["baseline"])):
         del row["plan_time_s"]
     return found
 
@@ -44,7 +44,10 @@ def test_the_figures_are_those_of_the_command(tmp_path, capsys):
 
     assert [row.name for row in found.strategies] == list(names)
     assert found.best == min(found.strategies, key=lambda row: row.mean_step_time_s or np.inf).name
-    assert found.factor == found[found.best].speedup_over_best_fit > 1
+    assert found.factor == found[found.best].speedup_over_baseline > 1
+    assert found.baseline.mean_step_time_s == pytest.approx(found.factor * found[found.best].mean_step_time_s)
+    assert found.headline in shown
+    assert found.headline in " ".join(str(found).split())
     assert found["best_fit"].speedup_over_best_fit == 1
     low_s, high_s = found[found.best].step_time_interval_s
     assert low_s < found[found.best].mean_step_time_s < high_s

@@ -1,3 +1,4 @@
+import html
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
+from evenload.types.scaled_units import format_bytes
 from plan_calls import run_plan, write_lengths
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
@@ -46,6 +48,50 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
         validate_plan(plan, max_pack_tokens=131_072)
     assert "<html" in files["html"].read_text()[:200].lower()
     assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> None:
+    """First on the screen behind the inputs, in the JSON with its figures, and on the page."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    assert run_plan(*inputs(table, "--strategy", "best_fit,auto", *options)) == 0
+    shown, content = capsys.readouterr().out.splitlines(), json.loads(files["json"].read_text())
+    said, baseline = content["headline"], content["baseline"]
+    assert shown[1] == said["text"]
+    best_fit, auto = content["strategies"]
+    assert (said["best"], said["factor"]) == ("auto", auto["speedup_over_baseline"])
+    assert said["factor"] == pytest.approx(baseline["mean_step_time_s"] / auto["mean_step_time_s"])
+    assert said["factor_over_best_fit"] == pytest.approx(best_fit["mean_step_time_s"] / auto["mean_step_time_s"])
+    # 40 documents of 2,500 tokens are one window of 128K: one replica and three stages wait.
+    assert baseline["window_tokens"] < 131_072
+    assert f"{said['factor']:.2f} times as fast as best_fit in the windows that suit it best" in said["text"]
+    assert f"which loses more to {said['reasons'][0]['cause']}" in said["text"]
+    window = baseline["name"].removeprefix("best_fit ")
+    assert any(line.split()[:2] == ["best_fit", window] and "1.00×" in line for line in shown)
+    assert said["text"] in html.unescape(files["html"].read_text())
+    for row in (best_fit, auto):
+        assert row["physical_bound_s"] < row["lower_bound_s"] <= row["layout_bound_s"] < row["mean_step_time_s"]
+        assert row["mfu"] == pytest.approx(row["physical_bound_s"] / row["mean_step_time_s"])
+    assert {"layout", "MFU"} <= set(" ".join(shown).split())
+
+
+@pytest.mark.parametrize(
+    ("strategies", "said"),
+    [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "in the windows that suit it best")],
+)
+def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, said) -> None:
+    assert run_plan(*inputs(table, "--strategy", strategies)) == 0
+    assert said in capsys.readouterr().out.splitlines()[1]
+
+
+def test_host_memory_of_a_node_is_in_the_table_and_in_the_file(table, tmp_path, capsys) -> None:
+    path = tmp_path / "out.json"
+    assert run_plan(*inputs(table, "--strategy", "balanced", "--policy", "offload", "--json", str(path))) == 0
+    content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    (row,) = content["strategies"]
+    assert 0 < row["peak_host_bytes_per_node"] < content["inputs"]["host_memory_cap_bytes_per_node"]
+    assert "a node" in shown
+    assert format_bytes(row["peak_host_bytes_per_node"]) in shown
 
 
 def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:

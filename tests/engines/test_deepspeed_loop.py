@@ -4,8 +4,9 @@ import pytest
 
 from deepspeed_case import deepspeed_case, refusals_of_deepspeed
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
-from evenload.errors import ConfigError
-from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
+from engine_records import plain_adam
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop, require_same_ranks
 from packed_cases import loader_of, write_texts
 from sweeps import sweep
 
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASES = {
-    "ZeRO-2, unequal counts": deepspeed_case(2, loader={"engine": "deepspeed-zero2", "strategy": "best_fit"}),
+    "ZeRO-2, unequal counts": deepspeed_case(
+        2, loader={"engine": "deepspeed-zero2", "strategy": "best_fit"}, uneven_counts=True
+    ),
     "ZeRO-3": deepspeed_case(3, loader={"engine": "deepspeed-zero3"}),
     "ZeRO-1": deepspeed_case(1, loader={"engine": "deepspeed"}),
     "ZeRO-2": deepspeed_case(2),
@@ -36,9 +39,11 @@ def test_documents_do_not_see_each_other(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", sweep([3, 1], 1))
-def test_training_is_plain_training_and_goes_on(tmp_path, stage):
-    check_training(FreshRanks(), deepspeed_case(stage, training_error=2e-4), tmp_path / "corpus", 2, (2,))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_is_plain_training_and_goes_on_with_other_ranks(tmp_path, stage):
+    """With another number of ranks through DeepSpeed's universal checkpoint, which knows Adam only."""
+    case = deepspeed_case(stage, optimizer=plain_adam, learning_rate=0.01, training_error=2e-4)
+    check_training(FreshRanks(), case, tmp_path / "corpus", 2, sweep((1, 3, 2), 1))
 
 
 @pytest.mark.long
@@ -52,6 +57,18 @@ def test_engines_that_would_train_something_else_are_refused(tmp_path):
     assert "cannot be put off to the end of the step" in messages["own sums"]
     assert "gathers parameters in every forward pass under ZeRO-3" in messages["counts"]
     assert "is no checkpoint of this loop" in messages["checkpoint"]
+
+
+def test_a_checkpoint_of_other_ranks_says_how_it_goes_on(tmp_path):
+    (tmp_path / "step-4").mkdir()
+    for rank in range(2):
+        (tmp_path / "step-4" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "latest").write_text("step-4")
+    require_same_ranks(tmp_path, None, 2)
+    for tag in (None, "step-4"):
+        with pytest.raises(CheckpointError, match="was saved by 2 data-parallel ranks, and there are 1") as refused:
+            require_same_ranks(tmp_path, tag, 1)
+        assert "ds_to_universal --inject_missing_state --input_folder" in str(refused.value)
 
 
 def test_what_is_no_engine_is_refused(tmp_path):

@@ -157,6 +157,27 @@ def test_sums_after_every_micro_batch_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("bucket_parameters", "left"),
+    [
+        (0, ["embedding"]),
+        # Head and layer 4 (856 gradients), layers 3 and 2 (1,184), layer 1 and the embedding (848).
+        (1200, ["layer", "embedding"]),
+        # No two units fit into it.
+        (500, ["embedding"]),
+        # DeepSpeed's default holds everything, so nothing is left to hide its sum.
+        (500_000_000, ["head", *["layer"] * 4, "embedding"]),
+    ],
+)
+def test_sums_in_buckets_by_hand(bucket_parameters, left):
+    """Beside compute, which hides all but the last bucket's."""
+    profile = altered(SHARDED, sums="pass", sums_beside=True, sum_bucket_parameters=bucket_parameters)
+    hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
+    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
+    first_s = GATHER_S["embedding"] + GATHER_S["head"]
+    assert found.packs_s == pytest.approx(COMPUTE_S + first_s + sum(SUM_S[unit] for unit in left), rel=1e-9)
+
+
+@pytest.mark.parametrize(
     ("engine", "pp", "sums"),
     [
         ("torchtitan", 1, "pass"),

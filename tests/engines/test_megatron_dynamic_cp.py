@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamic_scheduler import FailingScheduler, MegatronScheduler, data_schedule_module, require_valid
+from dynamic_scheduler import (
+    FailingScheduler,
+    MegatronScheduler,
+    data_schedule_module,
+    require_valid,
+    run_on_ranks,
+)
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.engines.context_groups import GroupPrices, group_prices, group_sizes, plan_context_groups, step_seconds
@@ -147,6 +153,17 @@ def test_it_takes_the_place_of_megatrons_scheduler_once(monkeypatch, enumerated)
         register_scheduler(COSTS[2])
     with pytest.raises(ConfigError, match="dp=4"):
         classes["default_dynamic_cp"](64, 2, 2, None).get_groups_and_subsamples([(0, 10)])
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_ranks_with_other_costs_are_refused_on_all_of_them(gloo_pool, tp, pp):
+    """Of another stage or tensor rank, too: its groups would be other ones."""
+    plans = gloo_pool.run(4, run_on_ranks, tp, pp, -1)
+    assert plans[0]
+    assert plans == plans[:1] * 4
+    for message in gloo_pool.run(4, run_on_ranks, tp, pp, 3):
+        assert "other costs on some ranks than on others" in message
+        assert "read one cost file on every rank" in message
 
 
 def test_released_versions_without_schedulers_are_named():

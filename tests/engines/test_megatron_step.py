@@ -16,7 +16,7 @@ from packed_cases import write_texts
 
 GRADIENTS = {
     "one stage, two replicas": (megatron_case(loader={"strategy": "best_fit"}), 2),
-    "two stages, two replicas of uneven counts": (megatron_case({"pp": 2}), 4),
+    "two stages, two replicas of uneven counts": (megatron_case({"pp": 2}, uneven_counts=True), 4),
     "summed beside the last backward": (megatron_case({"overlap": True}), 2),
     "a scaled loss": (megatron_case({"loss_scale": 1024.0}), 2),
 }

@@ -131,6 +131,7 @@ def test_what_the_mesh_says_is_not_asked(tmp_path, loader, message):
 def test_torchtitans_tokenizer_is_ours_where_none_is_named(tmp_path):
     write_texts(tmp_path / "data")
     config = titan.trainer_config(tmp_path, tmp_path / "data", tokenizer=None)
+    titan.write_tokenizer(config)
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
     del config.dataloader.loader["tokenizer"]
     sizes = {"seq_len": 128, "local_batch_size": 1}

@@ -26,6 +26,8 @@ FIXED_KEYS = [
     ),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
     *("cuts", "schedule", "sharding", "note", "time_split", "layout_decisions"),
+    *("physical_bound_s", "mfu", "layout_bound_s", "fraction_of_layout_bound"),
+    *("speedup_over_baseline", "window_tokens"),
 ]
 
 

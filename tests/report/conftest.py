@@ -46,14 +46,15 @@ def open_page(browser, sample, tmp_path):
     complaints = []
     pages = []
 
-    def open_report(report=None, scheme="light", width=1280):
+    def open_report(report=None, scheme="light", size=(1280, 900), link="", touch=False):
         path = sample
         if isinstance(report, RunReport):
             path = tmp_path / "report.html"
             write_report(path, report)
         elif report is not None:
             path = report
-        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        width, height = size
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": height}, has_touch=touch)
         pages.append(page)
         # Reading pixels back is what these tests do, not the page.
         page.on(
@@ -65,7 +66,7 @@ def open_page(browser, sample, tmp_path):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: complaints.append(request.url) if "file:" not in request.url[:5] else None)
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + link)
         return page
 
     yield open_report

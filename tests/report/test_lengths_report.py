@@ -1,11 +1,19 @@
 import io
+import json
+import re
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from evenload.data.length_profile import profile_lengths
-from evenload.report.length_figures import cumulative_lengths_figure, length_classes_figure, window_cuts_figure
+from evenload.report.length_figures import (
+    axis_end,
+    cumulative_lengths_figure,
+    length_classes_figure,
+    read_classes,
+    window_cuts_figure,
+)
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.lengths_png import write_lengths_png
 from evenload.report.lengths_table import LengthsTable, bar
@@ -45,14 +53,34 @@ def test_bars_are_proportional_and_something_is_never_invisible() -> None:
 
 
 def test_figures_hold_the_shares_of_the_profile() -> None:
-    documents, tokens, work = length_classes_figure(PROFILE).data
-    assert list(tokens.y) == [c.tokens / 34 for c in PROFILE.classes]
-    assert sum(documents.y) == pytest.approx(1)
-    assert sum(work.y) == pytest.approx(1)
-    assert [list(curve.y)[-1] for curve in cumulative_lengths_figure(PROFILE).data] == [1, 1, 1]
-    beyond = window_cuts_figure(PROFILE).data[1]
-    assert list(beyond.x) == ["4", "16"]
-    assert list(beyond.y) == [17 / 34, 0]
+    classes = length_classes_figure(PROFILE)
+    assert classes.numbers is not None
+    assert classes.numbers.headings == ("length (tokens)", "documents", "tokens", "attention work")
+    assert classes.numbers.rows[0] == ("1 to 2", "1, 16.7 %", "1, 2.9 %", "1, 0.5 %")
+    assert classes.numbers.rows[2] == ("4 to 8", "0, ·", "0, ·", "0, ·")
+    assert "8 to 16 tokens: 26.47% of tokens (9)" in classes.body
+    # The places of the cumulative curve are data for the pointer: shares end at 1.
+    (said,) = re.findall("data-curves='([^']*)'", cumulative_lengths_figure(PROFILE).body)
+    assert [series["values"][-1] for series in json.loads(said)["series"]] == [1, 1, 1]
+    cuts = window_cuts_figure(PROFILE).numbers
+    assert cuts is not None
+    assert cuts.rows == (("4", "2, 33.3 %", "17, 50.0 %", "120, 60.9 %"), ("16", "0, ·", "0, ·", "0, ·"))
+
+
+def test_one_outlier_does_not_flatten_the_histogram() -> None:
+    """A document of 16 M tokens holds nearly all attention work; it pressed every other bar to the ground."""
+    lengths = np.concatenate([np.random.default_rng(0).integers(100, 5000, 2000), [2**24]])
+    profile = profile_lengths(lengths)
+    shares = [one.attention_pairs / profile.attention_pairs for one in profile.classes]
+    assert max(shares) > 0.99
+    ordinary = sorted(shares)[-2]
+    assert ordinary / axis_end(shares) > 0.4
+    body = length_classes_figure(profile).body
+    assert body.count('class="on-bar broken"') == 2  # tokens and attention work
+    assert ">100.0 %<" in body
+    assert "broken bar" in read_classes(profile)
+    assert axis_end([0.3, 0.4, 0.3]) == pytest.approx(0.4 * 1.3)
+    assert "broken bar" not in read_classes(profile_lengths(np.array([1, 1, 2, 2, 4])))
 
 
 def test_page_escapes_its_source_and_loads_nothing(tmp_path) -> None:

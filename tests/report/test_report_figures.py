@@ -1,8 +1,12 @@
+import json
+import re
+
 import msgspec
 import numpy as np
 import pytest
 
-from evenload.report.figures import loss_figure, step_time_figure, tokens_per_s_figure
+from evenload.report.axes import round_ticks, tick_labels
+from evenload.report.figures import loss_figure, outline, step_time_figure, tokens_per_s_figure
 from evenload.report.pack_time_figure import pack_time_figure, relative_times
 from evenload.report.run_figures import metric_column
 from evenload.report.time_split_figure import time_split_figure
@@ -11,26 +15,44 @@ from evenload.types.time_split import CAUSE_LABELS
 from report_samples import make_plan, make_row, make_split, make_timeline
 
 
+def curves(figure):
+    (said,) = re.findall("data-curves='([^']*)'", figure.body)
+    found = json.loads(said.replace("&lt;", "<").replace("&#39;", "'").replace("&amp;", "&"))
+    return found["x"], {series["name"]: series["values"] for series in found["series"]}
+
+
 def test_curves_are_the_rows_values_with_gaps_and_the_latest_of_a_repeated_step():
     rows = [make_row(1), make_row(2, loss=None), make_row(3), make_row(2, loss=7.5)]
     loss = loss_figure({"<i>a": rows, "b": rows[:2]})
-    assert loss.data[0].x.tolist() == [1, 2, 3]
-    assert loss.data[0].y[1] == 7.5
-    assert loss.data[0].name == "&lt;i&gt;a"
-    assert np.isnan(loss.data[1].y[1])
-    assert tokens_per_s_figure({"a": rows}).data[0].y[0] == rows[0]["tokens_per_s"]
+    steps, values = curves(loss)
+    assert steps == [1, 2, 3]
+    assert values["<i>a"][1] == 7.5
+    assert values["b"] == [pytest.approx(rows[0]["loss"]), None, None]
+    assert "<i>a" not in loss.body
+    _, values = curves(tokens_per_s_figure({"a": rows}))
+    assert values["a"][0] == pytest.approx(rows[0]["tokens_per_s"])
     assert metric_column([make_row(1, mfu=0)], "mfu").tolist() == [0.0]
 
 
 def test_step_time_shows_predicted_and_measured_and_only_what_exists():
     rows = [make_row(step) for step in range(5)]
-    figure = step_time_figure(rows)
-    assert {trace.name: trace.y.tolist() for trace in figure.data} == {
-        "predicted": [row["predicted_step_time_s"] for row in rows],
-        "measured": [row["step_time_s"] for row in rows],
+    _, values = curves(step_time_figure(rows))
+    assert values == {
+        "predicted": [pytest.approx(row["predicted_step_time_s"]) for row in rows],
+        "measured": [pytest.approx(row["step_time_s"]) for row in rows],
     }
     unpredicted = [make_row(1, predicted_step_time_s=None)]
-    assert [trace.name for trace in step_time_figure(unpredicted).data] == ["measured"]
+    assert list(curves(step_time_figure(unpredicted))[1]) == ["measured"]
+
+
+def test_of_many_steps_a_line_keeps_the_extremes_and_the_gaps():
+    """100,000 steps are drawn as a tenth of the points; a spike of one step and a missing step must still show."""
+    values = np.sin(np.arange(100_000) / 900.0)
+    values[54_321], values[12_345], values[77_777] = 9.0, -9.0, np.nan
+    kept = outline(values)
+    assert len(kept) < 8_000
+    assert {0, 99_999, 54_321, 12_345, 77_777} <= set(kept.tolist())
+    assert np.array_equal(outline(values[:4_000]), np.arange(4_000))
 
 
 def test_pack_times_are_relative_to_the_mean_of_their_replica():
@@ -69,23 +91,25 @@ def test_pack_time_shapes_hold_all_packs_of_all_steps_and_the_imbalance():
     few = {"predicted": ((make_timeline(2, 4, 8), None), (make_timeline(2, 4, 8, seed=1), None))}
     many = {"predicted": ((make_timeline(1, 4, 60), None),)}
     figure = pack_time_figure({"auto": few, "<b>": many})
-    points, violin = (trace for trace in figure.data if trace.xaxis == "x")
-    assert (points.type, violin.type) == ("scatter", "violin")
-    assert len(points.x) == 2 * 2 * 8
-    assert np.allclose(violin.x, relative_times(*many["predicted"][0], "forward"))
-    assert len([trace for trace in figure.data if trace.xaxis == "x2"]) == 2
-    notes = [annotation.text for annotation in figure.layout.annotations]
-    for direction in ("forward", "backward"):
-        # The comparison shows the mean over the steps, so the picture does too.
-        assert f"{np.mean([pack_times(t, direction).imbalance() for t, _ in few['predicted']]):.3f}" in notes
-    assert list(figure.layout.yaxis.ticktext) == ["auto", "&lt;b&gt;"]
+    # Points of 2 steps, 2 replicas and 8 packs, forward and backward; a shape for each direction of the other.
+    assert figure.body.count("<circle") == 2 * 2 * 2 * 8
+    assert figure.body.count("60 packs: half of them take ") == 2 * 2
+    assert "<b>" not in figure.body
+    for row, steps in enumerate((few, many)):
+        for column, direction in enumerate(("forward", "backward"), start=1):
+            # The comparison shows the mean over the steps, so the picture does too.
+            imbalance = np.mean([pack_times(t, direction).imbalance() for t, _ in steps["predicted"]])
+            assert figure.numbers.rows[row][column] == f"{imbalance:.3f}"
+            assert f">{imbalance:.3f}<" in figure.body
 
 
 def test_predicted_and_measured_packs_lie_side_by_side_and_are_named():
     both = {"predicted": ((make_timeline(), None),), "measured": ((make_timeline(noise=0.5), None),)}
     figure = pack_time_figure({"auto": both})
-    assert list(figure.layout.yaxis.ticktext) == ["auto, predicted", "auto, measured"]
-    assert [trace.marker.symbol for trace in figure.data if trace.xaxis == "x"] == ["circle-open", "circle"]
+    assert [row[0] for row in figure.numbers.rows] == ["auto, predicted", "auto, measured"]
+    points = re.findall("<circle[^>]*>", figure.body)
+    assert len(points) == 2 * 2 * 8
+    assert sum('fill="none"' in point for point in points) == 2 * 8
 
 
 def test_a_pack_far_slower_than_all_others_is_named_and_leaves_room_for_the_rest():
@@ -94,23 +118,47 @@ def test_a_pack_far_slower_than_all_others_is_named_and_leaves_room_for_the_rest
     slow = (t.pack == 7) & (t.kind == 0)
     t.end_s[slow] += 30 * (t.end_s[slow] - t.start_s[slow])
     figure = pack_time_figure({"a": {"predicted": ((t, None),)}})
-    assert figure.layout.xaxis.range[1] < 6
     slowest = relative_times(t, None, "forward").max()
     assert slowest > 6
-    assert any(f"slowest {slowest:.1f}×" in annotation.text for annotation in figure.layout.annotations)
+    assert f"slowest {slowest:.1f}×" in figure.body
+    assert ">5×<" in figure.body
+    assert ">6×<" not in figure.body
 
 
 def test_stacked_parts_add_up_to_the_step_time_and_causes_of_nothing_are_left_out():
     splits = {"auto": make_split(useful_s=3.0, padding_s=0.5), "b": make_split(useful_s=3.0, dependency_s=2.5)}
     figure = time_split_figure(splits)
-    assert [bar.name for bar in figure.data] == ["useful work", "padding", "dependency"]
-    assert [sum(bar.x[i] for bar in figure.data) for i in range(2)] == [3.5, 5.5]
-    notes = [annotation.text for annotation in figure.layout.annotations]
-    assert notes == ["3.50 s predicted, 85.7 % useful", "5.50 s predicted, 54.5 % useful"]
-    assert figure.data[1].customdata[0] == "500 ms, 14.3 % of the step"
+    assert figure.numbers.headings == ("cause", "auto", "b")
+    assert [row[0] for row in figure.numbers.rows] == ["useful work", "padding", "dependency", "step"]
+    assert figure.numbers.rows[1][1:] == ("500 ms, 14.3 %", "·")
+    assert figure.numbers.rows[-1][1:] == ("3.50 s", "5.50 s")
+    bars = [tuple(map(float, bar)) for bar in re.findall('<rect x="([^%"]*)%" width="([^%"]*)%"', figure.body)]
+    assert len(bars) == 4
+    for first, second in (bars[:2], bars[2:]):
+        assert second[0] == pytest.approx(first[1], rel=1e-3)
+    # The longest bar is 5.5 s, the other ends where 3.5 s are.
+    assert (bars[1][0] + bars[1][1]) / (bars[3][0] + bars[3][1]) == pytest.approx(3.5 / 5.5, rel=1e-3)
+    assert "3.50 s predicted, 85.7 % useful" in figure.body
+    assert "5.50 s predicted, 54.5 % useful" in figure.body
+    assert "padding: 500 ms, 14.3 % of the step" in figure.body
 
 
 def test_every_cause_has_a_colour_of_its_own():
     figure = time_split_figure({"a": make_split(**dict.fromkeys(CAUSE_LABELS, 1.0))})
-    colors = [bar.marker.color for bar in figure.data]
-    assert len(set(colors)) == len(CAUSE_LABELS)
+    colors = re.findall('<rect [^>]*fill="(#[^"]*)"', figure.body)
+    assert len(colors) == len(set(colors)) == len(CAUSE_LABELS)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind", "expected"),
+    [
+        (0, 1.3, "s", ["0 s", "0.5 s", "1.0 s"]),
+        (0, 0.004, "s", ["0 ms", "1 ms", "2 ms", "3 ms", "4 ms"]),
+        (0, 1.05, "%", ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]),
+        (10.312, 10.318, "", [f"10.{thousandths}" for thousandths in range(312, 319)]),
+        (0, 2_100_000, "count", ["0", "500K", "1M", "1.50M", "2M"]),
+        (3, 3, "", ["3"]),
+    ],
+)
+def test_ticks_are_round_numbers_in_one_unit(low, high, kind, expected):
+    assert tick_labels(round_ticks(low, high), kind) == expected

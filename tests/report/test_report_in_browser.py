@@ -5,42 +5,46 @@ import pytest
 from test_html_report import EVIL, make_report
 from test_layout_decisions import DECISIONS
 
-from browser_page import draw, steps
+from browser_page import plots, steps
 from evenload.data.length_profile import profile_lengths
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.run_report import RunReport, RunSection
 from sweeps import sweep
 
+SIZES = {"desk": (1440, 900), "phone": (390, 844)}
 
-@pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
-def test_page_opens_draws_every_figure_and_fits_the_width(open_page, scheme):
-    page = open_page(scheme=scheme)
-    plots = page.locator(".plot")
-    for i in range(plots.count()):
-        draw(page, plots.nth(i).get_attribute("data-figure").removesuffix("-data"))
-        assert plots.nth(i).locator(".trace, .scatterlayer path").count() > 0
+
+def fits(page):
+    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize(("scheme", "size"), sweep([("dark", "desk"), ("light", "phone"), ("light", "desk")], 2))
+def test_page_opens_with_every_figure_and_fits_the_width(open_page, scheme, size):
+    page = open_page(scheme=scheme, size=SIZES[size])
+    for figure in ("all-split", "all-packs", "run-0-time", "run-0-speed", "run-0-loss"):
+        for plot in plots(page, figure).all():
+            assert plot.locator("rect, circle, path, text").count() > 0
+            assert plot.bounding_box()["width"] > 150
     canvases = steps(page).locator("canvas:not(.over)")
-    assert canvases.count() == 2 * 2 + 1  # two origins, timeline and memory of each; one plan
+    assert canvases.count() == 3 * 2 + 1  # predicted and measured, and the baseline; timeline and memory; one plan
     for i in range(canvases.count()):
         colors = canvases.nth(i).evaluate(
             "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
         )
         assert colors > 8
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert fits(page)
 
 
-def test_colours_follow_the_reader_also_while_open(open_page):
+def test_colours_follow_the_reader_also_while_open_and_paper_is_white(open_page):
     """Dark text on a dark page is the usual fault of embedded plots."""
     page = open_page()
-    plot = draw(page, "run-0-time")
+    tick = plots(page, "run-0-time").locator("text").first
 
-    def tick_fill():
-        return plot.evaluate("plot => getComputedStyle(plot.querySelector('.ytick text')).fill")
+    def fill():
+        return tick.evaluate("text => getComputedStyle(text).fill")
 
-    def text_color():
-        return page.evaluate("getComputedStyle(document.body).color")
-
-    def darkest():
+    def extremes():
+        """Of the names of ranks."""
         return (
             steps(page)
             .locator(".pair.timeline canvas")
@@ -52,23 +56,61 @@ def test_colours_follow_the_reader_also_while_open(open_page):
             )
         )
 
-    light = tick_fill()
-    assert light == text_color()
-    assert darkest()[0] < 150  # names of ranks: dark on light
+    light = fill()
+    assert extremes()[0] < 150
     page.emulate_media(color_scheme="dark")
     page.wait_for_timeout(300)
-    assert tick_fill() == text_color() != light
-    assert darkest()[1] > 600
+    assert fill() != light
+    assert extremes()[1] > 600
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert fill() == light
+    assert extremes()[0] < 150
+    assert page.locator("details:not([open]):not(.numbers)").count() == 0
+    widths = "[...document.querySelectorAll('#step-view canvas')].map((c) => c.clientWidth)"
+    assert max(page.evaluate(widths)) < 700
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert extremes()[1] > 600
+    assert max(page.evaluate(widths)) > 900
+    assert page.locator("details[open]").count() == 0
 
 
-def test_no_button_offers_to_upload_the_figure(open_page):
-    """plotly.js 4 shows a "share in the cloud" button by default; run data must not leave by a click."""
+def test_pointing_at_curves_and_bars_says_their_values_also_by_keys(open_page):
     page = open_page()
-    plot = draw(page, "all-packs")
-    buttons = plot.locator(".modebar-btn")
-    titles = [buttons.nth(i).get_attribute("data-title") for i in range(buttons.count())]
-    assert len(titles) == 6
-    assert not [title for title in titles if "cloud" in title.lower() or "share" in title.lower()]
+    plot = plots(page, "run-0-time")
+    box = plot.bounding_box()
+    row = make_report().sections[0].metrics[2]
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    tip = page.locator(".tip")
+    said = tip.inner_text().splitlines()
+    assert said[0] == "step 3"
+    assert said[1].startswith("predicted: ")
+    assert said[2] == f"measured: {row['step_time_s']:.2f} s"
+    plot.focus()
+    page.keyboard.press("Home")
+    assert tip.inner_text().startswith("step 1\n")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#run-0-time .said").text_content().startswith("step 2, predicted: ")
+    bar = plots(page, "all-split").first.locator("rect[data-tip]").first
+    bar.hover()
+    assert tip.inner_text() == bar.get_attribute("data-tip")
+    page.mouse.move(2, 2)
+    assert tip.is_hidden()
+
+
+@pytest.mark.parametrize(("scheme", "size"), sweep([("dark", "phone"), ("light", "desk"), ("light", "phone")], 2))
+def test_axe_finds_no_fault_of_contrast_labels_or_roles(open_page, tmp_path, scheme, size):
+    """Deque's axe-core: WCAG 2 A and AA, and its best practices."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    lengths = np.random.default_rng(0).lognormal(6, 2, 3000).astype(np.int64) + 1
+    write_lengths_page(tmp_path / "lengths.html", "lengths", profile_lengths(lengths))
+    layouts = RunReport(title="layouts", sections=(RunSection(name="flexpipe", layout_decisions=DECISIONS),))
+    for report in (None, layouts, tmp_path / "lengths.html"):
+        page = open_page(report, scheme=scheme, size=SIZES[size])
+        if report is None:
+            steps(page)
+        page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        found = axe.run(page)
+        assert found.violations_count == 0, found.generate_report()
 
 
 def test_hostile_names_stay_text_in_the_step_view(open_page):
@@ -80,16 +122,6 @@ def test_hostile_names_stay_text_in_the_step_view(open_page):
     assert page.locator("img").count() == 0
 
 
-def test_a_narrow_page_makes_room_for_a_wrapped_legend(open_page):
-    page = open_page(width=420)
-    plot = draw(page, "all-split")
-    legend = plot.locator(".legend").bounding_box()
-    bar = plot.locator(".bars .point path").first.bounding_box()
-    assert legend["y"] + legend["height"] <= bar["y"] + 1
-    steps(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
 @pytest.mark.parametrize("scheme", sweep(["light", "dark"], 1))
 def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     lengths = np.random.default_rng(0).lognormal(6, 2, 3000).astype(np.int64) + 1
@@ -97,17 +129,16 @@ def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     page = open_page(tmp_path / "lengths.html", scheme)
     assert EVIL in page.locator("h1").text_content()
     for figure in ("classes", "cumulative", "windows"):
-        assert draw(page, figure).locator(".trace, .scatterlayer path").count() > 0
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert plots(page, figure).first.locator("rect, path").count() > 0
+    assert fits(page)
 
 
 @pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
 def test_layouts_over_time_are_drawn_with_every_layout_named(open_page, scheme):
     sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS),)
     page = open_page(RunReport(title="layouts", sections=sections), scheme=scheme)
-    plot = draw(page, "layouts-0")
-    marks = plot.locator(".scatterlayer .points path")
-    assert marks.count() >= len(DECISIONS)
-    names = plot.locator(".ytick text").all_text_contents()
-    assert {"dp=4", "dp=2 pp=2"} <= set(names)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    which, compared = plots(page, "layouts-0").all()
+    assert which.locator("[data-tip]").count() == len(DECISIONS)
+    assert {"dp=4", "dp=2 pp=2"} <= set(which.locator("text").all_text_contents())
+    assert compared.locator("path").count() == 3
+    assert fits(page)

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from evenload.report.columns import COLUMNS, shown_columns
 from evenload.report.table import ComparisonTable, progress_text, step_line
+from evenload.report.units import format_count, format_seconds
 from evenload.types.time_split import CAUSE_LABELS
 from report_samples import make_row
 
@@ -20,7 +21,8 @@ def plan_row(name, **values):
         "mean_step_time_s": 1.25,
         "lower_bound_s": 1.15,
         "fraction_of_bound": 0.92,
-        "speedup_over_best_fit": 1.31,
+        "speedup_over_best_fit": 1.42,
+        "speedup_over_baseline": 1.31,
         "tokens_per_s_per_device": 8123.0,
         "bubble_fraction": 0.073,
         "imbalance_forward": 1.041,
@@ -80,14 +82,58 @@ def test_counts_of_bad_things_show_only_when_there_are_any():
 @pytest.mark.parametrize("width", [60, 80, 100, 130, 160])
 def test_a_narrow_terminal_loses_whole_columns_and_says_which(width):
     """A number cut to "1.2…" would be read as a number."""
-    rows = [plan_row("auto"), plan_row("fixed_greedy")]
+    rows = [plan_row("auto"), plan_row("fixed_greedy", peak_memory_bytes=60 * 2**30)]
     text = printed(ComparisonTable(rows, best="auto"), width)
     assert "…" not in text
     assert "1.25 s" in text
-    assert "61.0 GiB" in text
     assert max(len(line.rstrip()) for line in text.splitlines() if "auto" in line) <= width
     shown = "18.0 ms" in text
     assert shown != ("left out for width" in text and "plan time" in text.split("left out for width")[1])
+
+
+def varied_rows():
+    """Rows that differ in everything."""
+    names = ("best_fit", "best_fit 128K", "fixed_greedy", "slimpack", "auto")
+    return [
+        {key: value * (1 + at / 8) if isinstance(value, float) else value for key, value in plan_row(name).items()}
+        | {
+            "peak_memory_bytes": (60 + at) * 2**30,
+            "peak_host_bytes_per_node": (600 + at) * 2**30,
+            "deferred_tokens": 5_850_000 * at,
+            "dropped_tokens": 21_300_000 + 100_000 * at,
+            "step_time_interval_s": (38.0 + at, 59.2 + at),
+            "fraction_of_layout_bound": 0.9 - at / 100,
+            "mfu": 0.4 - at / 100,
+        }
+        for at, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_what_decides_stays_in_a_narrow_terminal(width):
+    """The factor over best_fit and tokens/s, whatever else has room."""
+    rows = varied_rows()
+    text = printed(ComparisonTable(rows, best="auto"), width)
+    assert "…" not in text
+    assert max(map(len, (line.rstrip() for line in text.splitlines() if "×" in line))) <= width
+    for row in rows:
+        (line,) = (line for line in text.splitlines() if line.strip(" ▶").startswith(f"{row['name']}  "))
+        assert f"{row['speedup_over_baseline']:.2f}×" in line
+        assert format_count(row["tokens_per_s_per_device"]) in line
+        assert format_seconds(row["mean_step_time_s"]) in line
+
+
+def test_what_all_rows_share_stands_above_the_table_and_in_no_column():
+    rows = [plan_row("best_fit", cuts="whole"), plan_row("auto", cuts="symmetric", mean_step_time_s=1.0)]
+    first, rest = printed(ComparisonTable(rows, best="auto")).split("\n", 1)
+    assert first.startswith("the same in all rows: ")
+    for constant in ("memory peak 61.0 GiB", "bubble 7.3 %", "layout dp=2 pp=4 cp=1 tp=1"):
+        assert constant in first
+        assert constant.split()[-1] not in rest
+    for compared in ("vs best_fit", "tokens/s", "plan time", "cuts"):
+        assert compared not in first
+    assert rest.count("1.31×") == 2
+    assert "the same" not in printed(ComparisonTable(rows[:1]))
 
 
 def test_no_feasible_row_still_prints_every_reason():

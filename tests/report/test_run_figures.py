@@ -67,7 +67,7 @@ def test_one_step_time_a_strategy_wherever_the_page_speaks_of_the_run():
 def test_predictions_among_measurements_say_so():
     section = make_section()
     page = render_report(RunReport(title="demo", sections=(section,), comparison=(comparison_row(section),)))
-    assert "Where the time goes, predicted" in page
+    assert "Predicted seconds of a step, by cause" in page
     assert "8.44 s predicted, 100.0 % useful" in page
     assert "<b>predicted</b> too, for the last step (slimpack step 4)" in page
 

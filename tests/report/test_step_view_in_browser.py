@@ -80,10 +80,10 @@ def test_strategy_step_and_replica_can_be_chosen(open_page):
     page = open_page()
     root = steps(page)
     headings = root.locator("h4 b")
-    assert headings.all_text_contents() == ["auto, predicted", "auto, measured"]
-    before = root.locator(".pair.timeline canvas").first.evaluate("c => c.toDataURL()")
-    choose(page, "compare", "1")
     assert headings.all_text_contents() == ["auto, predicted", "auto, measured", "best_fit, predicted"]
+    before = root.locator(".pair.timeline canvas").first.evaluate("c => c.toDataURL()")
+    choose(page, "compare", "-1")
+    assert headings.all_text_contents() == ["auto, predicted", "auto, measured"]
     choose(page, "strategy", "1")
     assert headings.all_text_contents() == ["best_fit, predicted"]
     first = root.locator(".pair.timeline canvas").first.evaluate("c => c.toDataURL()")
@@ -167,10 +167,11 @@ def test_memory_by_kind_and_recompute_are_shown_where_the_prediction_knows_them(
     peak = page.evaluate("document.getElementById('step-view').stepView.panels()[0].placed.rows[0].lane.peakBytes")
     assert peak == t.memory_bytes[t.memory_rank == 0].max()
     lines = root.locator(".pair.memory canvas").first.evaluate("c => c.toDataURL()")
+    assert "rank 0 to rank 3" in root.locator(".legend").nth(1).inner_text()
     root.locator("select[name=memory]").select_option("kinds")
     page.wait_for_timeout(200)
     assert root.locator(".pair.memory canvas").first.evaluate("c => c.toDataURL()") != lines
-    assert "memory: activations recompute" in root.locator(".legend").inner_text()
+    assert "activations recompute" in root.locator(".legend").nth(1).inner_text()
     memory = root.locator(".pair.memory canvas.over").first
     memory.scroll_into_view_if_needed()
     box = memory.bounding_box()
@@ -180,7 +181,7 @@ def test_memory_by_kind_and_recompute_are_shown_where_the_prediction_knows_them(
     text = hover_task(page, 0, kind=1, stage=int(t.stage[backward]), pack=int(t.pack[backward]))
     assert "recompute (front of a backward): 1.00 ms" in text
     assert "reload from the host: 2.00 ms" in text
-    assert "gradient reduction" in root.locator(".legend").inner_text()
+    assert "gradient reduction" in root.locator(".legend").first.inner_text()
 
 
 def test_sixteen_ranks_of_512_packs_stay_usable(open_page):
@@ -203,3 +204,60 @@ def test_sixteen_ranks_of_512_packs_stay_usable(open_page):
     )
     assert redraw_ms < 2000
     assert "forward" in hover_task(page, 1, kind=0, stage=15, pack=200)
+
+
+def test_a_link_shows_somebody_else_the_same(open_page):
+    page = open_page()
+    root = steps(page)
+    choose(page, "strategy", "1")
+    choose(page, "step", "2")
+    choose(page, "replica", "1")
+    root.locator("button[name=in]").click()
+    page.wait_for_url("**#step-view&*time=*")
+    link = page.evaluate("location.hash")
+    shown = view(page)
+    assert link.startswith("#step-view&strategy=best_fit&compare=-&step=2&replica=1&memory=ranks&time=")
+    other = open_page(link=link)
+    root = steps(other)
+    assert root.locator("h4 b").all_text_contents() == ["best_fit, predicted"]
+    assert root.locator("select[name=step]").input_value() == "2"
+    assert root.locator("select[name=replica]").input_value() == "1"
+    assert view(other) == pytest.approx(shown, rel=1e-6)
+    # Names that this page does not know are left out.
+    steps(open_page(link="#step-view&strategy=gone&step=99&replica=x&time=2,1"))
+
+
+def test_the_steps_before_and_after_are_one_click_away(open_page):
+    page = open_page()
+    root = steps(page)
+    choose(page, "strategy", "1")
+    assert root.locator("button[name=before]").is_disabled()
+    root.locator("button[name=after]").click()
+    page.wait_for_selector("#step-view[data-drawn^='1/2/']")
+    assert root.locator("button[name=after]").is_disabled()
+
+
+def test_fingers_tap_and_move_on_a_phone(open_page):
+    page = open_page(size=(390, 844), touch=True)
+    root = steps(page)
+    box = task_box(page, 0, find_task(page, 0, dp=0, kind=0, stage=0, pack=0))
+    page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "0F0 forward, stage 0, pack 0" in page.locator(".tip").inner_text()
+    root.locator("button[name=in]").click()
+    page.wait_for_timeout(100)
+    before = view(page)
+    over = root.locator(".pair.timeline canvas.over").first
+    fingers = "(c, [type, x, id]) => c.dispatchEvent(new PointerEvent(type, { pointerType: 'touch', pointerId: id,"
+    fingers += " clientX: c.getBoundingClientRect().left + x, clientY: 0, bubbles: true }))"
+    # Pointers made by a script cannot be captured.
+    over.evaluate("c => (c.setPointerCapture = () => {})")
+    for type_, x in (("pointerdown", 200), ("pointermove", 150), ("pointerup", 150)):
+        over.evaluate(fingers, [type_, x, 1])
+    page.wait_for_timeout(100)
+    moved = view(page)
+    assert moved[0] > before[0]
+    assert moved[1] - moved[0] == pytest.approx(before[1] - before[0])
+    for type_, x, finger in (("pointerdown", 150, 1), ("pointerdown", 200, 2), ("pointermove", 250, 2)):
+        over.evaluate(fingers, [type_, x, finger])
+    page.wait_for_timeout(100)
+    assert view(page)[1] - view(page)[0] == pytest.approx((moved[1] - moved[0]) / 2)

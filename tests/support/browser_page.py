@@ -1,16 +1,16 @@
 """What tests do with a report's page in a real browser: draw, choose, point, and look at pixels."""
 
 
-def draw(page, figure):
+def plots(page, figure):
+    """Pictures of a figure."""
     page.locator(f"#{figure}").scroll_into_view_if_needed()
-    page.wait_for_selector(f"#{figure} .plot[data-drawn]")
-    return page.locator(f"#{figure} .plot")
+    return page.locator(f"#{figure} svg.plot")
 
 
 def steps(page):
     """The step view, drawn."""
-    page.locator("#step-view").scroll_into_view_if_needed()
     page.wait_for_selector("#step-view[data-drawn]")
+    page.evaluate("document.querySelector('#step-view .controls').scrollIntoView()")
     page.wait_for_timeout(100)
     return page.locator("#step-view")
 

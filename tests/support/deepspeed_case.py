@@ -3,12 +3,21 @@
 import os
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
+from engine_records import (
+    EngineCase,
+    Perturbed,
+    RankRecord,
+    TrainOrder,
+    perturb_by_hand,
+    small_model,
+    train_by_hand,
+)
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
 from evenload.integrations.engines.pack_loss import model_inputs
@@ -72,7 +81,31 @@ class DeepSpeedRun:
 
 
 def train_deepspeed(case: EngineCase, order: TrainOrder) -> RankRecord:
-    return train_by_hand(DeepSpeedRun(case, order.corpus, order.learning_rate), order)
+    changes = {}
+    if order.load_from is not None and _ranks_of(order.load_from) != dist.get_world_size():
+        make_universal(order.load_from)
+        changes["checkpoint"] = {"load_universal": True}
+    return train_by_hand(DeepSpeedRun(case, order.corpus, order.learning_rate, **changes), order)
+
+
+def _ranks_of(saved: Path) -> int:
+    """Data-parallel ranks that wrote the newest checkpoint: each its part of the optimizer's state."""
+    return len(list((saved / (saved / "latest").read_text()).glob("*optim_states.pt")))
+
+
+def make_universal(saved: Path) -> None:
+    """What `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state` does, once."""
+    if dist.get_rank() == 0 and not (saved / "latest_universal").exists():
+        import_deepspeed()
+        from deepspeed.checkpoint import ds_to_universal
+
+        tag = (saved / "latest").read_text()
+        folders = {"input_folder": str(saved / tag), "output_folder": str(saved / f"{tag}-universal")}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+        ds_to_universal.main(
+            SimpleNamespace(**folders, **workers, keep_temp_folder=False, strict=True, inject_missing_state=True)
+        )
+    dist.barrier()
 
 
 def perturb_deepspeed(case: EngineCase, corpus: Path) -> Perturbed | None:

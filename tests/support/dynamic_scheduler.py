@@ -7,6 +7,18 @@ what `get_groups_and_subsamples` takes and returns; none of its planning. No rel
 import enum
 from types import ModuleType
 
+import msgspec
+import torch
+import torch.distributed as dist
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError
+from evenload.integrations.engines.megatron_dynamic_cp import scheduler_class
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
+from evenload.types.model_catalog import model_from
+
 
 class MegatronScheduler:
     """Arguments and attributes of Megatron's; its answer is that of someone who shares everything."""
@@ -29,6 +41,35 @@ class MegatronScheduler:
 
     def get_groups_and_subsamples(self, sample_id_seqlens):
         return [[[name]] * (self.dp_size * self.cp_size) for name, _ in sample_id_seqlens]
+
+    def run(self, data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, dev, config):
+        """Of what Megatron does here the plan alone; the iterator gives (id, tokens)."""
+        return self.get_groups_and_subsamples(list(data_iterator))
+
+
+def run_on_ranks(tp, pp, slower_rank):
+    """As one rank: two steps of a scheduler whose costs are other ones on one rank (-1 = on none); plan, or error."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dp = ranks // (tp * pp)
+    # As Megatron numbers ranks: tensor, then data, then pipeline.
+    meshes = torch.arange(ranks).view(pp, dp, tp).tolist()
+    data = [[row[tensor] for row in rows] for rows in meshes for tensor in range(tp)]
+    stages = [[rows[one][tensor] for rows in meshes] for one in range(dp) for tensor in range(tp)]
+    tensors = [row for rows in meshes for row in rows]
+    dp_group, pp_group, tp_group = (dist.new_subgroups_by_enumeration(kind)[0] for kind in (data, stages, tensors))
+    model = model_from("llama-7b")
+    layout = even_layout(model.num_layers, dp=dp)
+    coefficients = analytic_coefficients(model, cluster_from("h100x8"), layout)
+    if rank == slower_rank:
+        coefficients = msgspec.structs.replace(coefficients, p2p_latency_s=1.0)
+    scheduler = scheduler_class(MegatronScheduler, PackCosts(model, coefficients, layout))(4096, 1, dp, None)
+    groups = dp_group, tp_group, pp_group, dp_group
+    try:
+        for _ in range(2):
+            answer = scheduler.run(iter([(name, 100) for name in range(2 * dp)]), 1, *groups, "cpu", None)
+    except ConfigError as error:
+        return str(error)
+    return answer
 
 
 class FailingScheduler(MegatronScheduler):

@@ -65,6 +65,9 @@ def check_gradients(ranks: Ranks, case: EngineCase, root: Path, world_size: int 
     steps = _documents_by_step(records)
     assert Counter(document for step in steps for document in step) == Counter(map(tokens_of, texts))
     assert len(steps) > 1, "an epoch of one batch shows nothing of the next"
+    if case.uneven_counts:
+        counts = [record.counts for record in records]
+        assert any(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True)), f"even counts: {counts}"
     model, largest = case.reference(), 0.0
     for index, documents in enumerate(steps):
         loss, gradients = plain_gradients(model, documents)

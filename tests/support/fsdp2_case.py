@@ -34,11 +34,11 @@ class Fsdp2Run:
         self.model = sharded_model(dtype, settings.pop("mesh", (world_size,)))
         optimizer = case.optimizer(self.model.parameters(), learning_rate)
         self.loader = case.open_loader(corpus)
-        self._loop = Fsdp2Loop(self.model, optimizer, self.loader, **settings)
-        self.update, self.save, self.load = self._loop.update, self._loop.save, self._loop.load
+        self.loop = Fsdp2Loop(self.model, optimizer, self.loader, **settings)
+        self.update, self.save, self.load = self.loop.update, self.loop.save, self.loop.load
 
     def accumulate(self, step: PackedStep) -> float:
-        return self._loop.accumulate(step).item()
+        return self.loop.accumulate(step).item()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: parameter.grad.full_tensor() for name, parameter in self.model.named_parameters()}

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from engine_records import (
+    BETAS,
+    EPSILON,
     EngineCase,
     Perturbed,
     RankRecord,
     TrainOrder,
     perturb_by_hand,
+    plain_adam,
     small_model,
     train_by_hand,
 )
@@ -27,15 +30,6 @@ from packed_cases import loader_of
 
 Rows = list[tuple[str, slice]]
 """Parameters of the reference, and their rows in one of Megatron's."""
-
-
-# Adam divides by the size of gradients, which would make rounding of the smallest ones as large as the largest.
-BETAS, EPSILON = (0.9, 0.95), 0.01
-
-
-def plain_adam(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    """What Megatron-Core's optimizer does: it has no checkpoints of others."""
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
 
 
 def llama_of_plain_norms() -> torch.nn.Module:
@@ -277,6 +271,7 @@ def refusals_of_megatron(corpus: Path) -> list[str]:
 
 
 def megatron_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
-    """Megatron-Core in float32, computed in float32 as it trains on GPUs without bf16."""
+    """Megatron-Core in float32, computed in float32 as it trains on GPUs without bf16. Its optimizer is Adam: it has no
+    checkpoints of others."""
     settings = {"reference": llama_of_plain_norms, "optimizer": plain_adam, "learning_rate": 0.01} | changes
     return EngineCase(train_megatron, perturb_megatron, engine or {}, loader or {}, **settings)

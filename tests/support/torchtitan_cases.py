@@ -69,15 +69,11 @@ def tiny_spec():
 
 def trainer_config(folder, data, *, chunked=False, learning_rate=0.5, **loader):
     """A trainer of two layers in float32, without clipping."""
-    assets = Path(folder, "assets")
-    if not (assets / "tokenizer.json").exists():
-        assets.mkdir(parents=True, exist_ok=True)
-        train_byte_pair_tokenizer(["a small text"], 280, assets / "tokenizer.json")
     loss = CrossEntropyLoss.Config()
     group = ParamGroupConfig(pattern=".*", optimizer_name="SGD", optimizer_kwargs={"lr": learning_rate})
     config = Trainer.Config(
         model_spec=tiny_spec(),
-        hf_assets_path=str(assets),
+        hf_assets_path=str(Path(folder, "assets")),
         dump_folder=str(folder),
         loss=ChunkedLossWrapper.Config(num_chunks=CHUNKS, loss_fn=loss) if chunked else loss,
         optimizer=SgdContainer.Config(param_groups=[group], implementation="for-loop"),
@@ -99,6 +95,11 @@ def trainer_config(folder, data, *, chunked=False, learning_rate=0.5, **loader):
     return on_cpu(packed_config(config, settings | {"shuffle_window": 16} | loader))
 
 
+def write_tokenizer(config):
+    """The one that torchtitan's trainer wants to be there."""
+    train_byte_pair_tokenizer(["a small text"], 280, Path(config.hf_assets_path, "tokenizer.json"))
+
+
 def titan_reference():
     """The model in float64 with the weights that `build_trainer` begins with."""
     torch.manual_seed(0)
@@ -111,7 +112,7 @@ def titan_reference():
 
 def tiny_config():
     """The model's configuration as torchtitan's trainer leaves it: attention of CPUs, a short rotary table."""
-    config = trainer_config(Path(os.environ.get("TMPDIR", "/tmp")) / "evenload-titan", "unused")
+    config = trainer_config("unused", "unused")
     config.model_spec.model.update_from_config(config=config)
     return config.model_spec.model
 
@@ -136,6 +137,7 @@ def build_trainer(config) -> RecordingTrainer:
     """A trainer with the reference's weights; inside a process group."""
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts the process group
+    write_tokenizer(config)
     values = {name: getattr(config, name) for name in (one.name for one in fields(config))}
     trainer = RecordingTrainer.Config(**values).build()
     weights = dict(titan_reference().named_parameters())

@@ -59,8 +59,19 @@ class Comparison:
 
     @property
     def factor(self) -> float | None:
-        """Predicted speed of the best strategy relative to `best_fit`; None where one of both cannot run."""
-        return None if self.best is None else self[self.best].speedup_over_best_fit
+        """Predicted speed of the best strategy relative to the baseline; None where one of both cannot run."""
+        return None if self.best is None else self[self.best].speedup_over_baseline
+
+    @property
+    def baseline(self) -> StrategyResult | None:
+        """`best_fit` in the windows that suit it best, of `window_tokens`; None where it was not compared or fits
+        memory in none."""
+        return self._found.evaluation.baseline
+
+    @property
+    def headline(self) -> str:
+        """The outcome in a sentence; "" where no strategy fits memory."""
+        return self._found.headline
 
     @property
     def interval(self) -> PredictionInterval:
@@ -147,7 +158,8 @@ class Comparison:
             f"{escape(one.heading).replace(chr(10), '<br>')}</th>"
             for one in columns
         )
-        lines = [f"<table><thead><tr><th>strategy</th>{cells}</tr></thead><tbody>"]
+        lines = [f"<p>{escape(self.headline)}</p>"] if self.headline else []
+        lines += [f"<table><thead><tr><th>strategy</th>{cells}</tr></thead><tbody>"]
         for row in rows:
             bold = ' style="font-weight:bold"' if row["name"] == self.best else ""
             cells = "".join(

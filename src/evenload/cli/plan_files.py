@@ -8,9 +8,11 @@ import msgspec
 
 from evenload.cli.plan_engine import engine_content
 from evenload.cli.plan_found import FoundPlans
+from evenload.cli.plan_lines import baseline_row, rows_in_unit
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
+from evenload.explore.headline import headline
 from evenload.report.chrome_trace import write_chrome_trace
 from evenload.report.pack_label import label_packs
 from evenload.stepplan.plan_file import encode_plan_file
@@ -20,8 +22,10 @@ def plan_json(found: FoundPlans) -> bytes:
     content: dict[str, Any] = {
         "version": version("evenload"),
         "inputs": found.said,
-        "strategies": found.rows,
+        "headline": _headline_content(found),
+        "strategies": rows_in_unit([msgspec.to_builtins(one) for one in found.evaluation.results], found.unit),
         "best": found.evaluation.best,
+        "baseline": baseline_row(found.evaluation),
         "step_time_interval": msgspec.to_builtins(found.interval),
         "left_out": [msgspec.to_builtins(one) for one in found.left_out],
     }
@@ -32,6 +36,12 @@ def plan_json(found: FoundPlans) -> bytes:
     if found.layouts:
         content["layouts"] = [msgspec.to_builtins(result) for result in found.layouts]
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _headline_content(found: FoundPlans) -> dict[str, Any] | None:
+    """The sentence and its figures."""
+    figures = headline(found.evaluation)
+    return None if figures is None else {"text": found.headline, **msgspec.to_builtins(figures)}
 
 
 def planned_steps_json(found: FoundPlans) -> bytes:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
@@ -15,12 +14,13 @@ from evenload.cli.plan_arguments import PlanArguments
 from evenload.cli.plan_engine import engine_evaluation, engine_layout, require_engine
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
-from evenload.cli.plan_lines import errors_in_unit, first_line, inputs_said, rows_in_unit
+from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, inputs_said
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.evaluate import Evaluation, evaluate_strategies
+from evenload.explore.headline import headline
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.explore.sampled_batches import SampledBatch
@@ -30,19 +30,20 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.layout import ParallelLayout
-from evenload.types.length_unit import LengthUnit
+from evenload.types.length_unit import LengthUnit, in_unit
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FoundPlans:
-    """What was planned, and how it is said: inputs and rows as in `--json`, layouts of a search with the best first,
-    what `--engine` takes, the worst batches where they were asked for, and other layouts where the one planned in does
-    not fit."""
+    """What was planned, and how it is said: inputs as in `--json`, rows as in the table (the baseline among them, where
+    its windows are others), the outcome in a sentence, layouts of a search with the best first, what `--engine` takes,
+    the worst batches where they were asked for, and other layouts where the one planned in does not fit."""
 
     said: dict[str, Any]
     batches: Sequence[SampledBatch]
     evaluation: Evaluation
     rows: list[dict[str, Any]]
+    headline: str
     left_out: tuple[LeftOutStrategy, ...]
     layouts: tuple[LayoutResult, ...]
     worst: tuple[WorstBatch, ...] | None
@@ -111,7 +112,8 @@ def find_plans(asked: PlanArguments, console: Console, source: LengthSource | No
         said=said,
         batches=batches,
         evaluation=evaluation,
-        rows=rows_in_unit([msgspec.to_builtins(result) for result in evaluation.results], table.unit),
+        rows=comparison_rows(evaluation, table.unit),
+        headline=in_unit(headline_line(headline(evaluation), evaluation), table.unit),
         left_out=left_out,
         layouts=layouts,
         unit=table.unit,

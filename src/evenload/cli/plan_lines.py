@@ -14,13 +14,18 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.lengths import LengthTable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.evaluate import Evaluation
+from evenload.explore.headline import Headline
 from evenload.explore.layout_search import layout_sizes
 from evenload.explore.worst_batch import WorstBatch
+from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.report.units import format_seconds
+from evenload.report.units import format_interval, format_percent, format_power_of_two, format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
+
+_SAME = 0.0005
+"""Factors that print alike."""
 
 
 def inputs_said(
@@ -88,6 +93,51 @@ def bound_line(evaluation: Evaluation) -> str:
         f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
         f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
     )
+
+
+def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
+    """The comparison in one sentence; "" where nothing fits memory."""
+    if found is None:
+        return ""
+    interval = f" (90 % of steps: {format_interval(found.interval_s)})" if found.interval_s else ""
+    said = f"{found.best} is the fastest by prediction: {format_seconds(found.step_time_s)} a step{interval}"
+    names = [result.name for result in evaluation.results]
+    if found.factor is None or found.baseline_window_tokens is None:
+        why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
+        return f"{said}; {why}, so there is no factor"
+    window = format_power_of_two(found.baseline_window_tokens)
+    if found.best == BEST_FIT.name and found.factor > 1 - _SAME:
+        return f"{said}, and no other windows suit it better than its {window} tokens"
+    said += f", {found.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+    if found.reasons:
+        lost = " and ".join(
+            f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
+            for one in found.reasons
+        )
+        said += f", which loses more to {lost}"
+    return f"{said}; no plan in its layout takes less than {format_percent(found.fraction_of_layout_bound)} of that"
+
+
+def comparison_rows(evaluation: Evaluation, unit: LengthUnit) -> list[dict[str, Any]]:
+    """What tables show: strategies as they were asked for, and behind `best_fit` the baseline where its windows are
+    others."""
+    rows = []
+    for result in evaluation.results:
+        rows.append(msgspec.to_builtins(result))
+        if result.name == BEST_FIT.name and (row := baseline_row(evaluation)) and row["name"] != BEST_FIT.name:
+            rows.append(row)
+    return rows_in_unit(rows, unit)
+
+
+def baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:
+    """`best_fit` in the windows that suit it best, its name with their tokens where they were not asked for."""
+    if (found := evaluation.baseline) is None or found.window_tokens is None:
+        return None
+    as_asked = next(result for result in evaluation.results if result.name == BEST_FIT.name)
+    row = msgspec.to_builtins(found)
+    if found.step_time_s == as_asked.step_time_s:
+        return row
+    return row | {"name": f"{BEST_FIT.name} {format_power_of_two(found.window_tokens)}"}
 
 
 def worst_line(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> str:

@@ -26,6 +26,7 @@ def plan_report(found: FoundPlans) -> RunReport:
     lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
     return RunReport(
         title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
+        headline=found.headline,
         facts=(
             *_facts(found.said, found.unit),
             ("predicted step times", found.interval.describe()),

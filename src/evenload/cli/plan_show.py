@@ -12,6 +12,7 @@ from evenload.report.table import ComparisonTable
 
 
 def show_plans(console: Console, found: FoundPlans) -> None:
+    say(console, found.headline)
     if any(result.feasible for result in found.evaluation.results):
         console.print(ComparisonTable(found.rows, found.evaluation.best or "", unit=found.unit))
     else:

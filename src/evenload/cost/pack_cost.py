@@ -287,11 +287,20 @@ class PackCosts:
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
         cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it, and
         halves may hide them."""
+        whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
+        return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
+
+    def useful_stage_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
+        """As `lower_bound_seconds`, of every virtual stage on one tensor-parallel group, with its transfers;
+        float64[P]."""
+        return self._useful_features(num_tokens) @ (self._stage_matrix("forward") + self._stage_matrix("backward"))
+
+    def _useful_features(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Of all documents together, whole, without tiles and constants."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
-        whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
-        return float(features.sum(axis=0) @ whole.sum(axis=1)) / self.layout.world_size
+        return features.sum(axis=0)
 
     def _stage_matrix(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
         """Seconds per feature; float64[3 + 2·num_windows, P]. `tp` 1 gives the whole work, without transfers."""

@@ -181,8 +181,11 @@ def _deepspeed(stage: int) -> EngineProfile:
         equal_counts=gathers,
         context_parallel="none",
         shards=("optimizer", "gradients", "parameters")[stage - 1],  # type: ignore[bad-argument-type]
-        # What DeepSpeedLoop does where nothing is said; ZeRO-3 sums beside the backward (overlap_comm, zero/config.py).
-        timing=EngineTiming(weights="pass", sums="pass", sums_beside=True) if gathers else EngineTiming(weights="step"),
+        # What DeepSpeedLoop does where nothing is said; ZeRO-3 sums beside the backward, bucket by bucket (overlap_comm
+        # and reduce_bucket_size, zero/config.py).
+        timing=EngineTiming(weights="pass", sums="pass", sums_beside=True, sum_bucket_parameters=500_000_000)
+        if gathers
+        else EngineTiming(weights="step"),
         limits=(
             *_everywhere("DeepSpeedEngine.forward"),
             _limit(

@@ -19,7 +19,7 @@ from evenload.engines.profile import Limitation
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_strategy, runnable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.evaluate import planned_steps
+from evenload.explore.planned_steps import planned_steps
 from evenload.explore.progress import OnProgress, no_progress
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.plan.planner import Proposal

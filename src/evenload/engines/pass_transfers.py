@@ -9,8 +9,10 @@ first gather of a pass and the last sum of a backward nobody hides. What they an
 `CostCoefficients.gather_beside` and `reduction_beside`; without these all run one after the other.
 
 Gathered are all weights of a unit, those that are not trained too (LoRA); summed are gradients, so trained ones only.
+DeepSpeed sums whenever a bucket of gradients is full: half a billion by default, so a model of that size hides nothing.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from evenload.cost.first_forward import forward_units
 from evenload.cost.last_backward import pack_features, stage_units, unit_seconds
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.unit_transfers import unit_transfers
+from evenload.engines.profile import EngineTiming
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
@@ -32,18 +35,16 @@ Transfer = tuple[float, BesideCompute | None]
 
 
 def with_pass_transfers(
-    costs: PackCosts, columns: SliceColumns, tasks: PipelineTasks, *, gathers: bool, sums: bool
+    costs: PackCosts, columns: SliceColumns, tasks: PipelineTasks, timing: EngineTiming
 ) -> PipelineTasks:
-    """The same packs of one stage with transfers in their seconds.
-
-    Args:
-        gathers: of weights, before every forward and backward; sums: of gradients, after every backward.
+    """The same packs of one stage with transfers in their seconds: weights are gathered before every forward and
+    backward, gradients summed after every backward, each where the engine does it in every pass.
     """
     if not columns.num_packs:
         return tasks
     features = pack_features(costs, [(columns, pack) for pack in range(columns.num_packs)])
-    gather_s = unit_gathers(costs) if gathers else {}
-    sum_s = unit_sums(costs) if sums else {}
+    gather_s = unit_gathers(costs) if timing.weights == "pass" else {}
+    sum_s = bucket_sums(costs, timing.sum_bucket_parameters) if timing.sums == "pass" else {}
     coefficients = costs.coefficients
 
     def seconds(direction: Direction, units: list[int], pack_s: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -83,6 +84,30 @@ def unit_gathers(costs: PackCosts) -> dict[int, float]:
 def unit_sums(costs: PackCosts) -> dict[int, float]:
     """Seconds in which the gradients of each unit that has any are summed."""
     return _seconds_of_trained(costs, "sum_s")
+
+
+def bucket_sums(costs: PackCosts, bucket_parameters: int) -> dict[int, float]:
+    """The same of units that wait for each other until they fill a bucket, at the unit of the bucket that comes last in
+    a backward.
+
+    A bucket is summed when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), so beside that unit's
+    backward, and what is left after the last one's. Each unit's own latencies stay in it.
+
+    Args:
+        bucket_parameters: at most in a bucket, unless a unit alone has more; 0 = unit by unit.
+    """
+    sum_s = unit_sums(costs)
+    transfers = unit_transfers(costs.model, costs.coefficients, costs.layout, 0)
+    parameters = dict(zip(transfers.unit.tolist(), transfers.parameters.tolist(), strict=True))
+    found: dict[int, float] = {}
+    held, held_s = 0, 0.0
+    units = [unit for unit in stage_units(costs, 0) if unit in sum_s]
+    for unit, after in itertools.zip_longest(units, units[1:]):
+        held, held_s = held + parameters[unit], held_s + sum_s[unit]
+        if after is None or held + parameters[after] > bucket_parameters:
+            found[unit] = held_s
+            held, held_s = 0, 0.0
+    return found
 
 
 def _seconds_of_trained(costs: PackCosts, field: str) -> dict[int, float]:

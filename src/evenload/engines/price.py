@@ -173,11 +173,8 @@ def _as_they_wait(profile: EngineProfile, costs: PackCosts, ranks: Sequence[_Ran
     groups = [_in_step(ranks[first : first + layout.cp], layout) for first in range(0, len(ranks), layout.cp)]
     if not profile.waits_in(layout):
         return groups
-    gathers, sums = (moved == "pass" for moved in (profile.weights_in(layout), profile.sums_in(layout)))
-    moved = [
-        replace(one, tasks=with_pass_transfers(costs, one.columns, one.tasks, gathers=gathers, sums=sums))
-        for one in groups
-    ]
+    # Ranks wait where nothing is pipelined, and there the timing is as it stands.
+    moved = [replace(one, tasks=with_pass_transfers(costs, one.columns, one.tasks, profile.timing)) for one in groups]
     slowest = max(moved, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
     return [replace(slowest, tasks=_slowest([one.tasks for one in moved]))]
 

@@ -52,6 +52,8 @@ class EngineTiming(Frozen):
         sums: when gradients are summed over ranks: "step" (once), "pass" (after every backward of a micro-batch, for
             which ranks wait for each other).
         sums_beside: they are summed beside the backward, unit by unit; else after it.
+        sum_bucket_parameters: with sums in every pass, gradients are summed whenever so many of them have gathered, and
+            what is left after the backward; 0 = unit by unit.
         sends_block: a rank computes nothing while it sends activations to the next stage.
         shape_exchange: before every transfer between stages the ranks tell each other its shape.
         sharded_update: a rank updates its share of the weights; else every rank updates all.
@@ -60,6 +62,7 @@ class EngineTiming(Frozen):
     weights: Literal["never", "step", "pass"]
     sums: Literal["step", "pass"] = "step"
     sums_beside: bool = False
+    sum_bucket_parameters: int = 0
     sends_block: bool = False
     shape_exchange: bool = False
     sharded_update: bool = True

@@ -2,6 +2,10 @@
 
 `StrategyResult` has the keys that `--json` promises, what was run (`cuts`, `schedule`, `sharding`), `note`, and
 `time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise.
+`lower_bound_s` is all useful work at the cost model's rates on all devices evenly, `physical_bound_s` all model FLOPs
+at the devices' peak (`mfu` is the share of it that is reached), `layout_bound_s` the least that any plan in this layout
+takes (`cost.step_bounds`). `speedup_over_best_fit` is over `best_fit` as it was asked for, `speedup_over_baseline` over
+`best_fit` in the windows that suit it best (`explore.fair_baseline`), `window_tokens`.
 `step_time_interval_s` is where nine of ten measured step times lie, by our ledger of errors or by what others published
 (`explore.prediction_interval`); `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima,
 `cap_violations`, `deferred_tokens` (tokens that came later than their batch, each once) and `dropped_tokens` sums. A
@@ -15,28 +19,28 @@ between steps, `layout` is that of most steps, step times include the switches, 
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.fair_baseline import fair_window, with_window
+from evenload.explore.planned_steps import planned_steps
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.progress import OnProgress, no_progress
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
-from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner, FlexProposal
-from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.best_fit import BEST_FIT, BestFitOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
 from evenload.types.layout_decision import LayoutDecision
-from evenload.types.plan import DEFERRED
 from evenload.types.time_split import TimeSplit, mean_time_split
 
 
@@ -74,20 +78,54 @@ class StrategyResult(Frozen):
     note: str = ""
     time_split: TimeSplit | None = None
     layout_decisions: tuple[LayoutDecision, ...] = ()
+    physical_bound_s: float | None = None
+    mfu: float | None = None
+    layout_bound_s: float | None = None
+    fraction_of_layout_bound: float | None = None
+    speedup_over_baseline: float | None = None
+    window_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """All strategies on the same batches: rows in the order asked for, the fastest feasible one, and the planned steps
-    of each strategy, none where planning failed."""
+    of each strategy, none where planning failed.
+
+    Args:
+        baseline: `best_fit` in the windows that suit it best, which may be those asked for; None where it was not
+            compared or fits memory in none.
+    """
 
     results: tuple[StrategyResult, ...]
     best: str | None
     proposals: dict[str, tuple[Proposal, ...]]
+    baseline: StrategyResult | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StrategyPlanners:
+    """What strategies are planned with.
+
+    Args:
+        planner: of all strategies that are not in `own`.
+        flexible: for strategies that change the layout between steps, or do so where layouts are declared; starts in
+            the layout of `planner`.
+        own: by strategy, where its layout is another.
+        baseline: of `best_fit` in other windows; None = as `best_fit`.
+    """
+
+    planner: StepPlanner
+    flexible: FlexPlanner | None = None
+    own: Mapping[str, "StrategyPlanners"] = field(default_factory=dict)
+    baseline: StepPlanner | None = None
+
+    def of(self, name: str) -> "StrategyPlanners":
+        """Of one strategy."""
+        return self.own.get(name, self)
 
 
 def evaluate_strategies(
-    planner: StepPlanner,
+    planners: StrategyPlanners | StepPlanner,
     batches: Sequence[SampledBatch],
     strategies: Sequence[str],
     flexible: FlexPlanner | None = None,
@@ -96,42 +134,67 @@ def evaluate_strategies(
     """Plan every batch with every strategy.
 
     Args:
-        flexible: for strategies that change the layout between steps, or do so where layouts are declared; starts in
-            the layout of `planner`.
+        planners: or one planner for all of them, then with `flexible`.
         on_progress: called before each strategy.
 
     Raises:
         ConfigError: an unknown strategy, or one that changes the layout without `flexible`.
     """
+    if isinstance(planners, StepPlanner):
+        planners = StrategyPlanners(planner=planners, flexible=flexible)
     for name in strategies:
         # A misspelt name is the user's error, not a strategy that cannot be planned.
-        if strategy_named(name).changes_layout and flexible is None:
+        if strategy_named(name).changes_layout and planners.of(name).flexible is None:
             raise ConfigError(
                 f"strategy {name} needs the costs of other layouts: give evaluate_strategies a FlexPlanner"
             )
     results, proposals = [], {}
     for index, name in enumerate(strategies):
         on_progress(index, len(strategies), name)
-        result, proposals[name] = _evaluate(planner, batches, name, flexible)
+        result, proposals[name] = _evaluate(planners.of(name), batches, name)
         results.append(result)
-    # A baseline that cannot run is no baseline.
-    times = {result.name: result.mean_step_time_s for result in results if result.feasible}
-    best_fit_s = times.get(BEST_FIT.name)
-    if best_fit_s is not None:
-        results = [
-            msgspec.structs.replace(result, speedup_over_best_fit=best_fit_s / result.mean_step_time_s)
-            if result.mean_step_time_s is not None
-            else result
-            for result in results
-        ]
+    baseline = None
+    if BEST_FIT.name in strategies:
+        on_progress(len(strategies) - 1, len(strategies), f"{BEST_FIT.name} in other windows")
+        as_asked = results[list(strategies).index(BEST_FIT.name)]
+        baseline = _baseline(planners, batches, as_asked)
+        # A baseline that cannot run is no baseline.
+        if as_asked.feasible:
+            results = [_compared(one, as_asked, "speedup_over_best_fit") for one in results]
+            baseline = baseline and _compared(baseline, as_asked, "speedup_over_best_fit")
+        if baseline is not None:
+            results = [_compared(one, baseline, "speedup_over_baseline") for one in results]
+            baseline = _compared(baseline, baseline, "speedup_over_baseline")
     feasible = [result for result in results if result.feasible and result.mean_step_time_s is not None]
     best = min(feasible, key=lambda result: result.mean_step_time_s or 0.0).name if feasible else None
-    return Evaluation(tuple(results), best, proposals)
+    return Evaluation(tuple(results), best, proposals, baseline)
+
+
+def _baseline(
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], as_asked: StrategyResult
+) -> StrategyResult | None:
+    planner = planners.baseline or planners.of(BEST_FIT.name).planner
+    limit, own = planner.options.max_pack_tokens, planner.options.own(BestFitOptions).window_tokens
+    window_tokens = fair_window(planner, batches)
+    if window_tokens is None:
+        return None
+    if window_tokens == (own or limit) and planners.baseline is None:
+        return msgspec.structs.replace(as_asked, window_tokens=window_tokens)
+    result, _ = _evaluate(StrategyPlanners(planner=with_window(planner, window_tokens)), batches, BEST_FIT.name)
+    return msgspec.structs.replace(result, window_tokens=window_tokens)
+
+
+def _compared(result: StrategyResult, other: StrategyResult, key: str) -> StrategyResult:
+    """With its speed relative to another's."""
+    if result.mean_step_time_s is None or other.mean_step_time_s is None:
+        return result
+    return msgspec.structs.replace(result, **{key: other.mean_step_time_s / result.mean_step_time_s})
 
 
 def _evaluate(
-    planner: StepPlanner, batches: Sequence[SampledBatch], name: str, flexible: FlexPlanner | None
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], name: str
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
+    planner, flexible = planners.planner, planners.flexible
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
     layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
@@ -156,6 +219,11 @@ def _evaluate(
             layout=layout,
         ), ()
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+    tokens_of = [[document.num_tokens for document in proposal.plan.documents] for proposal in proposals]
+    physical_s, layout_s = (
+        [bound(proposal.costs, tokens) for proposal, tokens in zip(proposals, tokens_of, strict=True)]
+        for bound in (physical_bound_seconds, layout_bound_seconds)
+    )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
     trained = sum(int(tokens.sum()) for tokens in lengths)
     return StrategyResult(
@@ -167,6 +235,10 @@ def _evaluate(
         step_time_interval_s=interval.of(float(np.mean(step_time_s))),
         lower_bound_s=float(np.mean(lower_bound_s)),
         fraction_of_bound=sum(lower_bound_s) / sum(step_time_s),
+        physical_bound_s=float(np.mean(physical_s)),
+        mfu=sum(physical_s) / sum(step_time_s),
+        layout_bound_s=float(np.mean(layout_s)),
+        fraction_of_layout_bound=sum(layout_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
         bubble_fraction=_mean(proposals, "bubble_fraction"),
         imbalance_forward=_mean(proposals, "imbalance_forward"),
@@ -190,27 +262,6 @@ def _evaluate(
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
-
-
-def planned_steps(
-    planner: StepPlanner, batches: Sequence[SampledBatch], name: str
-) -> tuple[list[Proposal], list[float], int]:
-    """Every step in one layout; seconds each took to plan; tokens deferred. Raises as `StepPlanner.propose`."""
-    proposals: list[Proposal] = []
-    plan_time_s: list[float] = []
-    state, carried, deferred_tokens = DelayState(), (), 0
-    for step, batch in enumerate(batches):
-        documents: tuple[Document, ...] = (*carried, *batch.documents)
-        is_last = step == len(batches) - 1
-        started = time.perf_counter()
-        proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
-        plan_time_s.append(time.perf_counter() - started)
-        proposals.append(proposal)
-        state = proposal.state or DelayState()
-        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
-        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
-        carried = tuple(document for document in documents if document.doc_id in put_off)
-    return proposals, plan_time_s, deferred_tokens
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:

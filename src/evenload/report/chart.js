@@ -1,9 +1,11 @@
-// What all canvases of the step view share: sharp pixels, the page's colours, axes, numbers as people read them.
+// What the pictures of a page share: numbers as people read them; for canvases sharp pixels, the page's colours, axes.
 "use strict";
 Evenload.chart = (() => {
   const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif';
   // Room for names of lanes, for the last tick label, and for the axis.
-  const LEFT = 92, RIGHT = 14, AXIS = 20;
+  const RIGHT = 14, AXIS = 20;
+  const NARROW = 560;
+  const left = (width) => (width < NARROW ? 60 : 92);
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -22,11 +24,12 @@ Evenload.chart = (() => {
   };
 
   const scale = ([low, high], width) => {
-    const factor = (width - LEFT - RIGHT) / (high - low);
+    const from = left(width);
+    const factor = (width - from - RIGHT) / (high - low);
     return {
-      at: (value) => LEFT + (value - low) * factor,
-      value: (x) => low + (x - LEFT) / factor,
-      low, high, factor, left: LEFT, right: width - RIGHT,
+      at: (value) => from + (value - low) * factor,
+      value: (x) => low + (x - from) / factor,
+      low, high, factor, left: from, right: width - RIGHT,
     };
   };
 
@@ -99,6 +102,6 @@ Evenload.chart = (() => {
   const rgb = (parts) => `rgb(${parts.join(",")})`;
 
   return {
-    AXIS, LEFT, RIGHT, color, context, scale, ticks, seconds, tickSeconds, bytes, count, percent, axis, clip, blend, rgb,
+    AXIS, NARROW, color, context, scale, ticks, seconds, tickSeconds, bytes, count, percent, axis, clip, blend, rgb,
   };
 })();

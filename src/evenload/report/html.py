@@ -1,48 +1,36 @@
 """`report.html`: one page about a run or a comparison, readable anywhere and without a network.
 
-Order: facts, comparison of strategies, figures over all of them (where the time goes, pack times, speed, loss), layouts
-over time where they change, the step view (timelines, memory and documents of any step), then one section for each
-trained run, document lengths and the token ledger. Nothing is drawn for what is not known; the page says what is
-missing instead.
+Order: what was found (a sentence, numbers, the comparison of strategies), where the time goes, curves of trained runs,
+the step view (timelines, memory and documents of any step), pack times, layouts over time where they change, document
+lengths; settings and the token ledger are folded. Every figure stands once. Nothing is drawn for what is not known; the
+page says what is missing instead.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import numpy as np
-
 from evenload.errors import ConfigError
-from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
-from evenload.report.figures import loss_figure, step_time_figure, tokens_per_s_figure
+from evenload.report.columns import is_feasible
+from evenload.report.comparison_html import comparison_html
+from evenload.report.headline import headline
 from evenload.report.layout_figure import layout_figure
 from evenload.report.length_figures import (
-    READ_CLASSES,
     READ_CUMULATIVE,
     cumulative_lengths_figure,
     length_classes_figure,
+    read_classes,
 )
-from evenload.report.metrics_file import MetricRow, latest_per_step, predicted_part_seconds
 from evenload.report.pack_time_figure import pack_time_figure
-from evenload.report.page import definitions_html, figure_html, page_html
-from evenload.report.run_figures import largest, metric_column, typical, typical_meaning
+from evenload.report.page import definitions_html, figure_html, folded_html, page_html
+from evenload.report.run_figures import typical_meaning
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.time_split_figure import time_split_figure
-from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
-from evenload.types.length_unit import LengthUnit, in_unit
-from evenload.types.scaled_units import format_bytes
+from evenload.report.trained_run import curves_html, shared_curves_html, tiles_html
+from evenload.types.length_unit import in_unit
 
-_READ_STEP_TIME = (
-    "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "
-    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan."
-)
-_READ_TOKENS = "Real tokens trained in a second over all devices. Padding does not count, so runs compare fairly."
-_READ_LOSS = (
-    "Cross entropy over the label tokens of the whole global batch. Packing rearranges only inside of a step, so "
-    "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps)."
-)
 _READ_PACKS = (
     "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "
     "the replicas that share it): the wider it is at a place, the more packs take that long; the box holds the middle "
@@ -52,8 +40,7 @@ _READ_PACKS = (
 _READ_SPLIT = (
     "Every bar is the predicted step of the average device, from left to right: useful work (the lower bound, equal "
     "for all strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the "
-    "end of the step. The parts add up to the step time. Point at a part for its seconds and share; click a name to "
-    "take a cause out."
+    "end of the step. The parts add up to the step time. Point at a part for its seconds and share."
 )
 _READ_LAYOUTS = (
     "Above, the layout that every step runs in; a mark says what was decided before it, after FlexPipe's Fig. 7. "
@@ -63,8 +50,12 @@ _READ_LAYOUTS = (
 )
 
 
+Part = tuple[str, str, list[str]]
+"""Of a page: its place, its heading, its blocks."""
+
+
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
-    """Write the page, one file of about 5 MB plus its data."""
+    """Write the page, one file of 0.1 MB plus its data."""
     Path(path).write_text(render_report(report), encoding="utf-8")
 
 
@@ -72,40 +63,83 @@ def render_report(report: RunReport) -> str:
     names = [section.name for section in report.sections]
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
-    trained = [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
-    facts = ((name, escape(value)) for name, value in report.facts)
-    blocks = [f"<h1>{escape(report.title)}</h1>", definitions_html("facts", facts)]
-    if len(trained) > 1:
-        links = (f'<a href="#{identifier}">{escape(section.name)}</a>' for identifier, section in trained)
-        blocks.append(f"<nav>{''.join(links)}</nav>")
-    if report.comparison:
-        blocks.append("<h2>Comparison</h2>")
-        blocks.append(_comparison(report.comparison, report.best, report.unit))
-        blocks.append(_comparison_note(trained))
-    blocks += _notes(report.sections)
-    blocks += _overview(report)
-    blocks += _layouts(report.sections)
-    step_view = step_view_html(report.sections, report.best, _refused(report))
-    if step_view:
-        blocks += ["<h2>Inside a step</h2>", step_view]
-    for identifier, section in trained:
-        blocks += _training(identifier, section)
-    if report.lengths is not None:
-        lengths, unit = report.lengths, report.unit
-        classes, cumulative = length_classes_figure(lengths, unit), cumulative_lengths_figure(lengths, unit)
-        blocks.append("<h2>Documents of these steps</h2>")
-        blocks.append(figure_html("classes", "Lengths", in_unit(READ_CLASSES, unit), classes))
-        blocks.append(figure_html("cumulative", "Cumulative shares", in_unit(READ_CUMULATIVE, unit), cumulative))
+    parts = [part for part in _parts(report) if part[2]]
+    blocks = [f"<h1>{escape(report.title)}</h1>", *_found(report), *_settings(report), *_notes(report.sections)]
+    if len(parts) > 1:
+        links = (f'<a href="#{identifier}">{escape(heading)}</a>' for identifier, heading, _ in parts)
+        blocks.append(f'<nav aria-label="Contents">{"".join(links)}</nav>')
+    for identifier, heading, of_part in parts:
+        blocks += [f'<section aria-labelledby="{identifier}"><h2 id="{identifier}">{escape(heading)}</h2>', *of_part]
+        blocks.append("</section>")
     if report.ledger:
-        blocks.append("<h2>Token ledger</h2>")
-        blocks.append("<p>Every token read is trained, masked, deferred or dropped with a reason.</p>")
-        blocks.append(f"<pre>{escape(chr(10).join(report.ledger))}</pre>")
-    scripts = STEP_VIEW_SCRIPTS if step_view else ()
-    return page_html(report.title, [block for block in blocks if block], scripts, report.unit)
+        words = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
+        lines = f'<pre role="region" tabindex="0" aria-label="Token ledger">{escape(chr(10).join(report.ledger))}</pre>'
+        blocks.append(folded_html("settings", "Token ledger", words + lines))
+    has_steps = any(section.steps for section in report.sections)
+    return page_html(
+        report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if has_steps else (), report.unit
+    )
 
 
-def _refused(report: RunReport) -> set[str]:
-    return {str(row["name"]) for row in report.comparison if not is_feasible(row)}
+def _found(report: RunReport) -> list[str]:
+    """What the page says before anything else."""
+    words = report.headline or headline(report.comparison, report.best)
+    blocks = [f'<p class="headline">{escape(words)}.</p>'] if words else []
+    trained = _trained(report)
+    if len(trained) == 1:
+        blocks.append(tiles_html(trained[0][1]))
+    return blocks
+
+
+def _settings(report: RunReport) -> list[str]:
+    facts = ((name, escape(value)) for name, value in report.facts)
+    return [folded_html("settings", "Settings", definitions_html("facts", facts))] if report.facts else []
+
+
+def _trained(report: RunReport) -> list[tuple[str, RunSection]]:
+    return [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
+
+
+def _parts(report: RunReport) -> list[Part]:
+    trained = _trained(report)
+    refused = {str(row["name"]) for row in report.comparison if not is_feasible(row)}
+    step_view = step_view_html(report.sections, report.best, refused)
+    comparison = [comparison_html(report.comparison, report.best, report.unit)] if report.comparison else []
+    if report.comparison:
+        comparison.append(_comparison_note(trained))
+    parts: list[Part] = [
+        ("comparison", "Comparison", comparison),
+        ("time", "Where the time goes", _split(report, refused)),
+    ]
+    curves = [block for identifier, section in trained for block in _run(identifier, section, len(trained) == 1)]
+    if len(trained) > 1:
+        curves = shared_curves_html("all", [section for _, section in trained]) + curves
+    if trained and not report.comparison:
+        parts.insert(0, ("curves", "Step by step", curves))
+    else:
+        parts.append(("curves", "Trained runs" if len(trained) > 1 else "Step by step", curves))
+    parts.append(("steps", "Inside a step", [step_view] if step_view else []))
+    parts.append(("packs", "Pack times", _packs(report, refused)))
+    parts.append(("layouts", "Layouts over time", _layouts(report.sections)))
+    parts.append(("documents", "Documents of these steps", _lengths(report)))
+    return parts
+
+
+def _run(identifier: str, section: RunSection, is_alone: bool) -> list[str]:
+    """Curves of a run; of several each with its name and numbers."""
+    own = [] if is_alone else [f'<h3 id="{identifier}">{escape(section.name)}</h3>', tiles_html(section)]
+    return own + curves_html(identifier, section, is_alone=is_alone)
+
+
+def _lengths(report: RunReport) -> list[str]:
+    if report.lengths is None:
+        return []
+    lengths, unit = report.lengths, report.unit
+    classes, cumulative = length_classes_figure(lengths, unit), cumulative_lengths_figure(lengths, unit)
+    return [
+        figure_html("classes", "Lengths", in_unit(read_classes(lengths), unit), classes),
+        figure_html("cumulative", "Cumulative shares", in_unit(READ_CUMULATIVE, unit), cumulative),
+    ]
 
 
 def _notes(sections: Sequence[RunSection]) -> list[str]:
@@ -117,36 +151,39 @@ def _notes(sections: Sequence[RunSection]) -> list[str]:
     ]
 
 
-def _overview(report: RunReport) -> list[str]:
-    sections = report.sections
-    blocks = ["<h2>All strategies</h2>" if len(sections) > 1 else ""]
-    refused = _refused(report)
-    names = {section.name: f"{section.name} *" if section.name in refused else section.name for section in sections}
-    remark = " * exceeds memory: what it would take, were there more." if refused else ""
-    split = [section for section in sections if section.time_split is not None]
-    if split:
-        figure = time_split_figure({names[one.name]: one.time_split for one in split if one.time_split is not None})
-        which = _read_split_of(split)
-        blocks.append(figure_html("all-split", "Where the time goes, predicted", _READ_SPLIT + which + remark, figure))
-    with_times = {names[section.name]: section.timelines() for section in sections if section.steps}
-    if with_times:
-        figure = pack_time_figure(with_times)
-        blocks.append(figure_html("all-packs", "Pack times", _READ_PACKS + remark, figure))
-    trained = {section.name: section.metrics for section in sections if section.metrics}
-    if len(trained) > 1:
-        blocks.append(figure_html("all-speed", "Tokens per second", _READ_TOKENS, tokens_per_s_figure(trained)))
-        blocks.append(figure_html("all-loss", "Loss", _READ_LOSS, loss_figure(trained)))
-    return blocks if len(blocks) > 1 else []
+def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:
+    """Names of the sections in figures, and the remark on those with an asterisk."""
+    names = {one.name: f"{one.name} *" if one.name in refused else one.name for one in report.sections}
+    return names, " * exceeds memory: what it would take, were there more." if refused else ""
+
+
+def _split(report: RunReport, refused: set[str]) -> list[str]:
+    names, remark = _names(report, refused)
+    split = [section for section in report.sections if section.time_split is not None]
+    if not split:
+        return []
+    figure = time_split_figure({names[one.name]: one.time_split for one in split if one.time_split is not None})
+    read = _READ_SPLIT + _read_split_of(split) + remark
+    return [figure_html("all-split", "Predicted seconds of a step, by cause", read, figure)]
+
+
+def _packs(report: RunReport, refused: set[str]) -> list[str]:
+    names, remark = _names(report, refused)
+    with_times = {names[section.name]: section.timelines() for section in report.sections if section.steps}
+    if not with_times:
+        return []
+    return [figure_html("all-packs", "How even packs are", _READ_PACKS + remark, pack_time_figure(with_times))]
 
 
 def _layouts(sections: Sequence[RunSection]) -> list[str]:
     """Of every section whose layout may change between steps."""
     flexible = [(f"layouts-{i}", section) for i, section in enumerate(sections) if section.layout_decisions]
-    blocks = ["<h2>Layouts over time</h2>"] if flexible else []
-    for identifier, section in flexible:
-        heading = f"{section.name}: layout of every step"
-        blocks.append(figure_html(identifier, heading, _READ_LAYOUTS, layout_figure(section.layout_decisions)))
-    return blocks
+    return [
+        figure_html(
+            identifier, f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(section.layout_decisions)
+        )
+        for identifier, section in flexible
+    ]
 
 
 def _read_split_of(sections: Sequence[RunSection]) -> str:
@@ -160,69 +197,6 @@ def _read_split_of(sections: Sequence[RunSection]) -> str:
     )
 
 
-def _training(identifier: str, section: RunSection) -> list[str]:
-    """What only a trained run knows: its headline numbers, and curves over its steps."""
-    runs = {section.name: section.metrics}
-    blocks = [
-        f'<h2 id="{identifier}">{escape(section.name)}</h2>',
-        definitions_html("tiles", _headline_numbers(section)),
-        figure_html(
-            f"{identifier}-time",
-            "Step time, predicted and measured",
-            _READ_STEP_TIME + _prediction_error(section.metrics),
-            step_time_figure(section.metrics),
-        ),
-        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
-        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs)),
-    ]
-    missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in section.timelines()]
-    missing += [
-        f"{origin} memory over time"
-        for origin, steps in section.timelines().items()
-        if not any(len(timeline.memory_bytes) for timeline, _ in steps)
-    ]
-    if missing:
-        blocks.append(f"<p>Not in this report: {escape(', '.join(missing))}.</p>")
-    return blocks
-
-
-def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
-    rows = latest_per_step(section.metrics)
-    measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
-    part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
-    off = part_s / predicted - 1 if part_s is not None and predicted else None
-    meaning = typical_meaning(rows)
-    peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
-    return [
-        ("steps", f"{len(rows):,}"),
-        ("loss, last step", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
-        (
-            "step time, measured",
-            f"{format_seconds(measured)}<small>{meaning}; predicted {format_seconds(predicted)}, "
-            f"{format_change(off)}</small>",
-        ),
-        ("tokens/s, measured", f"{format_count(typical(rows, 'tokens_per_s'))}<small>{meaning}; real tokens</small>"),
-        ("bubble, measured", f"{format_percent(typical(rows, 'bubble_fraction'))}<small>{meaning}</small>"),
-        ("memory, peak of all steps", f"{format_bytes(peak)}<small>predicted {format_bytes(predicted_peak)}</small>"),
-        ("data wait", f"{format_seconds(typical(rows, 'data_wait_s'))}<small>{meaning}</small>"),
-    ]
-
-
-def _loss(row: MetricRow) -> str:
-    return format_plain(None if row["loss"] is None else float(row["loss"]), ".4f")
-
-
-def _prediction_error(rows: Sequence[MetricRow]) -> str:
-    rows = latest_per_step(rows)
-    measured = np.array([predicted_part_seconds(row) for row in rows], float)
-    predicted = metric_column(rows, "predicted_step_time_s")
-    known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
-    if not known.any():
-        return " No step has both numbers."
-    error = float(np.abs(predicted[known] / measured[known] - 1).mean())
-    return f" Mean absolute error of the prediction over {int(known.sum()):,} steps: <b>{format_percent(error)}</b>."
-
-
 def _comparison_note(trained: Sequence[tuple[str, RunSection]]) -> str:
     """What the numbers of trained runs in the comparison are; nothing for predictions, whose columns say it."""
     meanings = {typical_meaning(section.metrics) for _, section in trained}
@@ -232,32 +206,3 @@ def _comparison_note(trained: Sequence[tuple[str, RunSection]]) -> str:
         f"<p>Times, tokens/s, bubble and max/mean are the {escape(' or '.join(sorted(meanings)))} of each run, "
         "measured unless the heading says predicted; memory is the measured peak of all steps.</p>"
     )
-
-
-def _comparison(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
-    feasible = [row for row in rows if is_feasible(row)]
-    refused = [row for row in rows if not is_feasible(row)]
-    columns = shown_columns(feasible, unit)
-    heads = "".join(
-        f'<th scope="col" title="{escape(column.meaning)}"{_text_class(column.key)}>'
-        f"{escape(column.heading).replace(chr(10), '<br>')}</th>"
-        for column in columns
-    )
-    lines = [f'<div class="scroll"><table><thead><tr><th scope="col">strategy</th>{heads}']
-    lines.append("</tr></thead><tbody>")
-    for row in feasible:
-        cells = "".join(f"<td{_text_class(column.key)}>{escape(format_cell(column, row))}</td>" for column in columns)
-        is_best = row["name"] == best
-        name = f"{'▶ ' if is_best else ''}{escape(str(row['name']))}"
-        kind = "best" if is_best else "feasible"
-        lines.append(f'<tr class="{kind}"><td>{name}</td>{cells}</tr>')
-    for row in refused:
-        reason = escape(str(row.get("why") or "no reason given"))
-        why = f'<td class="why" colspan="{max(1, len(columns))}">not feasible: {reason}</td>'
-        lines.append(f'<tr class="refused"><td>{escape(str(row["name"]))}</td>{why}</tr>')
-    lines.append("</tbody></table></div>")
-    return "\n".join(lines)
-
-
-def _text_class(key: str) -> str:
-    return ' class="text"' if key in TEXT_COLUMNS else ""

@@ -5,11 +5,11 @@ from html import escape
 from pathlib import Path
 
 from evenload.report.length_figures import (
-    READ_CLASSES,
     READ_CUMULATIVE,
     READ_WINDOWS,
     cumulative_lengths_figure,
     length_classes_figure,
+    read_classes,
     window_cuts_figure,
 )
 from evenload.report.page import definitions_html, figure_html, page_html
@@ -21,14 +21,21 @@ from evenload.types.length_unit import LengthUnit, in_unit
 def write_lengths_page(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
-    """Write the page, about 5 MB; the title is plain text."""
+    """Write the page, about 50 KB; the title is plain text."""
     figures = [
-        ("classes", "Where the documents and the work are", READ_CLASSES, length_classes_figure(profile, unit)),
+        (
+            "classes",
+            "Where documents and work are",
+            read_classes(profile),
+            length_classes_figure(profile, unit),
+        ),
         ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
     ]
     if profile.windows:
         figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
-    blocks = [figure_html(name, heading, in_unit(read, unit), figure) for name, heading, read, figure in figures]
+    blocks = [
+        figure_html(name, heading, in_unit(read, unit), figure, level=2) for name, heading, read, figure in figures
+    ]
     head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
     Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 

@@ -4,19 +4,20 @@ Figs. 14 to 16).
 A pack counts with its slowest stage (`types.pack_times`), relative to the mean pack of its step and set of ranks: a
 pipeline moves at the pace of its slowest pack, whatever a mean pack takes, and strategies cut into different numbers
 of packs. A set is a replica, or the replicas that share a pack (DP-Merge), as in the planner's imbalance. Where a
-strategy has few packs every pack is a point; a density over ten points would be invention.
-Price: O(n log n) in packs; the page holds four bytes a pack.
+strategy has few packs every pack is a point; a density over ten points would be invention. A violin is a Gaussian
+kernel density with Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
+Price: O(n) in packs, which are counted in narrow classes first; the page holds an outline of 60 points.
 """
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots
 
+from evenload.report.axes import Scale, Tick, round_ticks, tick_labels
+from evenload.report.figure import Figure, NumberTable, names_width_px, rows_chart
 from evenload.report.palette import KIND_STYLES, PREDICTED
+from evenload.report.svg_marks import dot, rect, shape, upright
 from evenload.report.units import format_ratio
 from evenload.types.micropack import Direction
 from evenload.types.pack_times import PackSeconds, pack_times
@@ -26,81 +27,52 @@ from evenload.types.timeline import Timeline
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _COLORS = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
 _ROW_PX = 34
-_GAP_PX, _TOP_PX, _BOTTOM_PX = 44, 66, 50
+_HALF_PX = 14.0
 _MOST_POINTS = 40
 """Up to this many packs are drawn one by one."""
-_SPREAD_OF_POINTS = 0.22
-_ROOM = 1.14
-"""The axis is longer than the longest shape by this factor, for the numbers."""
+_SPREAD_OF_POINTS_PX = 7.0
 _MOST_SHOWN = 5.0
-"""Ratios beyond lie outside of the first view, or one strategy's worst pack would squeeze all shapes to a line."""
+"""Ratios beyond lie outside of the picture, or one strategy's worst pack would squeeze all shapes to a line."""
+_CLASSES, _OUTLINE = 400, 60
 
 Steps = Sequence[tuple[Timeline, StepPlan | None]]
 """A timeline of every step, with its plan where that is known."""
 
 
-def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> go.Figure:
+def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
     """Violins of pack time over mean pack time, by strategy and origin ("predicted", "measured"); the number beside
     each is max/mean, mean over the steps."""
     rows = [(name, origin) for name, origins in sections.items() for origin in origins]
     both = len({origin for _, origin in rows}) > 1
-    panel_px = _ROW_PX * max(1, len(rows)) + 10
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=_GAP_PX / (_GAP_PX + 2 * panel_px))
-    largest = 1.0
-    for panel, direction in enumerate(_DIRECTIONS, start=1):
-        for row, (name, origin) in enumerate(rows):
-            steps = [relative_times(timeline, plan, direction) for timeline, plan in sections[name][origin]]
-            ratios = np.concatenate(steps)
-            if not len(ratios):
-                continue
-            largest = max(largest, float(ratios.max()))
+    names = [f"{name}, {origin}" if both else name for name, origin in rows]
+    ratios = {
+        direction: [
+            [relative_times(timeline, plan, direction) for timeline, plan in sections[name][origin]]
+            for name, origin in rows
+        ]
+        for direction in _DIRECTIONS
+    }
+    all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
+    largest = max((float(one.max()) for one in all_steps), default=1.0)
+    scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
+    at = round_ticks(0, scale.high, 6)
+    ticks = [Tick(value, label) for value, label in zip(at, tick_labels(at, "×"), strict=True)]
+    parts = []
+    for direction in _DIRECTIONS:
+        shown = []
+        for name, (_, origin), steps in zip(names, rows, ratios[direction], strict=True):
             is_hollow = both and origin == "predicted"
             color = PREDICTED if is_hollow else _COLORS[direction]
-            figure.add_trace(_shape(ratios, row, color, is_hollow), row=panel, col=1)
-            slowest = float(ratios.max())
-            # Mean over the steps, as in the comparison of strategies.
-            text = format_ratio(float(np.mean([one.max() for one in steps if len(one)])))
-            # Beside the end of a shape; over it where the shape goes on beyond the view.
-            place = {"x": slowest, "xanchor": "left", "xshift": 7}
-            if slowest > _MOST_SHOWN:
-                text = f"{text}, slowest {slowest:.1f}× ▸"
-                place = {"x": _MOST_SHOWN * _ROOM, "xanchor": "right", "yshift": 9}
-            note = {"text": text, "y": row, "showarrow": False, "font": {"size": 11.5}}
-            figure.add_annotation(**place, **note, row=panel, col=1)
-        figure.add_annotation(
-            text=f"<b>{direction.capitalize()} packs</b>",
-            xref="paper",
-            yref=f"y{'' if panel == 1 else panel} domain",
-            x=0,
-            y=1,
-            xanchor="left",
-            yanchor="bottom",
-            yshift=4,
-            showarrow=False,
-            font={"size": 13},
-        )
-    names = [escape(f"{name}, {origin}" if both else name, quote=False) for name, origin in rows]
-    figure.update_layout(
-        height=_TOP_PX + 2 * panel_px + _GAP_PX + _BOTTOM_PX,
-        margin={"l": min(240, 28 + 7 * max(map(len, names))), "r": 16, "t": _TOP_PX - 30, "b": _BOTTOM_PX},
-        hovermode="closest",
-        showlegend=False,
-        violingap=0,
-    )
-    figure.update_yaxes(
-        tickvals=list(range(len(rows))),
-        ticktext=names,
-        range=[len(rows) - 0.5, -0.5],
-        showgrid=False,
-        zeroline=False,
-        fixedrange=True,
-    )
-    # Room on the right for the numbers.
-    figure.update_xaxes(zeroline=False, range=[0, min(largest, _MOST_SHOWN) * _ROOM], ticksuffix="×")
-    figure.update_xaxes(title_text="time of a pack over the mean pack", row=2, col=1)
-    for panel in (1, 2):
-        figure.add_vline(x=1, line={"color": PREDICTED, "width": 1, "dash": "dot"}, row=panel, col=1)  # type: ignore[arg-type]
-    return figure
+            shown.append((name, _marks(np.concatenate(steps), scale, color, is_hollow), _note(steps)))
+        label = f"{direction} packs, max over mean: " + "; ".join(f"{name} {note}" for name, _, note in shown)
+        is_last = direction == _DIRECTIONS[-1]
+        title = "time of a pack over the mean pack" if is_last else ""
+        parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
+        widths = {"names_px": names_width_px(names), "notes_px": 150}
+        parts.append(rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths))
+    table = [(name, *(_note(ratios[direction][row]) for direction in _DIRECTIONS)) for row, name in enumerate(names)]
+    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(table))
+    return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
 
 
 def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
@@ -124,28 +96,55 @@ def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> ND
     return times.dp_rank << 32 | np.array([ranks.get(key, 0) for key in keys], np.int64)
 
 
-def _shape(ratios: NDArray[np.float64], row: int, color: str, is_hollow: bool) -> go.Violin | go.Scatter:
+def _note(steps: Sequence[NDArray[np.float64]]) -> str:
+    """Mean over the steps, as in the comparison of strategies; and the slowest where it is out of the picture."""
+    found = [float(one.max()) for one in steps if len(one)]
+    if not found:
+        return "no packs"
+    text = format_ratio(float(np.mean(found)))
+    return f"{text}, slowest {max(found):.1f}× ▸" if max(found) > _MOST_SHOWN else text
+
+
+def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
+    middle = _ROW_PX / 2
+    mean = upright(scale.share(1), 0, _ROW_PX, "mean")
+    shown = ratios[ratios <= scale.high]
     if len(ratios) <= _MOST_POINTS:
         # Spread by place, not by chance: the same report is the same picture.
-        offsets = (np.arange(len(ratios)) * 0.618034 % 1 - 0.5) * _SPREAD_OF_POINTS
-        return go.Scatter(
-            x=ratios.astype(np.float32),
-            y=row + offsets,
-            mode="markers",
-            marker={"size": 6, "color": color, "opacity": 0.8, "symbol": "circle-open" if is_hollow else "circle"},
-            hovertemplate="%{x:.3f} of the mean pack<extra></extra>",
+        offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
+        points = zip(shown.tolist(), offsets.tolist(), strict=True)
+        dots = (
+            dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
+            for at, offset in points
         )
-    return go.Violin(
-        x=ratios.astype(np.float32),
-        y0=row,
-        orientation="h",
-        width=0.86,
-        points=False,
-        spanmode="hard",
-        box={"visible": True, "width": 0.22},
-        meanline={"visible": True},
-        line={"color": color, "width": 1.3},
-        fillcolor="rgba(0,0,0,0)" if is_hollow else f"{color}55",
-        hoverinfo="x",
-        hoveron="violins",
-    )
+        return mean + "".join(dots)
+    if not len(shown):
+        return mean
+    at, density = _density(ratios)
+    inside = at <= scale.high
+    at, half = at[inside], _HALF_PX * density[inside] / density.max()
+    upper = [(scale.share(x), middle - h) for x, h in zip(at.tolist(), half.tolist(), strict=True)]
+    lower = [(x, 2 * middle - y) for x, y in reversed(upper)]
+    low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
+    tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
+    marks = [shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)]
+    box = scale.share(low), min(1.0, scale.share(high))
+    if box[0] < box[1]:
+        marks.append(rect(box, middle - 2.5, 5, color, tip))
+    marks.append(upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median"))
+    return mean + "".join(marks)
+
+
+def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Places and a density there, up to a factor."""
+    low, high = float(ratios.min()), float(ratios.max())
+    if high - low < 1e-9:
+        return np.array([low - 0.002, low + 0.002]), np.ones(2)
+    # Few packs that are far slower stretch the classes; the outline is as fine where it is drawn.
+    counts, edges = np.histogram(ratios, bins=_CLASSES)
+    centers = (edges[:-1] + edges[1:]) / 2
+    width = max(1.06 * float(ratios.std()) * len(ratios) ** -0.2, (high - low) / _CLASSES)
+    at = np.linspace(low, min(high, _MOST_SHOWN * 1.04), _OUTLINE) if low < _MOST_SHOWN else np.array([low, high])
+    weights = np.exp(-0.5 * ((at[:, None] - centers) / width) ** 2)
+    return at, weights @ counts

@@ -1,6 +1,5 @@
 // Inverse of packed_columns.py and step_blocks.py: data blocks of the page to typed columns, unpacked when needed.
 "use strict";
-const Evenload = {};
 (() => {
   const TYPES = {
     u1: Uint8Array, i1: Int8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f8: Float64Array,

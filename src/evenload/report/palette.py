@@ -86,3 +86,15 @@ violet and orange, the end of the step brown."""
 
 def series_style(index: int) -> tuple[str, str]:
     return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever is easier to read on a colour: the larger contrast of WCAG 2."""
+    luminance = _luminance(color)
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,88 +1,102 @@
-// Draws each figure when it comes near the screen, and dresses it in the colours of the page (light or dark).
+// What pointing at a picture shows, arrow keys over curves, and a page that prints as it stands.
+"use strict";
 (() => {
-  "use strict";
-  const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif';
-  // By name, so that a new plotly.js adds no button of its own: its default bar uploads figures to a cloud.
-  const CONFIG = {
-    responsive: true,
-    displaylogo: false,
-    showSendToCloud: false,
-    plotlyServerURL: "",
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
-    toImageButtonOptions: { format: "svg", filename: "evenload" },
-  };
-  const drawn = new Set();
-
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-  // Relayout keys that depend on the theme, for the axes this layout has.
-  const theme = (layout) => {
-    const update = {
-      "font.color": color("--text"),
-      "hoverlabel.bgcolor": color("--tip"),
-      "hoverlabel.bordercolor": color("--tip-border"),
-      "hoverlabel.font.color": color("--tip-text"),
-      "modebar.color": color("--muted"),
-      "modebar.activecolor": color("--accent"),
-    };
-    for (const axis of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))) {
-      update[`${axis}.gridcolor`] = color("--grid");
-      update[`${axis}.linecolor`] = color("--rule");
-      update[`${axis}.tickcolor`] = color("--rule");
-    }
-    return update;
+  const { seconds, count, percent } = Evenload.chart;
+  const { show, hide } = Evenload.tip;
+  const FORMATS = {
+    s: seconds,
+    "%": (value) => `${(100 * value).toFixed(2)} %`,
+    count: (value) => count(value),
+    "": (value) => value.toPrecision(6),
   };
 
-  const assign = (target, path, value) => {
-    const keys = path.split(".");
-    const last = keys.pop();
-    for (const key of keys) target = target[key] ??= {};
-    target[last] = value;
-  };
-
-  const draw = (plot) => {
-    if (drawn.has(plot)) return;
-    drawn.add(plot);
-    const { data, layout } = JSON.parse(document.getElementById(plot.dataset.figure).textContent);
-    layout.font = { ...layout.font, family: FONT, size: 12 };
-    layout.hoverlabel = { align: "left", font: { family: FONT, size: 13 } };
-    layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
-    layout.modebar = { bgcolor: "rgba(0,0,0,0)", orientation: "h" };
-    for (const [path, value] of Object.entries(theme(layout))) assign(layout, path, value);
-    Object.assign(plot, { baseTop: layout.margin.t, baseHeight: layout.height });
-    Plotly.newPlot(plot, data, layout, CONFIG)
-      .then(() => fitLegend(plot))
-      .then(() => plot.setAttribute("data-drawn", ""));
-  };
-
-  // The layout has room for one row of legend; on a narrow page it wraps, so make the figure higher by the rest.
-  const fitLegend = (plot) => {
-    const legend = plot.querySelector(".legend");
-    const extra = legend ? Math.max(0, Math.ceil(legend.getBoundingClientRect().height) - 28) : 0;
-    if (plot.layout.margin.t === plot.baseTop + extra) return undefined;
-    plot.style.height = `${plot.baseHeight + extra}px`;
-    return Plotly.relayout(plot, { "margin.t": plot.baseTop + extra, height: plot.baseHeight + extra });
-  };
-
-  const plots = [...document.querySelectorAll(".plot")];
-  const near = new IntersectionObserver(
-    (entries) => {
-      for (const entry of entries) {
-        if (!entry.isIntersecting) continue;
-        near.unobserve(entry.target);
-        draw(entry.target);
-      }
-    },
-    { rootMargin: "400px" },
-  );
-  plots.forEach((plot) => near.observe(plot));
-  window.addEventListener("beforeprint", () => plots.forEach(draw));
-  let settled;
-  window.addEventListener("resize", () => {
-    clearTimeout(settled);
-    settled = setTimeout(() => drawn.forEach(fitLegend), 300);
+  // Marks with words of their own.
+  document.addEventListener("pointermove", (event) => {
+    const mark = event.target.closest?.("[data-tip]");
+    if (mark) show(mark.dataset.tip.split("\n"), event);
+    else if (!event.target.closest?.("[data-curves], .stage")) hide();
   });
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const plot of drawn) Plotly.relayout(plot, theme(plot.layout));
+  document.addEventListener("pointerdown", (event) => {
+    const mark = event.target.closest?.("[data-tip]");
+    if (mark) show(mark.dataset.tip.split("\n"), event);
+  });
+
+  // Curves: all values at the step that is nearest.
+  for (const plot of document.querySelectorAll("[data-curves]")) {
+    const { xName, x, at, kind, series } = JSON.parse(plot.dataset.curves);
+    const said = document.createElement("div");
+    said.className = "said";
+    said.setAttribute("role", "status");
+    plot.after(said);
+    // Like any line of the picture: made anew it would need the address of a namespace.
+    const cross = plot.querySelector("line").cloneNode();
+    cross.setAttribute("class", "cross");
+    cross.setAttribute("y1", 0);
+    cross.setAttribute("y2", plot.getAttribute("height"));
+    cross.setAttribute("visibility", "hidden");
+    plot.append(cross);
+    let chosen = -1;
+    const linesAt = (i) => [
+      [xName === "step" ? `step ${x[i]}` : `${xName} ${count(x[i])} ${document.documentElement.dataset.unit}`, ""],
+      ...series
+        .filter(({ values }) => values[i] !== null)
+        .map(({ name, values }) => `${series.length > 1 ? `${name}: ` : ""}${FORMATS[kind](values[i])}`),
+    ];
+    const choose = (i, place) => {
+      chosen = i;
+      cross.setAttribute("x1", `${100 * at[i]}%`);
+      cross.setAttribute("x2", `${100 * at[i]}%`);
+      cross.setAttribute("visibility", "visible");
+      show(linesAt(i), place);
+    };
+    const rest = () => {
+      cross.setAttribute("visibility", "hidden");
+      hide();
+    };
+    const nearest = (share) => {
+      let low = 0;
+      let high = at.length - 1;
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (at[middle] < share) low = middle;
+        else high = middle;
+      }
+      return share - at[low] < at[high] - share ? low : high;
+    };
+    const follow = (event) => {
+      if (!x.length || event.target.closest("[data-tip]")) return;
+      const box = plot.getBoundingClientRect();
+      choose(nearest((event.clientX - box.left) / box.width), event);
+    };
+    plot.addEventListener("pointermove", follow);
+    plot.addEventListener("pointerdown", follow);
+    plot.addEventListener("pointerleave", rest);
+    plot.addEventListener("blur", rest);
+    plot.addEventListener("keydown", (event) => {
+      const next = {
+        ArrowLeft: chosen - 1, ArrowRight: chosen + 1, Home: 0, End: x.length - 1,
+        PageUp: chosen - Math.ceil(x.length / 10), PageDown: chosen + Math.ceil(x.length / 10),
+      }[event.key];
+      if (next === undefined || !x.length || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      const i = Math.min(Math.max(next, 0), x.length - 1);
+      const box = plot.getBoundingClientRect();
+      choose(i, { clientX: box.left + at[i] * box.width, clientY: box.top + 20 });
+      said.textContent = linesAt(i).map((line) => (Array.isArray(line) ? line.join("") : line)).join(", ");
+    });
+  }
+
+  // On paper everything is unfolded, on white.
+  const folded = [];
+  window.addEventListener("beforeprint", () => {
+    document.documentElement.dataset.print = "";
+    for (const one of document.querySelectorAll("details:not([open]):not(.numbers)")) {
+      one.open = true;
+      folded.push(one);
+    }
+  });
+  window.addEventListener("afterprint", () => {
+    delete document.documentElement.dataset.print;
+    for (const one of folded.splice(0)) one.open = false;
   });
 })();

@@ -69,6 +69,7 @@ class RunReport:
     """A whole page.
 
     Args:
+        headline: the outcome in one sentence, without its full stop; "" = said from what was measured.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
         comparison: one row a strategy; keys as `evenload plan --json`, and
             `measured_step_time_s`, `measured_tokens_per_s`, `final_loss` for trained runs.
@@ -77,6 +78,7 @@ class RunReport:
     """
 
     title: str
+    headline: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     sections: tuple[RunSection, ...] = ()
     comparison: tuple[Mapping[str, object], ...] = ()

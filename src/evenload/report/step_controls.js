@@ -24,6 +24,18 @@ Evenload.stepControls = (() => {
       wrap.append(selects[name]);
       bar.append(wrap);
     }
+    const button = (name, text, title) => {
+      const found = make("button", "", text);
+      found.type = "button";
+      found.name = name;
+      found.title = title;
+      found.setAttribute("aria-label", title);
+      found.addEventListener("click", actions[name]);
+      return found;
+    };
+    const neighbours = make("span", "neighbours");
+    neighbours.append(button("before", "‹", "step before"), button("after", "›", "next step"));
+    selects.step.parentElement.after(neighbours);
     const critical = make("input");
     critical.type = "checkbox";
     critical.name = "critical";
@@ -35,12 +47,7 @@ Evenload.stepControls = (() => {
       ["out", "−", "zoom out (key -)"], ["in", "+", "zoom in (key +)"],
       ["whole", "whole step", "show the whole step (double-click, key 0)"],
     ]) {
-      const button = make("button", "", text);
-      button.type = "button";
-      button.name = name;
-      button.title = title;
-      button.addEventListener("click", actions[name]);
-      buttons.append(button);
+      buttons.append(button(name, text, title));
     }
     bar.append(label, buttons);
     // Choices that are none are hidden.
@@ -54,11 +61,17 @@ Evenload.stepControls = (() => {
       );
       selects[name].value = String(value);
       selects[name].parentElement.hidden = options.length < 2;
+      if (name === "step") {
+        const at = options.findIndex(([key]) => key === String(value));
+        neighbours.hidden = options.length < 2;
+        neighbours.firstChild.disabled = at === 0;
+        neighbours.lastChild.disabled = at === options.length - 1;
+      }
     };
     return { bar, fill, allowCritical: (on) => (label.hidden = !on) };
   };
 
-  const legend = (panels, { kinds, sides, tails, memory }, byKind) => {
+  const legend = (panels, { kinds, sides, tails }) => {
     const entries = [];
     const numbers = (columns) => [...new Set(columns.flatMap((column) => [...new Set(column)]))].sort((a, b) => a - b);
     for (const kind of numbers(panels.map(({ timeline }) => timeline.kind))) {
@@ -72,18 +85,29 @@ Evenload.stepControls = (() => {
     const ends = [...new Set(panels.flatMap(({ timeline }) => timeline.tail.map(([kind]) => kind)))];
     entries.push(...ends.map((kind) => [tails[kind].name, tails[kind].color]));
     if (panels.some(({ timeline }) => !timeline.tail.length)) entries.push(["gradient reduction, optimizer", "var(--tail)"]);
-    if (byKind) {
-      const held = [...new Set(panels.flatMap(({ timeline }) => timeline.kinds.map(({ name }) => name)))];
-      entries.push(...held.map((kind) => [`memory: ${memory[kind].name}`, memory[kind].color]));
-    }
-    return entries.map(([name, background]) => {
+    return swatches(entries);
+  };
+
+  // [name, background, class of the swatch] as a row.
+  const swatches = (entries) => {
+    const row = make("div", "legend");
+    for (const [name, background, className] of entries) {
       const entry = make("span", "", name);
-      const swatch = make("i");
+      const swatch = make("i", className);
       swatch.style.background = background;
       entry.prepend(swatch);
-      return entry;
-    });
+      row.append(entry);
+    }
+    return row;
   };
+
+  // What the colours of a memory picture are: kinds of what is held, or ranks.
+  const memoryLegend = ({ timeline, mostRank }, memory, byKind) =>
+    byKind
+      ? swatches(timeline.kinds.map(({ name }) => [memory[name].name, memory[name].color]))
+      : swatches([[mostRank ? `rank 0 to rank ${mostRank}` : "rank 0", Evenload.stepMemory.gradient, "wide"]]);
+  const documentLegend = () =>
+    swatches([["packs, early to late in the step", Evenload.stepDocuments.gradient, "wide"]]);
 
   const replicaEnds = (timeline) => {
     const ends = new Map();
@@ -118,5 +142,5 @@ Evenload.stepControls = (() => {
     return element;
   };
 
-  return { make, create, legend, heading, replicaEnds };
+  return { make, create, legend, memoryLegend, documentLegend, heading, replicaEnds };
 })();

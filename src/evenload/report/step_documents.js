@@ -1,7 +1,7 @@
 // Draws the plan of a step by document: one row a document, its forward slices over its backward slices.
 "use strict";
 Evenload.stepDocuments = (() => {
-  const { AXIS, LEFT, color, context, scale, count, axis, clip, blend, rgb } = Evenload.chart;
+  const { AXIS, color, context, scale, count, axis, clip, blend, rgb } = Evenload.chart;
   const ROW_PX = 18, HALF_PX = 7;
   const MOST_PX = 360;
   // Early to late in the step, distinct also for colour-blind readers and on both backgrounds (after viridis).
@@ -44,7 +44,7 @@ Evenload.stepDocuments = (() => {
       ctx.clip();
       ctx.fillStyle = color("--text");
       ctx.textAlign = "right";
-      ctx.fillText(`doc ${plan.docId[doc]}`, LEFT - 8, top + HALF_PX);
+      ctx.fillText(`doc ${plan.docId[doc]}`, x.left - 8, top + HALF_PX);
       ctx.restore();
       clip(ctx, x, 0, bottom);
       for (const { slice, pack } of slices) {
@@ -86,5 +86,7 @@ Evenload.stepDocuments = (() => {
     return exact ?? found[0] ?? null;
   };
 
-  return { ROW_PX, rowsOf, heightOf, draw, sliceAt };
+  const gradient = `linear-gradient(90deg,${STOPS.map(rgb).join(",")})`;
+
+  return { ROW_PX, gradient, rowsOf, heightOf, draw, sliceAt };
 })();

@@ -165,5 +165,7 @@ Evenload.stepMemory = (() => {
     return best;
   };
 
-  return { MEMORY_PX, draw, held, kindsHeld, fullest, memoryAt };
+  const gradient = `linear-gradient(90deg,${RANK_STOPS.map(rgb).join(",")})`;
+
+  return { MEMORY_PX, gradient, draw, held, kindsHeld, fullest, memoryAt };
 })();

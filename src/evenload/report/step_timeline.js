@@ -1,7 +1,7 @@
 // Draws a step: one row a pipeline rank, one bar a task, true widths at any zoom.
 "use strict";
 Evenload.stepTimeline = (() => {
-  const { AXIS, color, context, scale, tickSeconds, axis, clip } = Evenload.chart;
+  const { AXIS, NARROW, color, context, scale, tickSeconds, axis, clip } = Evenload.chart;
   const REPLICA_GAP = 5;
 
   const rowHeight = (lanes) => {
@@ -83,7 +83,7 @@ Evenload.stepTimeline = (() => {
       ctx.fillText(String(timeline.pack[i]), left + wide / 2, top + bar / 2 + 0.5);
     }
     ctx.restore();
-    names(ctx, panel.placed, bar);
+    names(ctx, panel.placed, bar, x.left, width < NARROW);
   };
 
   // Recompute shades the front of its bar; copies run beside compute, as a line under the bars.
@@ -99,7 +99,7 @@ Evenload.stepTimeline = (() => {
   };
 
   // Every rank where rows are high enough for a name; else each replica once.
-  const names = (ctx, { rows, height }, bar) => {
+  const names = (ctx, { rows, height }, bar, left, isNarrow) => {
     const several = rows.some(({ lane }) => lane.dp !== rows[0].lane.dp);
     ctx.fillStyle = color("--text");
     ctx.textAlign = "right";
@@ -109,8 +109,9 @@ Evenload.stepTimeline = (() => {
       if (height < 12 && !isFirst) return;
       if (top < free) return;
       free = top + 12;
-      const text = several && isFirst ? `dp ${lane.dp} · rank ${lane.rank}` : `rank ${lane.rank}`;
-      ctx.fillText(height < 12 && several ? `dp ${lane.dp}` : text, Evenload.chart.LEFT - 8, top + bar / 2 + 0.5);
+      const rank = isNarrow && several ? `${lane.rank}` : `rank ${lane.rank}`;
+      const text = several && isFirst ? `dp ${lane.dp} · ${rank}` : rank;
+      ctx.fillText(height < 12 && several ? `dp ${lane.dp}` : text, left - 8, top + bar / 2 + 0.5);
     });
   };
 

@@ -104,34 +104,6 @@ Evenload.stepTips = (() => {
     return [start, end];
   };
 
-  const tip = document.createElement("div");
-  tip.className = "tip";
-  tip.hidden = true;
-
-  // A line is text, or [bold text, text].
-  const show = (lines, event) => {
-    if (!tip.isConnected) document.body.append(tip);
-    tip.replaceChildren(
-      ...lines.map((line) => {
-        const row = document.createElement("div");
-        if (Array.isArray(line)) {
-          const strong = document.createElement("b");
-          strong.textContent = line[0];
-          row.append(strong, line[1]);
-        } else row.textContent = line;
-        return row;
-      }),
-    );
-    tip.hidden = false;
-    const { width, height } = tip.getBoundingClientRect();
-    const left = event.clientX + 16 + width > window.innerWidth ? event.clientX - 16 - width : event.clientX + 16;
-    const top = event.clientY + 18 + height > window.innerHeight ? event.clientY - 14 - height : event.clientY + 18;
-    tip.style.left = `${Math.max(4, left)}px`;
-    tip.style.top = `${Math.max(4, top)}px`;
-  };
-  const hide = () => {
-    tip.hidden = true;
-  };
-
+  const { show, hide } = Evenload.tip;
   return { forTask, forMemory, forSlice, show, hide };
 })();

@@ -3,9 +3,9 @@
 (() => {
   const root = document.getElementById("step-view");
   if (!root) return;
-  const { count, scale, context, color, LEFT, RIGHT } = Evenload.chart;
+  const { count, scale, context, color } = Evenload.chart;
   const { stepTimeline: timelines, stepMemory: memories, stepDocuments: documents, stepTips: tips } = Evenload;
-  const { make, legend, heading, replicaEnds } = Evenload.stepControls;
+  const { make, legend, memoryLegend, documentLegend, heading, replicaEnds } = Evenload.stepControls;
   const index = JSON.parse(document.getElementById("step-view-data").textContent);
   const { kinds, sections } = index;
   const names = sections.map(({ name }) => name);
@@ -18,6 +18,7 @@
     section: index.first, compare: index.compare, step: null, replica: null, memory: "ranks", critical: false,
     view: null, tokens: null, drag: null, marked: null,
   };
+  Object.assign(state, Evenload.stepLink.read(names));
   let panels = [];
   let plans = [];
   let whole = [0, 1];
@@ -30,28 +31,44 @@
     if (name === "memory" || name === "critical") {
       arrange();
       draw();
+      link();
       return;
     }
     Object.assign(state, { view: null, tokens: null, marked: null });
-    load();
+    load().then(link);
+  };
+  // Zooming and moving come in crowds; the address is written when they rest.
+  let linking;
+  const link = () => {
+    clearTimeout(linking);
+    linking = setTimeout(() => Evenload.stepLink.write(state, names), 150);
+  };
+  const stepBy = (by) => {
+    const steps = sections[state.section].steps.map(({ step }) => step);
+    const next = steps[steps.indexOf(state.step) + by];
+    if (next !== undefined) choose("step", next);
   };
   const controls = Evenload.stepControls.create(choose, {
+    before: () => stepBy(-1), after: () => stepBy(1),
     out: () => zoom(2), in: () => zoom(0.5), whole: () => setView(null),
   });
-  const legendRow = make("div", "legend");
+  const legendRow = make("div");
   const stage = make("div", "stage");
   stage.tabIndex = 0;
+  stage.setAttribute("role", "group");
   stage.setAttribute("aria-label", "timelines; arrow keys move, + and - zoom, 0 shows the whole step");
   root.querySelector(".view").append(controls.bar, legendRow, stage);
 
-  const stepOf = (section) => sections[section].steps.find(({ step }) => step === state.step) ?? sections[section].steps[0];
+  // Of a trained run the last step is what one looks for first.
+  const usual = ({ steps }) => (steps[0].views.measured ? steps.at(-1) : steps[0]);
+  const stepOf = (section) => sections[section].steps.find(({ step }) => step === state.step) ?? usual(sections[section]);
 
   // Loading: unpack what the choice needs, then lay the panels out.
   const load = async () => {
     const turn = ++shown;
     root.removeAttribute("data-drawn");
     const steps = sections[state.section].steps.map(({ step }) => step);
-    if (!steps.includes(state.step)) state.step = steps[0];
+    if (!steps.includes(state.step)) state.step = usual(sections[state.section]).step;
     const chosen = state.compare >= 0 && state.compare !== state.section ? [state.section, state.compare] : [state.section];
     const found = [];
     for (const section of chosen) {
@@ -116,7 +133,7 @@
     if (!hasKinds) state.memory = "ranks";
     controls.fill("memory", [["ranks", "every rank"], ...(hasKinds ? [["kinds", "fullest rank by kind"]] : [])], state.memory);
     controls.allowCritical(panels.some(({ timeline }) => timeline.critical.some((on) => on)));
-    legendRow.replaceChildren(...legend(panels, index, state.memory === "kinds"));
+    legendRow.replaceChildren(legend(panels, index));
     build();
   };
 
@@ -125,7 +142,7 @@
     const wrap = make("div", `pair ${kind}`);
     const pair = { panel, kind, wrap, base: make("canvas"), over: make("canvas", "over") };
     pair.base.setAttribute("role", "img");
-    pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}`);
+    pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`);
     wrap.append(pair.base, pair.over);
     listen(pair);
     return pair;
@@ -145,7 +162,7 @@
       const lane = state.memory === "kinds" && panel.timeline.kinds.length ? memories.fullest(panel) : null;
       const whose = lane ? `rank ${lane.rank} of dp ${lane.dp} by kind` : "every rank";
       const name = panels.length > 1 ? `: ${names[panel.section]}, ${panel.origin}` : "";
-      blocks.push(make("h4", "sub", `Memory of ${whose}${name}`));
+      blocks.push(make("h4", "sub", `Memory of ${whose}${name}`), memoryLegend(panel, index.memory, lane !== null));
       const pair = canvasPair(panel, "memory");
       pairs.push(pair);
       blocks.push(pair.wrap);
@@ -154,8 +171,12 @@
       const total = panel.documents.length;
       const name = plans.length > 1 ? `: ${names[panel.section]}` : "";
       blocks.push(make("h4", "sub", `Documents${name}, longest first (${count(total)}); above forward slices, below backward slices`));
+      if (panel === plans[0]) blocks.push(documentLegend());
       const pair = canvasPair(panel, "documents");
       const scroller = make("div", "scroller");
+      scroller.tabIndex = 0;
+      scroller.setAttribute("role", "region");
+      scroller.setAttribute("aria-label", `documents of ${names[panel.section]}`);
       scroller.style.height = `${documents.heightOf(panel.documents)}px`;
       const space = make("div");
       // The last row must be able to rise above the axis.
@@ -175,11 +196,13 @@
   };
 
   // Drawing.
-  const width = () => Math.max(260, stage.clientWidth);
+  const PAPER_PX = 650;
+  let paper = null;
+  const width = () => paper ?? Math.max(240, stage.clientWidth);
   const viewOf = (kind) => (kind === "documents" ? (state.tokens ?? wholeTokens) : (state.view ?? whole));
   const drawPair = (pair) => {
     const { panel, kind } = pair;
-    const w = pair.scroller ? Math.max(260, pair.scroller.clientWidth) : width();
+    const w = pair.scroller && !paper ? Math.max(240, pair.scroller.clientWidth) : width();
     pair.width = w;
     if (kind === "timeline") timelines.draw(pair.base, panel, viewOf(kind), w, index, state.critical);
     else if (kind === "memory") memories.draw(pair.base, panel, viewOf(kind), w, panel.limitBytes, state.memory === "kinds" ? index.memory : null);
@@ -235,6 +258,7 @@
     }
     state[kind === "documents" ? "tokens" : "view"] = next;
     draw();
+    link();
   };
   const zoom = (factor, at, kind = "timeline") => {
     const [from, to] = viewOf(kind);
@@ -247,63 +271,14 @@
     setView([from + by, to + by], kind);
   };
 
-  const listen = (pair) => {
-    const { panel, kind, over } = pair;
-    const axisKind = kind === "memory" ? "timeline" : kind;
-    const place = (event) => {
-      const box = over.getBoundingClientRect();
-      return [event.clientX - box.left, event.clientY - box.top];
-    };
-    const valueAt = (event) => {
-      const x = scale(viewOf(axisKind), pair.width);
-      return x.value(Math.min(Math.max(place(event)[0], LEFT), pair.width - RIGHT));
-    };
-    let held = null;
-    over.addEventListener("pointerdown", (event) => {
-      if (event.button || event.pointerType === "touch") return;
-      over.setPointerCapture(event.pointerId);
-      held = { x: event.clientX, from: valueAt(event), pans: event.shiftKey, view: viewOf(axisKind) };
-      tips.hide();
-    });
-    over.addEventListener("pointermove", (event) => {
-      if (!held) {
-        hover(pair, event, place(event));
-        return;
-      }
-      if (held.pans) {
-        const by = (held.x - event.clientX) / scale(held.view, pair.width).factor;
-        setView([held.view[0] + by, held.view[1] + by], axisKind);
-      } else {
-        state.drag = { kind, span: [held.from, valueAt(event)] };
+  const listen = (pair) =>
+    Evenload.stepPointer.listen(pair, {
+      of: viewOf, set: setView, zoom, pan, hover, rest,
+      select: (kind, span) => {
+        state.drag = span && { kind, span };
         pairs.filter((other) => other.kind === kind).forEach(drawOver);
-      }
+      },
     });
-    const release = (event) => {
-      if (!held) return;
-      const { x, from, pans } = held;
-      held = null;
-      state.drag = null;
-      if (!pans && event.type === "pointerup" && Math.abs(event.clientX - x) > 4) {
-        setView([from, valueAt(event)].sort((a, b) => a - b), axisKind);
-      } else draw();
-    };
-    over.addEventListener("pointerup", release);
-    over.addEventListener("pointercancel", release);
-    over.addEventListener("pointerleave", () => {
-      tips.hide();
-      setMarked(null);
-    });
-    over.addEventListener("dblclick", () => setView(null, axisKind));
-    over.addEventListener("wheel", (event) => {
-      if (event.ctrlKey || event.metaKey) {
-        event.preventDefault();
-        zoom(1.0015 ** event.deltaY, valueAt(event), axisKind);
-      } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        event.preventDefault();
-        pan(event.deltaX / pair.width, axisKind);
-      }
-    }, { passive: false });
-  };
 
   const hover = ({ panel, kind, width: w, scroller }, event, [px, py]) => {
     if (kind === "timeline") {
@@ -342,13 +317,23 @@
 
   new ResizeObserver(draw).observe(stage);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  // Unpacked when it comes near the screen, so that the page opens at once.
-  new IntersectionObserver((entries, observer) => {
-    if (!entries.some(({ isIntersecting }) => isIntersecting)) return;
-    observer.disconnect();
+  // Unpacked when the page stands, so that it opens at once and is whole when it is printed.
+  window.addEventListener("load", () => setTimeout(load));
+  window.addEventListener("hashchange", () => {
+    const said = Evenload.stepLink.read(names);
+    if (!said) return;
+    Object.assign(state, { marked: null }, said);
     load();
-  }, { rootMargin: "400px" }).observe(root);
-  window.addEventListener("beforeprint", () => panels.length || load());
+    root.scrollIntoView();
+  });
+  if (Evenload.stepLink.read(names)) root.scrollIntoView();
+  // Paper is narrower than most windows and cannot wait for a frame.
+  for (const [event, width] of [["beforeprint", PAPER_PX], ["afterprint", null]]) {
+    window.addEventListener(event, () => {
+      paper = width;
+      pairs.forEach(drawPair);
+    });
+  }
 
   // For tests and the console: where a task or slice is drawn, in pixels of the window.
   root.stepView = {

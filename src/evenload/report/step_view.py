@@ -5,14 +5,15 @@ needs and draws it on canvases, with true widths at every zoom. So the page open
 
 Price, measured in headless Chromium without a GPU on two shared cores: 16 stages and 512 packs, predicted over measured
 (32,768 bars, 65,000 memory samples) are first drawn in 0.4 s and again in 30 to 60 ms, and add 0.4 MB to the page; nine
-strategies over four steps of 2,048 documents on 64 devices make a page of 8.4 MB, 4.8 MB of them plotly.js.
+strategies over four steps of 2,048 documents on 64 devices add 3.6 MB.
 """
 
 import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from evenload.report.page import data_block
+from evenload.report.headline import BASELINE
+from evenload.report.page import data_block, folded_html
 from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
 from evenload.report.step_blocks import DataBlock, plan_block, timeline_block
@@ -21,18 +22,17 @@ from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS
 
 STEP_VIEW_SCRIPTS = (
     "packed_columns.js",
-    "chart.js",
     "step_timeline.js",
     "step_memory.js",
     "step_documents.js",
     "step_tips.js",
     "step_controls.js",
+    "step_link.js",
+    "step_pointer.js",
     "step_view.js",
 )
 _STYLE_KEYS = ("even", "odd", "thin", "textEven", "textOdd", "name")
 """Fields of `KindStyle`, as the page's scripts call them."""
-_BASELINE = "best_fit"
-"""Shown above the best strategy at first, where there is one."""
 _READ = (
     "Every row is a pipeline rank, every bar one pack on one stage: <b>blue</b> forward, <b>orange</b> backward, light "
     "and dark in turn so that neighbours show. <b>Grey</b> is time in which the rank computes no pack. All timelines "
@@ -40,7 +40,8 @@ _READ = (
     "<b>Memory</b> lines must stay under the dashed limit. <b>Documents</b> show where each is cut for forward and for "
     "backward; the colour is the pack, from early (violet) to late (yellow) in the step. Point at anything for what "
     "it holds; a pack lights up on all its stages. Drag sideways to zoom in, shift-drag to move, Ctrl and wheel to "
-    "zoom, double-click to see everything again."
+    "zoom, double-click to see everything again; on a touch screen pinch, drag and tap. The address of the page keeps "
+    "what is chosen and shown: copy it to show somebody the same."
 )
 
 
@@ -51,9 +52,8 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
         return ""
     names = [section.name for section in sections]
     first = names.index(best) if best in names else 0
-    # Two strategies that were only simulated explain each other; trained ones have predicted and measured already.
-    is_alone = list(sections[first].timelines()) == ["predicted"]
-    compare = names.index(_BASELINE) if is_alone and _BASELINE in names and names[first] != _BASELINE else -1
+    # Beside the best stands what it is compared with everywhere.
+    compare = names.index(BASELINE) if BASELINE in names and names[first] != BASELINE else -1
     blocks: list[str] = []
     index = {
         "kinds": [dict(zip(("letter", *_STYLE_KEYS), (letter, *KIND_STYLES[letter]), strict=True)) for letter in KINDS],
@@ -71,12 +71,14 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
     }
     return "\n".join(
         [
-            '<figure id="step-view">',
-            "<h3>Step by step</h3>",
+            '<figure id="step-view" aria-labelledby="step-view-title">',
+            '<h3 id="step-view-title">Timelines, memory, documents</h3>',
             '<div class="view"></div>',
             data_block("step-view-data", json.dumps(index, separators=(",", ":"))),
             *blocks,
-            f"<figcaption>{_READ}</figcaption>",
+            "<figcaption>",
+            folded_html("read", "How to read this, and how to zoom", f"<p>{_READ}</p>"),
+            "</figcaption>",
             "</figure>",
         ]
     )

@@ -14,7 +14,7 @@ from evenload.report.metrics_file import MetricRow, MetricValue
 from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.types.length_unit import LengthUnit
 
-# Left out first when the terminal is narrow; all other columns stay as long as possible.
+# Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
 _LEFT_OUT_FIRST = (
     "layout",
     "sharding",
@@ -28,12 +28,24 @@ _LEFT_OUT_FIRST = (
     "imbalance_forward",
     "final_loss",
     "time_split",
+    "fraction_of_layout_bound",
+    "mfu",
+    "peak_host_bytes_per_node",
     "bubble_fraction",
-    "tokens_per_s_per_device",
-    "measured_tokens_per_s",
-    "speedup_over_best_fit",
+    "dropped_tokens",
+    "step_time_interval_s",
+    "cap_violations",
+    "peak_memory_bytes",
+    "deferred_tokens",
     "fraction_of_bound",
 )
+_NEVER_CONSTANT = frozenset(
+    {
+        *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
+        *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
+    }
+)
+"""Keys of what is compared: equal values are a result and stay a column. The time to plan is no property of a plan."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
 
@@ -42,8 +54,8 @@ _MUCH_WAITING = 0.05
 class ComparisonTable:
     """A rich renderable: strategies side by side, the best marked, as many columns as the width takes.
 
-    A cut number is a wrong number, so columns that do not fit are left out whole and named below the table; then those
-    that cannot run, with the reason.
+    What is the same in all rows stands in a line above the table. A cut number is a wrong number, so columns that do
+    not fit are left out whole and named below the table; then those that cannot run, with the reason.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -53,8 +65,10 @@ class ComparisonTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns = list(shown_columns(feasible, self.unit))
-        left_out = []
+        columns, constants = _without_constants(feasible, shown_columns(feasible, self.unit))
+        if constants:
+            yield Text(f"the same in all rows: {', '.join(constants)}")
+        left_out: list[Column] = []
         for key in _LEFT_OUT_FIRST:
             table = self._table(feasible, columns)
             if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
@@ -63,7 +77,7 @@ class ComparisonTable:
             columns = [column for column in columns if column.key != key]
         yield self._table(feasible, columns)
         if left_out:
-            yield Text(f"left out for width: {', '.join(column.heading.replace(chr(10), ' ') for column in left_out)}")
+            yield Text(f"left out for width: {', '.join(_on_one_line(column) for column in left_out)}")
         for row in self.rows:
             if not is_feasible(row):
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
@@ -80,6 +94,24 @@ class ComparisonTable:
             cells = [Text(format_cell(column, row)) for column in columns]
             table.add_row(name, *cells, style="bold green" if is_best else None)
         return table
+
+
+def _without_constants(
+    rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
+) -> tuple[list[Column], list[str]]:
+    """Columns in which rows differ, and what the others hold in words; one row differs from nothing."""
+    kept, constants = [], []
+    for column in columns:
+        cells = {format_cell(column, row) for row in rows}
+        if len(rows) > 1 and len(cells) == 1 and column.key not in _NEVER_CONSTANT:
+            constants.append(f"{_on_one_line(column)} {cells.pop()}")
+        else:
+            kept.append(column)
+    return kept, constants
+
+
+def _on_one_line(column: Column) -> str:
+    return column.heading.replace("\n", " ")
 
 
 def step_line(row: MetricRow) -> str:

@@ -8,6 +8,7 @@ token, as with Hugging Face tokenisers.
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -216,6 +217,7 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     Args:
         texts: read once, not kept.
         vocab_size: at most; small texts may give fewer merges.
+        path: written whole or not at all, so that several processes may train the same one at the same time.
 
     Raises:
         ConfigError: fewer than 257 tokens (all bytes and the end of a document).
@@ -232,8 +234,12 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    tokenizer.save(str(path))
+    directory = os.path.dirname(path) or "."
+    os.makedirs(directory, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as own:
+        whole = os.path.join(own, "tokenizer.json")
+        tokenizer.save(whole)
+        os.replace(whole, path)
     return FileTokenizer(path)
 
 

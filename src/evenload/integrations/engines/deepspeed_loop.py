@@ -20,6 +20,7 @@ different numbers of micro-batches under stage 2: the engine reduces at each of 
 """
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,9 +105,14 @@ class DeepSpeedLoop(EngineLoop):
         assert options.format is not None
         return format_pack(zero_weight_pack(options.pack_multiple), options.format, step.num_label_tokens)
 
-    def update(self) -> None:
-        """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective."""
+    def update(self) -> bool:
+        """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
+
+        Returns:
+            False where DeepSpeed left the update out, because gradients overflowed in fp16.
+        """
         self.engine.step()
+        return bool(self.engine.was_step_applied())
 
     def save(self, directory: str | PathLike[str], tag: str | None = None) -> None:
         """The engine's checkpoint with the loader's state and the number of steps in its `client_state`. Collective."""
@@ -116,12 +122,14 @@ class DeepSpeedLoop(EngineLoop):
     def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
         """Go on from a checkpoint. Collective.
 
-        With another number of ranks DeepSpeed needs a checkpoint that its `ds_to_universal` has made universal; that is
-        not tested here.
+        With another number of ranks from one that DeepSpeed's `ds_to_universal` has made universal, by an engine with
+        `"checkpoint": {"load_universal": true}` in its configuration. DeepSpeed has that for Adam only.
 
         Raises:
-            CheckpointError: no such checkpoint, or one without a loader's state.
+            CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
         """
+        if not self.engine.load_universal_checkpoint():
+            require_same_ranks(Path(directory), tag, self.engine.dp_world_size)
         path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
         missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
         if path is None or missing:
@@ -131,6 +139,27 @@ class DeepSpeedLoop(EngineLoop):
             )
         self.loader.load_state_dict(client_state[LOADER_STATE])
         self.num_steps = client_state[_NUM_STEPS]
+
+
+def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
+    """A `CheckpointError` where a checkpoint is of another number of data-parallel ranks.
+
+    DeepSpeed would find out after it has loaded the weights, and not say what to do.
+
+    Args:
+        tag: None = that of the newest one.
+    """
+    latest = directory / "latest"
+    name = tag or (latest.read_text().strip() if latest.is_file() else "")
+    # Every data-parallel rank writes its part of the optimizer's state.
+    saved = len(list((directory / name).glob("*_optim_states.pt"))) if name else 0
+    if saved not in (0, ranks):
+        folder = directory / name
+        raise CheckpointError(
+            f"'{folder}' was saved by {saved} data-parallel ranks, and there are {ranks}; make it universal: python -m "
+            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
+            f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
+        )
 
 
 def _refuse_engine(engine: Any) -> None:

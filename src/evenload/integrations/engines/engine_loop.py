@@ -27,16 +27,19 @@ class TrainedStep(NamedTuple):
     """One update.
 
     Args:
-        number: of the step, from 1, counted over resumes.
+        number: of updates made, from 1, counted over resumes.
         loss: float[], on the device: mean over the label tokens of the global batch, before the update.
         num_label_tokens: of the global batch.
         num_micro_batches: that this rank ran, those without work included.
+        was_updated: False where the engine left the update out, because gradients overflowed in fp16; `number` is then
+            that of the step before, once more.
     """
 
     number: int
     loss: torch.Tensor
     num_label_tokens: int
     num_micro_batches: int
+    was_updated: bool
 
 
 class EngineLoop(ABC):
@@ -72,8 +75,8 @@ class EngineLoop(ABC):
         """
 
     @abstractmethod
-    def update(self) -> None:
-        """Apply the gradients, and forget them. Collective."""
+    def update(self) -> bool:
+        """Apply the gradients, and forget them; whether that was done. Collective."""
 
     def train(self, num_steps: int) -> Iterator[TrainedStep]:
         """Update until `num_steps` updates were made, over resumes and epochs, or the loader's epochs end. Collective.
@@ -83,9 +86,11 @@ class EngineLoop(ABC):
         while self.num_steps < num_steps and not self.loader.has_ended:
             for step in self.loader.steps():
                 loss = self.accumulate(step)
-                self.update()
-                self.num_steps += 1
-                yield TrainedStep(self.num_steps, loss, step.num_label_tokens, len(step))
+                was_updated = self.update()
+                self.num_steps += was_updated
+                # A rank without documents runs one without work.
+                num_micro_batches = max(1, len(step))
+                yield TrainedStep(self.num_steps, loss, step.num_label_tokens, num_micro_batches, was_updated)
                 if self.num_steps >= num_steps:
                     break
 

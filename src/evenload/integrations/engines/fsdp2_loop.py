@@ -19,6 +19,7 @@ once a step; with `reduce_every_pack` they stay sharded and are reduced after ev
 
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import move_batch
 from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
 from evenload.integrations.engines.pack_loss import PackLoss
+from evenload.integrations.engines.whole_saves import latest_place, name_latest, new_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep
 
@@ -98,27 +100,42 @@ class Fsdp2Loop(EngineLoop):
             total = total + loss.detach()
         return sum_over_ranks(total)
 
-    def update(self) -> None:
+    def update(self) -> bool:
         """Apply the gradients, scaled down where they pass `max_grad_norm`, and forget them. Collective."""
         if self._max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
             self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return True
 
     def save(self, directory: str | PathLike[str]) -> None:
-        """A distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective."""
-        dcp.save(self._state(), checkpoint_id=directory)
+        """A distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
 
-    def load(self, directory: str | PathLike[str]) -> None:
-        """Go on from a checkpoint, of any number of ranks. Collective.
+        The last one of this folder stays until the new one is whole, and then goes.
 
         Raises:
-            CheckpointError: no such checkpoint, or of another model.
+            CheckpointError: it could not be written; the one before is intact.
         """
-        state = self._state()
+        place = new_place(Path(directory), self.num_steps)
         try:
-            dcp.load(state, checkpoint_id=directory)
+            dcp.save(self._state(), checkpoint_id=place)
+        except (dcp.api.CheckpointException, OSError) as err:
+            raise CheckpointError(f"'{place}' could not be written: {err}; an earlier checkpoint is intact") from err
+        name_latest(place)
+
+    def load(self, directory: str | PathLike[str]) -> None:
+        """Go on from the folder that `save` wrote, with any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: no whole checkpoint there, or of another model.
+            ConfigError: of another loader.
+        """
+        place, state = latest_place(Path(directory)), self._state()
+        try:
+            dcp.load(state, checkpoint_id=place)
+        except ConfigError:
+            raise
         except (dcp.api.CheckpointException, OSError, KeyError, ValueError) as err:
             raise CheckpointError(
                 f"'{directory}' is no checkpoint of this model, optimizer and loader: {err}; give the folder that "

@@ -15,8 +15,14 @@ later releases (keys of the map are names in some and members of an enum in othe
 with which it was run.
 """
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.engines.context_groups import (
@@ -38,11 +44,12 @@ def register_scheduler(costs: PackCosts) -> None:
 
     Args:
         costs: of the model, on a layout with Megatron's numbers of pipeline and tensor ranks, and all data- and
-            context-parallel ranks as `dp`. The same on all ranks: each plans by itself, and groups that differ wait for
-            each other for ever.
+            context-parallel ranks as `dp`. The same on all ranks: each plans by itself, and groups that differ would
+            wait for each other for ever, so the ranks compare them before the first step.
 
     Raises:
-        ConfigError: the installed Megatron-Core has no schedulers to replace, or was given this one already.
+        ConfigError: the installed Megatron-Core has no schedulers to replace, or was given this one already. Before the
+            first step, on all ranks: their costs differ.
     """
     try:
         from megatron.core.datasets import data_schedule  # type: ignore[missing-import]
@@ -73,6 +80,29 @@ def scheduler_class(megatron_scheduler: type, costs: PackCosts) -> type:
         """`get_groups_and_subsamples` by predicted seconds."""
 
         evenload_costs = costs
+        ranks_agree = False
+
+        def run(
+            self,
+            data_iterator: Any,
+            num_microbatches: int,
+            dp_group: Any,
+            tp_group: Any,
+            pp_group: Any,
+            dp_cp_group: Any,
+            dev: Any,
+            config: Any,
+        ) -> Any:
+            """Megatron's, which makes a step's micro-batches on all ranks; before the first one they compare costs.
+
+            Raises:
+                ConfigError: the ranks were given different costs.
+            """
+            if not type(self).ranks_agree:
+                require_same_costs(costs, (dp_cp_group, tp_group, pp_group), dev)
+                type(self).ranks_agree = True
+            groups = dp_group, tp_group, pp_group, dp_cp_group
+            return super().run(data_iterator, num_microbatches, *groups, dev, config)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> list[list[list[int]]]:
             """Documents of every micro-batch and rank.
@@ -99,6 +129,28 @@ def scheduler_class(megatron_scheduler: type, costs: PackCosts) -> type:
             return tuple(tuple(tuple(sorted(place[name] for name in ids)) for ids in ranks) for ranks in answer)
 
     return EvenloadDynamicCPScheduler
+
+
+def require_same_costs(costs: PackCosts, groups: Sequence[Any], device: Any) -> None:
+    """A `ConfigError` on all ranks where one has other costs. Collective.
+
+    Args:
+        groups: that together join all ranks, each rank in one of every kind: largest and smallest digest go round in
+            one after the other.
+        device: of the groups' collectives.
+    """
+    settings = msgspec.json.encode((costs.model, costs.coefficients, costs.layout))
+    digest = int.from_bytes(hashlib.sha256(settings).digest()[:7])
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, smallest = both[0].item(), -both[1].item()
+    if largest != smallest:
+        raise ConfigError(
+            f"register_scheduler was given other costs on some ranks than on others (digest {digest:014x} here, from "
+            f"{smallest:014x} to {largest:014x} on all ranks), so ranks would plan different groups and wait for each "
+            "other for ever; read one cost file on every rank, or make the costs on rank 0 and broadcast them"
+        )
 
 
 def _faster(

@@ -1,0 +1,99 @@
+"""What engines cost against Evenload's own runtime: EVERYTHING HERE IS PREDICTED, none of it measured.
+
+A Llama 7B on 32 H100, 512 documents a step of real corpora (`examples/lengths`), cut to 16,384 tokens. Engines without
+a pipeline run dp=32; those with one, dp=4 and pp=8 (Megatron-Core without context parallelism). Of every engine, the
+mean step of `auto` (the fastest that it can run, by its price) and of `best_fit` (the fullest packs), over that of
+`auto` on Evenload's runtime (slices, separate backward packs, documents shared among replicas, memory of 80 GB) in the
+same layout, and in the better one of the two.
+
+`evenload plan LENGTHS --model llama-7b --cluster h100x32 --layout dp=32 --context 16384 --overlong truncate --documents
+512 --engine NAME` says it for one.
+
+    python benchmarks/engine_prices.py [--quick] [--append]
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.data.lengths import read_lengths
+from evenload.engines.catalog import ENGINES
+from evenload.engines.engine_planner import EnginePlanner
+from evenload.engines.evaluate import evaluate_engine
+from evenload.engines.projection import StepShape
+from evenload.explore.default_layout import usable_bytes
+from evenload.explore.evaluate import planned_steps
+from evenload.explore.sampled_batches import BatchRule, SampledBatch
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model_catalog import model_from
+from results import Row, run_benchmark
+
+LENGTHS = Path(__file__).parent.parent / "examples" / "lengths"
+TABLES = ("github_dirs", "stdlib", "docs")
+MODEL, CLUSTER, CONTEXT, DOCUMENTS = "llama-7b", "h100x32", 16_384, 512
+FLAT, DEEP = {"dp": 32}, {"dp": 4, "pp": 8}
+STEPS = 3
+STRATEGIES = ("best_fit", "auto")
+
+
+def layout_of(sizes: dict[str, int]) -> ParallelLayout:
+    return even_layout(model_from(MODEL).num_layers, **sizes)
+
+
+def own_seconds(batches: Sequence[SampledBatch], sizes: dict[str, int]) -> float:
+    """Mean step of `auto` on Evenload's runtime."""
+    model, cluster, layout = model_from(MODEL), cluster_from(CLUSTER), layout_of(sizes)
+    coefficients = analytic_coefficients(model, cluster, layout)
+    options = PlanOptions(max_pack_tokens=CONTEXT, policy="choose", dp_merge=True)
+    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options)
+    proposals, _, _ = planned_steps(planner, batches, "auto")
+    return float(np.mean([proposal.plan.predicted.step_time_s for proposal in proposals]))
+
+
+def engine_seconds(engine: str, batches: Sequence[SampledBatch], sizes: dict[str, int]) -> dict[str, float]:
+    """Mean step of every strategy on an engine."""
+    model, layout, profile = model_from(MODEL), layout_of(sizes), ENGINES[engine]
+    coefficients = analytic_coefficients(model, cluster_from(CLUSTER), layout)
+    options = PlanOptions(max_pack_tokens=CONTEXT)
+    shape = StepShape(pack_tokens=CONTEXT if profile.pads_in(layout) else None)
+    planner = EnginePlanner(profile, model, coefficients, layout, options, shape)
+    found = {result.name: result for result in evaluate_engine(planner, batches, STRATEGIES).results}
+    why = [result.why for result in found.values() if result.mean_step_time_s is None]
+    if why:
+        raise SystemExit(f"{engine}: {why[0]}")
+    return {name: result.mean_step_time_s or 0.0 for name, result in found.items()}
+
+
+def measure_table(table: str, steps: int, documents: int) -> list[Row]:
+    """All rows of a table of lengths."""
+    rule = BatchRule(num_documents=documents, context=CONTEXT, overlong="truncate")
+    batches = rule.sample(read_lengths(str(LENGTHS / f"{table}.npy.gz")), steps=steps, seed=0)
+    own = {str(sizes): own_seconds(batches, sizes) for sizes in (FLAT, DEEP)}
+    rows = []
+    for engine, profile in ENGINES.items():
+        if profile.context_parallel == "group":
+            continue  # register_scheduler makes its groups: dynamic_cp.py
+        # An engine with a pipeline that our adapter runs; torchtitan's runs data parallel only.
+        is_deep = bool(profile.schedules) and not any(one.topic == "pipeline" for one in profile.not_adapted)
+        sizes = DEEP if is_deep else FLAT
+        seconds = engine_seconds(engine, batches, sizes)
+        case = f"{engine}, {table}, {MODEL} on {CLUSTER}, {layout_of(sizes).describe()}, {documents} documents"
+        for name, step_s in seconds.items():
+            for where, own_s in (("same layout", own[str(sizes)]), ("better layout", min(own.values()))):
+                rows.append(Row("engine_prices", case, f"{name}, {where}", step_s / own_s, "x", "auto, own runtime"))
+    return rows
+
+
+def measure(quick: bool) -> list[Row]:
+    """Rows of all tables; predicted."""
+    tables, steps, documents = (TABLES[:1], 1, 128) if quick else (TABLES, STEPS, DOCUMENTS)
+    return [row for table in tables for row in measure_table(table, steps, documents)]
+
+
+if __name__ == "__main__":
+    run_benchmark(measure, __doc__ or "")

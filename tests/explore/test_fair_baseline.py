@@ -1,0 +1,105 @@
+"""`best_fit` in the windows that suit it best: what others are compared with, and what the headline says of it."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_samples import sample_coefficients, sample_model
+from evenload.errors import ConfigError
+from evenload.explore.evaluate import evaluate_strategies
+from evenload.explore.fair_baseline import fair_window, with_window
+from evenload.explore.headline import headline
+from evenload.explore.planned_steps import planned_steps
+from evenload.explore.sampled_batches import BatchRule
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.stepplan.validate import validate_plan
+from evenload.types.layout import even_layout
+
+
+def make_planner(window_tokens: int = 4096, cap: int | None = None, dp: int = 2, pp: int = 3) -> StepPlanner:
+    options = PlanOptions(max_pack_tokens=window_tokens, candidates=3)
+    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), cap, options)
+
+
+def batches(steps: int = 2, longest: int = 300):
+    lengths = np.random.default_rng(0).integers(1, longest, 64)
+    return BatchRule(num_documents=20, context=4096).sample(lengths, steps=steps, seed=0)
+
+
+def mean_s(planner: StepPlanner, window_tokens: int) -> float:
+    proposals, _, _ = planned_steps(with_window(planner, window_tokens), batches(), "best_fit")
+    return float(np.mean([one.plan.predicted.step_time_s for one in proposals]))
+
+
+def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> None:
+    """All documents of a replica in one window leave three stages to wait for each other."""
+    planner = make_planner()
+    window = fair_window(planner, batches())
+    assert window is not None
+    assert window < 4096
+    assert all(mean_s(planner, window) <= mean_s(planner, 4096 >> k) for k in range(5))
+
+
+def test_the_asked_window_stays_where_none_is_faster() -> None:
+    """One device: a second pack is only a second constant."""
+    assert fair_window(make_planner(dp=1, pp=1), batches()) == 4096
+
+
+def test_no_window_fits_memory() -> None:
+    assert fair_window(make_planner(cap=1000), batches()) is None
+    assert evaluate_strategies(make_planner(cap=1000), batches(), ["best_fit"]).baseline is None
+
+
+def test_documents_longer_than_a_window_are_packs_of_their_own() -> None:
+    planner = with_window(make_planner(), 100)
+    (batch,) = batches(1)
+    plan = planner.plan(0, batch.documents, "best_fit")
+    validate_plan(plan)
+    packs = [pack.slices for packs in plan.pack_plans for pack in packs.forward]
+    assert any(len(pack) > 1 for pack in packs)
+    for pack in packs:
+        assert len(pack) == 1 or sum(piece.stop for piece in pack) <= 100
+
+
+def test_windows_beyond_the_limit_of_packs_are_refused() -> None:
+    (batch,) = batches(1)
+    with pytest.raises(ConfigError, match=r"best_fit\.window_tokens is 5000, max_pack_tokens is 4096"):
+        with_window(make_planner(), 5000).plan(0, batch.documents, "best_fit")
+    with pytest.raises(ConfigError, match="window_tokens is 0"):
+        with_window(make_planner(), 0)
+
+
+def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
+    found = evaluate_strategies(make_planner(), batches(), ["best_fit", "auto"])
+    best_fit, auto = found.results
+    baseline = found.baseline
+    assert baseline is not None
+    assert baseline.window_tokens == fair_window(make_planner(), batches())
+    times = [one.mean_step_time_s or 0.0 for one in (best_fit, baseline, auto)]
+    assert times[0] > times[1] >= times[2]
+    assert best_fit.speedup_over_baseline == pytest.approx(times[1] / times[0])
+    assert auto.speedup_over_baseline == pytest.approx(times[1] / times[2])
+    assert auto.speedup_over_best_fit == pytest.approx(times[0] / times[2])
+    assert baseline.speedup_over_baseline == 1.0
+    assert evaluate_strategies(make_planner(), batches(), ["auto"]).baseline is None
+
+
+def test_headline_has_the_best_its_factor_and_what_the_baseline_loses_more_to() -> None:
+    found = evaluate_strategies(make_planner(), batches(), ["best_fit", "auto"])
+    said = headline(found)
+    assert said is not None
+    auto, baseline = found.results[1], found.baseline
+    assert baseline is not None
+    assert baseline.time_split is not None
+    assert auto.time_split is not None
+    assert (said.best, said.factor) == ("auto", auto.speedup_over_baseline)
+    assert said.reasons
+    lost, kept = dict(baseline.time_split.parts()), dict(auto.time_split.parts())
+    more = {cause: lost[cause] - kept[cause] for cause in lost if cause != "useful work"}
+    assert [one.cause for one in said.reasons] == sorted(more, key=more.__getitem__, reverse=True)[: len(said.reasons)]
+    for one in said.reasons:
+        assert one.baseline_share == pytest.approx(lost[one.cause] / baseline.time_split.total_s())
+    nothing_fits = evaluate_strategies(make_planner(cap=1000), batches(), ["best_fit"])
+    assert headline(nothing_fits) is None
+    msgspec.json.encode(said)
