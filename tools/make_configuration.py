@@ -5,7 +5,7 @@ python tools/make_configuration.py          writes the file; tests/docs compares
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -40,8 +40,11 @@ def _section(kind: type[msgspec.Struct], prefix: str) -> list[str]:
     rows, nested = [], []
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, hint in settings_of(kind).items():
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            nested += _section(hint, f"{prefix}{name}.")
+        table = (
+            hint if isinstance(hint, type) else get_args(hint)[0] if not prefix else None
+        )  # a section may be left out
+        if isinstance(table, type) and issubclass(table, msgspec.Struct):
+            nested += _section(table, f"{prefix}{name}.")
             continue
         field = fields[name]
         if field.name not in meanings:

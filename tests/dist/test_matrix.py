@@ -171,7 +171,8 @@ def test_every_place_is_run():
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} virtual {place[1]}")
 def test_rows_equal_plain_training(gloo_pool, adapter, place):
-    """Loss, every gradient and its norm to 1e-10 in float64; the error in bfloat16 at most twice that of plain
+    """Loss, every gradient and its norm to 1e-10 in float64, and the loss of every document by forwards alone; the
+    error in bfloat16 at most twice that of plain
     bfloat16 autograd; bytes as predicted, where no documents are shared."""
     rows = grouped(matrix_rows())[place]
     for row in rows:
@@ -195,6 +196,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
         assert_equal(row, results, expected_of(case_of(row), adapter))
+        assert_losses_equal(row, plan, results, expected_of(case_of(row), adapter))
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)
         assert all(one.context > 0 for one in stored) == is_shared, row.describe()
@@ -221,6 +223,16 @@ def assert_equal(row, results, expected):
     assert seen == set(expected.gradients), row.describe()
     norm = np.sqrt(sum(g.square().sum().item() for g in expected.gradients.values()))
     assert all(result.norm == pytest.approx(norm, rel=1e-9) for result in results), row.describe()
+
+
+def assert_losses_equal(row, plan, results, expected):
+    """Of forwards alone, as validation runs them: the losses of every document."""
+    found = sum(result.document_losses for result in results)
+    if expected.document_losses is None:
+        assert found.sum() == pytest.approx(expected.loss * plan.num_label_tokens, rel=1e-10), row.describe()
+        return
+    wanted = [expected.document_losses[document.doc_id] for document in plan.documents]
+    assert found == pytest.approx(np.array(wanted), rel=1e-10, abs=1e-10), f"{row.describe()}: losses of forwards"
 
 
 def assert_bf16_is_good(row, found, exact, plain):

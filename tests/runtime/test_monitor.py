@@ -31,7 +31,7 @@ def planned_step(flex, state=None):
     plan = found.proposal.plan
     return PlannedStep(
         epoch=0, plan=plan, tokens=NO_TOKENS, loader_state=AT_START, planner_state=PlannerState(),
-        ledger_lines=(), plan_time_s=0.0, origin=str, decision=found.told,
+        ledger_lines=(), plan_time_s=0.0, origin=str, part_of=int, decision=found.told,
     ), predicted_timeline(plan, sample_model(num_layers=4))  # fmt: skip
 
 

@@ -24,7 +24,9 @@ from evenload.runtime.prepare import prepare_step
 from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.stages.forward_pass import forward_losses
 from evenload.simulate.simulate import simulate
+from evenload.stepplan.forward_only import forward_only
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
@@ -142,6 +144,12 @@ class RankUnderTest:
             *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
         )
         return run.loss, gradients, norm, stored
+
+    def losses(self, plan: StepPlan, batch: dict, exchange: str) -> np.ndarray:
+        """This rank's share of the label losses of every document, by the plan's forwards alone; float64[n]."""
+        tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+        step = prepare_step(forward_only(plan), tokens, self._mesh, exchange)  # type: ignore[arg-type]
+        return forward_losses(step, self.stages, self._mesh).numpy()
 
     def run_prepared(self, step: RankStep, on_final: OnFinal = lambda unit: None, weights: Weights = WHOLE) -> RankRun:
         """A prepared step on a fresh gradient."""

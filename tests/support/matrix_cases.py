@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -16,7 +17,13 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
-from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, tiny_config
+from reference_training import (
+    exact_casts,
+    make_tokens,
+    plain_document_losses,
+    plain_loss_and_gradients,
+    tiny_config,
+)
 
 
 class MatrixCase(NamedTuple):
@@ -69,13 +76,15 @@ class RowTask(NamedTuple):
 
 class RankResult(NamedTuple):
     """Of one row on one rank: its share of the loss, its gradients by name, the norm of the whole gradient, bytes of
-    stored activations; loss and gradients in bfloat16, where asked for."""
+    stored activations; loss and gradients in bfloat16, where asked for; its share of every document's label losses,
+    by forwards alone."""
 
     loss: float
     gradients: dict
     norm: float
     stored: StoredBytes
     bf16: tuple[float, dict] | None
+    document_losses: np.ndarray
 
 
 def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
@@ -101,11 +110,12 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
         with exact_casts(case.kind):
             rank = rank_in(torch.float64)
             loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
+            losses = rank.losses(plan, batch, task.exchange)
         bf16 = None
         if twice:
             rank = rank_in(torch.bfloat16)
             bf16 = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)[:2]
-        results.append(RankResult(loss, gradients, norm, stored, bf16))
+        results.append(RankResult(loss, gradients, norm, stored, bf16, losses))
     return results
 
 
@@ -114,6 +124,8 @@ class Expected(NamedTuple):
 
     loss: float
     gradients: dict[str, torch.Tensor]
+    document_losses: dict[int, float] | None = None
+    """Sums over labels by document, without the load-balancing loss; None where the model has an adapter."""
 
 
 def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
@@ -134,7 +146,8 @@ def expected_of(case: MatrixCase, adapter: Path) -> Expected:
             tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, case, torch.float64)
             return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
         weights = _weights(config, torch.float64)
-        return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64))
+        losses = plain_document_losses(config, weights, batch, torch.float64)
+        return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64), losses)
 
 
 @cache

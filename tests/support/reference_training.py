@@ -193,6 +193,18 @@ def plain_loss_and_gradients(
     return total.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@torch.no_grad()
+def plain_document_losses(
+    config: PretrainedConfig, weights: dict[str, torch.Tensor], tokens: dict[int, torch.Tensor], dtype: torch.dtype
+) -> dict[int, float]:
+    """The sum of the next-token losses of every document."""
+    model = plain_model(config, weights, dtype)
+    return {
+        doc_id: nn.functional.cross_entropy(model(document[None]).logits[0, :-1], document[1:], reduction="sum").item()
+        for doc_id, document in tokens.items()
+    }
+
+
 def document_balance(config: PretrainedConfig, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The load-balancing loss of one document by its definition (docs/decisions/0017): the mean over layers of
     E · Σ_e (share of tokens that chose e) · (mean probability of e)."""

@@ -5,6 +5,7 @@
     cost.json       cost model used            report.html   all of it for people
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
     layouts.jsonl   what was decided about the layout before every step, where it may change
+    validation.jsonl  losses of the validation data
 
 Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
 while the run goes on, so that a run that is killed has them.
@@ -39,6 +40,7 @@ from evenload.report.metrics_file import (
 )
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.validation_file import append_validation
 from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
@@ -83,6 +85,7 @@ class RunWriter:
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
         self._directory = Path(trainer.config.train.output_dir)
         self._metrics, self._layouts = self._directory / "metrics.jsonl", self._directory / "layouts.jsonl"
+        self._validations = self._directory / "validation.jsonl"
         self._resumed, self._has_begun = resumed, False
         self._next_s = 0.0
 
@@ -93,6 +96,8 @@ class RunWriter:
         append_metrics(self._metrics, report.row)
         if report.decision is not None:
             append_decision(self._layouts, report.decision)
+        if report.validation is not None:
+            append_validation(self._validations, report.validation)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
             from_s = time.monotonic()
@@ -103,7 +108,7 @@ class RunWriter:
     def _begin(self) -> None:
         directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
-        for path in (self._metrics, self._layouts):
+        for path in (self._metrics, self._layouts, self._validations):
             if self._resumed is not None:
                 drop_torn_line(path)
                 if isinstance(self._resumed, KeptStep):

@@ -22,6 +22,7 @@ from evenload.runtime.checkpoint.shared_memory import require_room
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
 from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
@@ -49,6 +50,9 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_tokenizer(
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
+    config.optimizer.rate(
+        config.optimizer.warmup_steps, config.train.steps
+    )  # a function of the user's is found and runs
     if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
     if config.train.survivor_memory == "shared":
@@ -56,6 +60,9 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         require_room(SHARED_MEMORY, needed_bytes, SURVIVOR_MEMORY)
     for part in mixture_configs(config.data):
         open_part(part)
+    if config.validation is not None:
+        for part in mixture_configs(validation_data(config.data, config.validation)):
+            open_part(part)
     require_model(hf_config, None if config.model.random_init else config.model.path)
     return layout
 

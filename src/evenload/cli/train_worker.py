@@ -33,6 +33,7 @@ from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.survivor_start import kept_steps, standing
 from evenload.cli.switch_line import groups_line, switch_line, twins_line
+from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import RankLostError
@@ -253,6 +254,7 @@ def _run_steps(
     """
     files, calls = told
     last: StepReport | None = None
+    has_validated = False
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
     config, (stop, pause) = trainer.config, asked
@@ -268,7 +270,8 @@ def _run_steps(
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 lines.show(report.row, trainer.steps_done)
-                _show_events(report, console)
+                _show_events(report, console, is_first_validation=not has_validated)
+                has_validated |= report.validation is not None
                 if profiled:
                     console.print(profiled, soft_wrap=True, markup=False)
                 warn(prediction_line(ratios, costs.device, config.train.cost_file), console)
@@ -286,7 +289,7 @@ def warn(text: str, console: Console | None = None) -> None:
         )
 
 
-def _show_events(report: StepReport, console: Console) -> None:
+def _show_events(report: StepReport, console: Console, *, is_first_validation: bool) -> None:
     """What a user should see of a step, and what became of a checkpoint in the background."""
     warn(report.warning, console)
     if report.decision is not None and (line := layout_line(report.decision)):
@@ -296,6 +299,9 @@ def _show_events(report: StepReport, console: Console) -> None:
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)
+    if report.validation is not None:
+        for line in validation_lines(report.validation, shows_left_out=is_first_validation):
+            console.print(line, soft_wrap=True, markup=False)
     warn(f"{report.failed_save}; training goes on" if report.failed_save else "", console)
     if (saved := report.saved) is not None:
         console.print(

@@ -56,12 +56,20 @@ class ReadAhead(Generic[Item]):
                 self._seen.append(self._ready.get_nowait())
         return None if not self._seen or isinstance(self._seen[0], BaseException) else self._seen[0]
 
+    def has_next(self) -> bool:
+        """Whether `next` will give an item, or raise. Waits until that is known, so the same on all ranks."""
+        if self._ended:
+            return False
+        if not self._seen:
+            self._seen.append(_make_one(self._make) if self._thread is None else self._ready.get())
+        return self._seen[0] is not None
+
     def next(self) -> Item | None:
         """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
         if self._ended:
             return None
         if self._thread is None:
-            item = _make_one(self._make)
+            item = self._seen.pop() if self._seen else _make_one(self._make)
         else:
             item = self._seen.pop() if self._seen else self._ready.get()
             self._permits.put(True)

@@ -46,7 +46,7 @@ class PlannedStep:
         tokens: of the documents of this rank's replica.
         loader_state, planner_state: to go on after this step.
         ledger_lines: the account after this step.
-        origin: says where a document of the step was read.
+        origin: says where a document of the step was read; part_of: of which part of the mixture it is, by number.
         plan_time_s: seconds rank 0 spent planning.
         decision: about the layout; None where it cannot change.
     """
@@ -59,6 +59,7 @@ class PlannedStep:
     ledger_lines: tuple[str, ...]
     plan_time_s: float
     origin: Callable[[int], str]
+    part_of: Callable[[int], int]
     decision: LayoutDecision | None = None
 
 
@@ -150,6 +151,7 @@ class StepMaker:
             ledger_lines=tuple(self.loader.summary()),
             plan_time_s=answer.plan_time_s,
             origin=functools.partial(self.loader.origin, batch.place),
+            part_of=lambda doc_id: batch.place(doc_id).part,
             decision=answer.decision,
         )
 

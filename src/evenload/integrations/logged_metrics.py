@@ -1,10 +1,15 @@
 """`logged_metrics`: a step's row under the names that people know from other trainers, for trackers of experiments.
 
-Names stay: "train/..." is what is learnt, "perf/..." how fast, "time/..." seconds of a step, "memory/..." bytes.
+Names stay: "train/..." is what is learnt, "perf/..." how fast, "time/..." seconds of a step, "memory/..." bytes;
+"validation/..." losses of the validation data, in all, by length and by source.
 """
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # needs torch, and names of metrics do not
+    from evenload.runtime.step_metrics import StepReport
 
 STEP = "train/global_step"
 """The axis of all others."""
@@ -36,6 +41,11 @@ NAMES = {
     "predicted_peak_memory_bytes": "memory/predicted_peak_bytes",
 }
 """Keys of `metrics.jsonl` and what trackers call them; others are in the file alone."""
+
+
+def reported_metrics(report: "StepReport") -> dict[str, float]:
+    """What a tracker is told of a step and, where its weights were validated, of the losses found."""
+    return logged_metrics(report.row) | ({} if report.validation is None else report.validation.metrics())
 
 
 def logged_metrics(row: Mapping[str, int | float | str | None]) -> dict[str, float]:

@@ -6,7 +6,7 @@ A start after a resume adds a file, which tells TensorBoard to forget the steps 
 from typing import TYPE_CHECKING, Any
 
 from evenload.integrations.callback import Callback, RunEnd, RunStart
-from evenload.integrations.logged_metrics import logged_metrics
+from evenload.integrations.logged_metrics import reported_metrics
 
 if TYPE_CHECKING:
     from evenload.runtime.step_metrics import StepReport
@@ -34,7 +34,7 @@ class TensorBoardLog(Callback):
 
     def on_step(self, report: "StepReport") -> None:
         """Its row."""
-        self._tell(logged_metrics(report.row), int(report.row["step"] or 0))
+        self._tell(reported_metrics(report), int(report.row["step"] or 0))
 
     def on_end(self, end: RunEnd) -> None:
         """Close the file."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from evenload.integrations.callback import Callback, RunEnd, RunStart
-from evenload.integrations.logged_metrics import STEP, logged_metrics
+from evenload.integrations.logged_metrics import STEP, reported_metrics
 from evenload.types.base import Frozen
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class WandbLog(Callback):
 
     def on_step(self, report: "StepReport") -> None:
         """Its row."""
-        self._run.log(logged_metrics(report.row) | {STEP: report.row["step"]})
+        self._run.log(reported_metrics(report) | {STEP: report.row["step"]})
 
     def on_end(self, end: RunEnd) -> None:
         """Close the run."""

@@ -139,7 +139,7 @@ class Executor:
     def __init__(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
         self.move_to(stages, mesh)
         self._clock = step_clock(mesh.device)
-        self._receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self.receives = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copies = host_copies(mesh.device)
 
     def move_to(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
@@ -175,7 +175,7 @@ class Executor:
         held = HeldBytes()
         before_bytes = self._context_bytes()
         stores = self._open_stores(step, held)
-        channels = self._open_channels(step, actions)
+        channels = open_channels(step, actions, self._stages, self._mesh, self.receives)
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -264,25 +264,29 @@ class Executor:
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
 
-    def _open_channels(self, step: RankStep, actions: Sequence[Action]) -> Channels:
-        packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
-        rows: dict[Channel, dict[int, int]] = {channel: {} for channel in self._mesh.lines}
-        for action in actions:
-            if action.kind == "W":
-                continue
-            kind, of_kind = ("F", packs.forward) if action.kind == "F" else ("B", packs.backward)
-            channel = self._mesh.channel(kind, action.stage, action.pack)
-            if channel in rows:
-                rows[channel][action.pack] = self._stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
-        like = next(iter(self._stages.values()))
-        carried = Carried(
-            hidden_size=like.hidden_size,
-            dtype=like.dtype,
-            device=like.device,
-            watch=self._mesh.watch,
-            stream=self._receives,
-        )
-        return Channels(step.order, self._mesh, rows, carried)
+
+def open_channels(
+    step: RankStep,
+    actions: Sequence[Action],
+    stages: Mapping[int, PipelineStage],
+    mesh: Mesh,
+    stream: torch.cuda.Stream | None,
+) -> Channels:
+    """For these actions of a rank; `stream` as of `Carried`."""
+    packs, mine = step.plan.pack_plans[mesh.dp_rank], step.packs
+    rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.lines}
+    for action in actions:
+        if action.kind == "W":
+            continue
+        kind, of_kind = ("F", packs.forward) if action.kind == "F" else ("B", packs.backward)
+        channel = mesh.channel(kind, action.stage, action.pack)
+        if channel in rows:
+            rows[channel][action.pack] = stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
+    like = next(iter(stages.values()))
+    carried = Carried(
+        hidden_size=like.hidden_size, dtype=like.dtype, device=like.device, watch=mesh.watch, stream=stream
+    )
+    return Channels(step.order, mesh, rows, carried)
 
 
 class _Row(NamedTuple):

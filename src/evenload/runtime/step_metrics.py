@@ -37,6 +37,7 @@ from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.timeline import SideTasks, Timeline, side_tasks
+from evenload.types.validation import Validation
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,6 +55,7 @@ class StepReport:
         new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
         speeds_from_step: the first step that is planned with them.
         decision: about the layout before the step; None where it cannot change.
+        validation: losses of the validation data after the step, where they were due.
     """
 
     row: dict[str, int | float | str | None]
@@ -67,6 +69,7 @@ class StepReport:
     new_speeds: RankSpeeds | None = None
     speeds_from_step: int = 0
     decision: LayoutDecision | None = None
+    validation: Validation | None = None
 
 
 @dataclass(frozen=True)

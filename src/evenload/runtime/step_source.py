@@ -136,6 +136,10 @@ class StepSource:
         coming = self._ahead.peek()
         return None if coming is None else coming.planned.plan.layout
 
+    def has_next(self) -> bool:
+        """Whether another step comes. Waits until it is made; the same on all ranks."""
+        return self._ahead.has_next()
+
     def next(self) -> PreparedStep | None:
         """The next step; None at the end. Raises what making it raised."""
         return self._ahead.next()

@@ -7,6 +7,7 @@ line, or a user's script) gets a `StepReport` per step on rank 0 and decides wha
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
+from evenload.runtime.checkpoint.best_checkpoints import BestPass, with_pass
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
@@ -40,6 +42,7 @@ from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.stages.step_feedback import StepFeedback
+from evenload.runtime.stages.validator import Validator
 from evenload.runtime.step_metrics import (
     DevicePeaks,
     RankEnd,
@@ -79,6 +82,8 @@ class Trainer:
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
+        validates, vocab_size = config.validation is not None, self.model.vocab_size
+        self._validator = Validator(config, tokenizer, vocab_size, self.meshes) if validates else None
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self._loader.state()
@@ -88,6 +93,8 @@ class Trainer:
         self.memory_cap_bytes = 0
         """Of this process; a switch is prepared in what a step leaves of it."""
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
+        self.best: tuple[BestPass, ...] = ()
+        """Passes over the validation data with the smallest losses, best first; as many as `train.keep_best`."""
         self._checkpoints = checkpoints_of(config.train.output_dir)
         self._writer = CheckpointWriter(
             self._checkpoints, self.state.buffers, self.state.optimizer, mesh, keep=config.train.keep_checkpoints
@@ -145,6 +152,7 @@ class Trainer:
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
+        self.best = progress.best[: self.config.train.keep_best]
         self._non_finite.num_skipped = progress.skipped_steps
         if isinstance(where, Path):
             self._saves.note_resumed(self.steps_done)
@@ -208,11 +216,11 @@ class Trainer:
             report = self.run_step(
                 prepared,
                 coefficients,
-                learning_rate=self.config.optimizer.rate(step, self.config.train.steps or step + 1),
+                learning_rate=self.config.optimizer.rate(step, run_steps),
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
                 wants_pause=asked_to_pause() and step + 1 != last_step,
-                goes_on=step + 1 != last_step,
+                goes_on=step + 1 != last_step and not (self._validator and self._validator.is_due(step + 1)),
                 coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
@@ -223,11 +231,28 @@ class Trainer:
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
-            saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save)
-            yield None if report is None else replace(report, saved=saved, failed_save=failed_save)
+            yield self._validated_and_saved(report, planner, source)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         self.state.optimizer.gathers.finish()
         source.close()
+
+    def _validated_and_saved(
+        self, report: StepReport | None, planner: StepPlanner | FlexPlanner, source: StepSource
+    ) -> StepReport | None:
+        """After a step, what is due: losses of the validation data, a checkpoint. Collective."""
+        validation, is_best = None, False
+        if self._validator and not (self.stop_signal or self.is_paused):  # else the run goes on later
+            at_end = partial(self._is_last, source)
+            validation = self._validator.after_step(self.steps_done, at_end, self.state, planner)
+        if validation is not None:
+            self.best = with_pass(self.best, self.steps_done, validation.loss, self.config.train.keep_best)
+            is_best = any(one.steps_done == self.steps_done for one in self.best)
+        saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save or is_best)
+        return report and replace(report, saved=saved, failed_save=failed_save, validation=validation)
+
+    def _is_last(self, source: StepSource) -> bool:
+        """No step of the run comes after those that are done."""
+        return self.steps_done == self.config.train.steps or not source.has_next()
 
     def _source(self, planner: StepPlanner | FlexPlanner, feedback: StepFeedback, left: StepsLeft) -> StepSource:
         """Of the steps from here on."""
@@ -276,6 +301,7 @@ class Trainer:
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
+            best=self.best,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

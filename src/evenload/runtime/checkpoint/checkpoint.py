@@ -36,6 +36,7 @@ from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.reconfiguration.fmop import FlexState
+from evenload.runtime.checkpoint.best_checkpoints import BestPass
 from evenload.runtime.checkpoint.directory import PROGRESS_FILE, is_step_name, steps_in_name
 from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
 from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
@@ -63,6 +64,7 @@ class Progress(Frozen):
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
         totals: of tokens and seconds until then.
         layouts_known: what trained steps said of layouts, after each of the last steps.
+        best: passes over the validation data with the smallest losses, best first.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
@@ -74,6 +76,7 @@ class Progress(Frozen):
     planner: DelayState = DelayState()
     flex: FlexState | None = None
     layouts_known: tuple[KnownAfter, ...] = ()
+    best: tuple[BestPass, ...] = ()
     loader_digest: str = ""
 
 

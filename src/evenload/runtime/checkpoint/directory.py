@@ -14,6 +14,7 @@ Needs no torch: a run is refused, or says from where it goes on, before anything
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -125,14 +126,15 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def prune_checkpoints(directory: Path, keep: int) -> None:
-    """Delete those that were replaced, and all but the newest `keep` complete checkpoints; 0 keeps all. Never deletes
-    the newest."""
+def prune_checkpoints(directory: Path, keep: int, best_steps: Collection[int] = ()) -> None:
+    """Delete those that were replaced, and all but the newest `keep` complete checkpoints and those after `best_steps`
+    steps; 0 keeps all. Never deletes the newest."""
     for path in _replaced_checkpoints(directory):
         if _is_complete(checkpoint_path(directory, steps_in_name(path))):
             _remove(path)
     for path in complete_checkpoints(directory)[:-keep] if keep else ():
-        _remove(path)
+        if steps_in_name(path) not in best_steps:
+            _remove(path)
 
 
 def sync(path: Path) -> None:

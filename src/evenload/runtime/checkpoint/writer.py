@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenload.cost.coefficients import write_coefficients
 from evenload.errors import CheckpointError
+from evenload.runtime.checkpoint.best_checkpoints import BestPass, note_best
 from evenload.runtime.checkpoint.checkpoint import (
     COST_FILE,
     LOADER_FILE,
@@ -167,7 +168,7 @@ class CheckpointWriter:
                 f"{latest_checkpoint(self._directory) or 'the beginning'}"
             ) from error
         self._together(lambda: self._complete(position, partial), partial, 0, num_bytes)
-        self._together(lambda: prune_checkpoints(self._directory, self._keep), None, 0, num_bytes)
+        self._together(lambda: self._prune(position.progress.best), None, 0, num_bytes)
         return num_bytes
 
     def _make_room(self, partial: Path) -> None:
@@ -188,6 +189,10 @@ class CheckpointWriter:
         sync(partial / PROGRESS_FILE)
         sync(partial)
         put_in_place(partial, checkpoint_path(self._directory, position.progress.steps_done))
+
+    def _prune(self, best: tuple[BestPass, ...]) -> None:
+        note_best(self._directory, best)
+        prune_checkpoints(self._directory, self._keep, {one.steps_done for one in best})
 
     def _together(self, work: Callable[[], None], partial: Path | None, local_bytes: int, num_bytes: int) -> list[int]:
         """Rank 0 does `work`; all ranks learn whether it failed. Returns `local_bytes` of every rank."""

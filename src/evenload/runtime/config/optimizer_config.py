@@ -4,7 +4,12 @@ import math
 from typing import Literal
 
 from evenload.errors import ConfigError
+from evenload.runtime.config.custom_schedule import custom_factor
 from evenload.types.base import Frozen
+
+Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
+_DECAY_SHARE = 0.1
+"""Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
 
 
 class OptimizerConfig(Frozen):
@@ -16,8 +21,17 @@ class OptimizerConfig(Frozen):
         weight_decay: of matrices; norms and biases have none.
         clip_norm: global gradient norm limit; 0 = no clipping.
         warmup_steps: linear warm-up from 0.
-        decay: "constant", or "cosine" down to `final_ratio` of the learning rate at `train.steps`.
-        final_ratio: of the learning rate, where the cosine ends.
+        decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
+            `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
+            the constant part can go on with more `train.steps`; "custom": as `schedule` says.
+        final_ratio: of the learning rate, where the decay ends.
+        decay_steps: of "wsd": the last so many steps of the run decay; unset = `decay_share` of them.
+        decay_share: of "wsd": the share of `train.steps` that decays; unset = 0.1.
+        decay_shape: of "wsd": how it decays. "linear", "cosine", "sqrt" (1 - sqrt of the part that is done), or
+            "exponential".
+        schedule: of "custom": a Python function as "module:function", looked for in the working directory first. It
+            is called with the step, from 0, and the number of steps (None where `data.epochs` ends the run), and gives
+            what `learning_rate` is multiplied with.
     """
 
     learning_rate: float = 3e-4
@@ -27,21 +41,96 @@ class OptimizerConfig(Frozen):
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup_steps: int = 0
-    decay: Literal["constant", "cosine"] = "constant"
+    decay: Decay = "constant"
     final_ratio: float = 0.1
+    decay_steps: int | None = None
+    decay_share: float | None = None
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
             raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be above 0")
         if self.clip_norm < 0 or self.warmup_steps < 0:
             raise ConfigError("optimizer.clip_norm and optimizer.warmup_steps must be 0 or more")
+        if not 0 <= self.final_ratio <= 1:
+            raise ConfigError(f"optimizer.final_ratio is {self.final_ratio}, must be from 0 to 1")
+        for field in ("decay_steps", "decay_share", "decay_shape"):
+            if getattr(self, field) is not None and self.decay != "wsd":
+                raise ConfigError(
+                    f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
+                    f'read; set optimizer.decay = "wsd", or leave {field} out'
+                )
+        if self.decay_steps is not None and self.decay_share is not None:
+            raise ConfigError(
+                f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {self.decay_share}; set one"
+            )
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps}, must be at least 1")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1:
+            raise ConfigError(f"optimizer.decay_share is {self.decay_share}, must be above 0 and at most 1")
+        if self.decay_shape == "exponential" and not self.final_ratio:
+            raise ConfigError(
+                "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
+                "final_ratio above 0, or another shape"
+            )
+        if (self.schedule is None) == (self.decay == "custom"):
+            raise ConfigError(
+                f"optimizer.decay is '{self.decay}' and optimizer.schedule {self.schedule}; a function in schedule "
+                'and decay = "custom" belong together'
+            )
 
-    def rate(self, step: int, total_steps: int) -> float:
-        """Learning rate of a step (from 0) in a run of `total_steps`."""
+    @property
+    def needs_steps(self) -> bool:
+        """The schedule ends at `train.steps`."""
+        return self.decay not in ("constant", "custom")
+
+    def decaying_steps(self, total_steps: int) -> int:
+        """How many steps "wsd" decays in."""
+        share = _DECAY_SHARE if self.decay_share is None else self.decay_share
+        return self.decay_steps or max(1, round(share * total_steps))
+
+    def require_steps(self, total_steps: int | None) -> None:
+        """The schedule fits into a run of so many steps; None = it ends with its data.
+
+        Raises:
+            ConfigError: it ends at a step, and the run has no number of steps; or its parts are longer than the run.
+        """
+        if self.needs_steps and total_steps is None:
+            raise ConfigError(
+                f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
+            )
+        if self.decay == "wsd" and total_steps is not None:
+            decaying = self.decaying_steps(total_steps)
+            if self.warmup_steps + decaying > total_steps:
+                raise ConfigError(
+                    f"optimizer.warmup_steps {self.warmup_steps} and the {decaying} steps in which 'wsd' decays are "
+                    f"more than train.steps {total_steps}; lower one of them, or raise train.steps"
+                )
+
+    def rate(self, step: int, total_steps: int | None) -> float:
+        """Learning rate of a step (from 0) in a run of `total_steps`; None = it ends with its data."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return self.learning_rate
-        progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * share)
+        if self.schedule is not None:
+            return self.learning_rate * custom_factor(self.schedule, step, total_steps)
+        assert total_steps is not None, "`require_steps` refuses it"
+        if self.decay == "wsd":
+            decaying = self.decaying_steps(total_steps)
+            return self._decayed(self.decay_shape or "linear", (step - (total_steps - decaying)) / decaying)
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        return self._decayed(self.decay, done)
+
+    def _decayed(self, shape: str, done: float) -> float:
+        """The learning rate when this part of a decay is done."""
+        done = min(1.0, max(0.0, done))
+        if shape == "exponential":
+            return self.learning_rate * self.final_ratio**done
+        shares = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+            "sqrt": 1 - math.sqrt(done),
+        }
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])

@@ -34,6 +34,9 @@ class RunConfig(Frozen):
             that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
         keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
             0 = all.
+        keep_best: so many checkpoints with the smallest validation losses stay beside the newest ones; one is written
+            after every pass over the data of `[validation]` whose loss is among them. `best.json` beside
+            them names the best; 0 = none.
         background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
             (divided by dp) and optimizer state. False = wait until it is written.
         checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
@@ -99,6 +102,7 @@ class RunConfig(Frozen):
     checkpoint_every_s: float | None = None
     stop_grace_s: float = 120.0
     keep_checkpoints: int = 3
+    keep_best: int = 0
     background_checkpoints: bool = True
     checkpoint_timeout_s: float = 3600.0
     on_failed_checkpoint: Literal["stop", "continue"] = "stop"
@@ -139,6 +143,8 @@ class RunConfig(Frozen):
             )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        if self.keep_best < 0:
+            raise ConfigError(f"train.keep_best is {self.keep_best}, must be 0 (none) or more")
         for field in ("checkpoint_every_s", "report_every_s"):
             if (getattr(self, field) or 0) < 0:
                 raise ConfigError(f"train.{field} is {getattr(self, field)}, must be 0 (never) or more")

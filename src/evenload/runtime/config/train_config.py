@@ -20,6 +20,7 @@ from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
+from evenload.runtime.config.validation_config import ValidationConfig, validation_data
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
@@ -152,6 +153,7 @@ class TrainConfig(Frozen):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: RunConfig
     log: LogConfig = LogConfig()
+    validation: ValidationConfig | None = None
 
     @property
     def sums_beside_packs(self) -> bool:
@@ -176,16 +178,20 @@ class TrainConfig(Frozen):
                 f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
                 "send what moves between layouts over their own links; leave plan.twin_bytes out"
             )
+        if self.validation is not None:
+            validation_data(self.data, self.validation)  # refuses what does not go together
+        elif self.train.keep_best:
+            raise ConfigError(
+                f"train.keep_best is {self.train.keep_best}, but there is no [validation], so no checkpoint has a "
+                "validation loss; give it validation.sources, or leave keep_best out"
+            )
         if self.train.deterministic:
             self._require_plans_of_data_alone()
         if self.log.profile_steps is not None and self.train.steps is not None:
             self.log.require_steps(self.train.steps)
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
-        if self.train.steps is None and self.optimizer.decay != "constant":
-            raise ConfigError(
-                f"optimizer.decay is '{self.optimizer.decay}', which ends at train.steps, but train.steps is not set"
-            )
+        self.optimizer.require_steps(self.train.steps)
 
     def _require_plans_of_data_alone(self) -> None:
         by_clock = [

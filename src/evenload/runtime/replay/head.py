@@ -71,13 +71,13 @@ def add_embedding_gradient(
 
 def head_blocks(
     targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
-) -> Iterator[tuple[slice, RowExchange | None, Tensor]]:
-    """The rows of a pack as the head takes them: own rows, how they and those of other ranks come together, and the
-    targets of all of them."""
+) -> Iterator[tuple[slice, RowExchange | None, slice | Tensor]]:
+    """The rows of a pack as the head takes them: own rows, how they and those of other ranks come together, and which
+    of the pack's rows all of them are; `targets` are of the pack."""
     if group is None:
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
-            yield block, None, targets[block]
+            yield block, None, block
         return
     size, owners = group.shard.size, row_owners(ranges, group.shard.size)
     num_own = -(-HEAD_ROWS // size)
@@ -88,7 +88,7 @@ def head_blocks(
         block_owners = np.repeat(np.arange(size), [len(rows) for rows in in_block])
         exchange = RowExchange(group, block_owners, targets.device, "normed rows of the head")
         chosen = to_device(torch.from_numpy(np.concatenate(in_block)), targets.device)
-        yield slice(first, first + num_own), exchange, targets[chosen]
+        yield slice(first, first + num_own), exchange, chosen
 
 
 def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,14 +130,50 @@ def divided_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """As `cross_entropy_and_gradient`, of the logits [R, words of this rank] of a head whose weight is a part.
     Collective; the loss is the same on every rank."""
+    has_label = targets >= 0
+    losses, exponentials, sums, local, is_local = _divided_losses(logits, weight, targets, group)
+    loss = (torch.where(has_label, losses, 0).sum() * scale).double()
+    gradient = exponentials.div_(sums[:, None])
+    gradient.scatter_add_(1, local[:, None], -is_local[:, None].to(gradient.dtype))
+    return loss, gradient.mul_((has_label.to(gradient.dtype) * scale)[:, None]).to(logits.dtype)
+
+
+@torch.no_grad()
+def row_losses(
+    model: StageModel, hidden: Tensor, targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
+) -> Tensor:
+    """The loss of every row of a pack, [T] in fp32 (fp64), 0 without a target; no gradient. Collective with a group,
+    of which every rank then knows all.
+
+    Args:
+        hidden: final hidden states of own rows, [n, hidden]; targets: int64[T], -100 = no loss.
+    """
+    norm, head = model.norm, model.head
+    assert norm is not None
+    assert head is not None
+    found = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
+    for own, exchange, block in head_blocks(targets, ranges, group):
+        normed = norm(hidden[own]) if exchange is None else exchange.gather(norm(hidden[own]))
+        logits = model.cap_logits(nn.functional.linear(normed, head.weight, head.bias))
+        words = targets[block]
+        if group is None:
+            rows = logits.to(work_dtype(logits))
+            losses = torch.logsumexp(rows, dim=-1) - rows.gather(1, words.clamp(min=0)[:, None])[:, 0]
+        else:
+            losses = _divided_losses(logits, head.weight, words, group)[0]
+        found[block] = torch.where(words >= 0, losses, 0)
+    return found
+
+
+def _divided_losses(
+    logits: Tensor, weight: Tensor, targets: Tensor, group: TensorGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of logits [R, words of this rank]: losses [R], also of rows without a target; exponentials [R, words] and their
+    sums over all words [R]; the target's row in this rank's part, and whether it is there. Collective."""
     local, is_local = _local_words(weight, targets)
-    has_label, rows = targets >= 0, logits.detach().to(work_dtype(logits))
+    rows = logits.detach().to(work_dtype(logits))
     largest = group.all_reduce(rows.amax(1), "the largest logits", dist.ReduceOp.MAX)
     exponentials = (rows - largest[:, None]).exp_()
     at_target = torch.where(is_local, rows.gather(1, local[:, None])[:, 0], 0)
     sums = group.all_reduce(torch.stack([exponentials.sum(1), at_target]), "the sums of exponentials")
-    losses = sums[0].log() + largest - sums[1]
-    loss = (torch.where(has_label, losses, 0).sum() * scale).double()
-    gradient = exponentials.div_(sums[0][:, None])
-    gradient.scatter_add_(1, local[:, None], -is_local[:, None].to(rows.dtype))
-    return loss, gradient.mul_((has_label.to(rows.dtype) * scale)[:, None]).to(logits.dtype)
+    return sums[0].log() + largest - sums[1], exponentials, sums[0], local, is_local

@@ -28,6 +28,7 @@ from evenload.runtime.replay.head import (
     divided_cross_entropy,
     embed,
     head_blocks,
+    row_losses,
 )
 from evenload.runtime.replay.joined_transfers import join_backward, join_forward
 from evenload.runtime.replay.linear import linear_with_known_output
@@ -328,6 +329,14 @@ class PipelineStage:
         finally:
             group.turns = state.turns = None
 
+    def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
+        """The loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states; no gradient. Last
+        stage only. Of a tensor-parallel group every rank knows all."""
+        if not pack.ranges:
+            return hidden.new_zeros(0)
+        with torch.no_grad():
+            return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
+
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
@@ -338,7 +347,8 @@ class PipelineStage:
         grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
         # A batch without any label has a zero loss and zero gradients, not 0/0.
         scale = 1 / max(1, num_label_tokens)
-        for own, exchange, block_targets in head_blocks(targets, ranges, group):
+        for own, exchange, block in head_blocks(targets, ranges, group):
+            block_targets = targets[block]
             rows = hidden[own].detach().requires_grad_()
             with torch.enable_grad():
                 normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from evenload.cost.coefficients import CostCoefficients
@@ -24,6 +26,7 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.stages.forward_pass import forward_losses
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
 from evenload.types.layout import ParallelLayout
@@ -115,6 +118,17 @@ class RankState:
             sums=sums.trace(),
             gathers=gathers.untold(mesh),
         )
+
+    def losses(self, step: RankStep | None, num_documents: int) -> Tensor:
+        """The sum of label losses of each of so many documents of a step without backwards; float64[n], the same on
+        every rank. Collective; None where this rank is idle."""
+        self.optimizer.gathers.finish()
+        sums = torch.zeros(num_documents, dtype=torch.float64)
+        if step is not None:
+            sums = forward_losses(step, self.held.stages, self.mesh, self.executor.receives)
+        with self.mesh.watch.waiting("the losses of documents"):
+            dist.all_reduce(sums, group=self.mesh.control)
+        return sums
 
     def update(self, found: StepGradients, learning_rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
         """Of all weights. Collective; the gathers that are done on return: `is_overlapped`, none has to be."""

@@ -1,0 +1,87 @@
+"""`ValidationConfig`: the section `[validation]`, and the data settings that follow from it. Needs no torch."""
+
+import msgspec
+
+from evenload.data.config import DataConfig, Format, LossOn, MixturePart, RecordKind
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+_OWN = ("every_steps", "at_end", "batches")
+
+
+class ValidationConfig(Frozen):
+    """Losses of other data while the model trains, by forwards alone. What is not set is as in `[data]`; all documents
+    of the sources are read once, in the same order every time, and no token is left out but by `data.overlong`.
+
+    Args:
+        every_steps: after every so many steps; 0 = at the end alone.
+        at_end: after the last step of the run, too.
+        batches: so many global batches of the data; unset = all of it.
+        sources: files, directories, glob patterns or URLs. Either `sources` or `mixture` is set.
+        mixture: several data sets instead, each with a loss of its own; weights decide their order alone.
+        batch_documents, batch_tokens: documents that are planned together; unset = as in `[data]`.
+        format, record, include: as in `[data]`.
+        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
+        labels_column, document_end_id, loss_on: likewise.
+    """
+
+    every_steps: int = 0
+    at_end: bool = True
+    batches: int | None = None
+    sources: tuple[str, ...] = ()
+    mixture: tuple[MixturePart, ...] = ()
+    batch_documents: int | None = None
+    batch_tokens: int | None = None
+    format: Format | None = None
+    record: RecordKind | None = None
+    include: tuple[str, ...] | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    tokens_column: str | None = None
+    labels_column: str | None = None
+    document_end_id: int | None = None
+    loss_on: LossOn | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ConfigError(f"validation.every_steps is {self.every_steps}, must be 0 (at the end alone) or more")
+        if self.batches is not None and self.batches < 1:
+            raise ConfigError(f"validation.batches is {self.batches}, must be at least 1; leave it out for all data")
+        if not self.every_steps and not self.at_end:
+            raise ConfigError(
+                "validation.every_steps is 0 and validation.at_end false, so nothing is ever validated; set one of "
+                "them, or leave [validation] out"
+            )
+        if bool(self.sources) == bool(self.mixture):
+            raise ConfigError(
+                f"validation.sources is {list(self.sources)} and validation.mixture has {len(self.mixture)} parts; "
+                "name documents that are not trained on in exactly one of them"
+            )
+        if self.batch_documents is not None and self.batch_tokens is not None:
+            raise ConfigError(
+                f"validation.batch_documents is {self.batch_documents} and validation.batch_tokens is "
+                f"{self.batch_tokens}; set one of them, or none"
+            )
+
+    def is_due(self, steps_done: int) -> bool:
+        """After so many steps, whether or not they are the last."""
+        return bool(self.every_steps) and steps_done % self.every_steps == 0
+
+
+def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
+    """How the validation data is read: once, by the training processes themselves.
+
+    Raises:
+        ConfigError: settings of both do not go together.
+    """
+    own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
+    for name in _OWN:
+        own.pop(name, None)
+    if "batch_documents" in own or "batch_tokens" in own:
+        own = {"batch_documents": None, "batch_tokens": None} | own
+    try:
+        return msgspec.structs.replace(data, **own, mixture_end="once", epochs=1, workers=0, prefetch_steps=0)
+    except ConfigError as error:
+        raise ConfigError(f"[validation]: {error}") from error

@@ -1,0 +1,103 @@
+"""`evenload train` with `[validation]`: what it writes, which checkpoints stay, also where it goes on."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from evenload.report.metrics_file import read_metrics
+from evenload.report.validation_file import read_validations
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+
+SETTINGS = """
+max_document_tokens = 256
+overlong = "truncate"
+batch_documents = 6
+[parallel]
+dp = 2
+[optimizer]
+learning_rate = 1e-3
+decay = "custom"
+schedule = "ruinous_rates:then_far_too_much"
+[validation]
+every_steps = 1
+sources = ["held_out"]
+[train]
+steps = 3
+cost_file = "cost.json"
+keep_checkpoints = 1
+keep_best = 1
+export_hf = false
+"""
+RATES = "def then_far_too_much(step, steps):\n    return 1.0 if step < 2 else 3000.0\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
+    write_small_costs(tmp_path, dp=2)
+    (tmp_path / "held_out").mkdir()
+    for at, text in enumerate(LONG_TAILED_TEXTS[:5]):
+        (tmp_path / "held_out" / f"{at}.txt").write_text(text[::-1])
+    (tmp_path / "ruinous_rates.py").write_text(RATES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.long
+def test_the_best_and_the_newest_checkpoints_stay_also_in_a_run_that_goes_on(project, command_here):
+    """The third step ruins the model, so the checkpoint after the second is the best one for ever."""
+    assert command_here("train", "config.toml")[0] == 0
+    assert kept(project) == [2, 3]
+    assert command_here("train", "config.toml", "train.steps=4")[0] == 0
+    assert kept(project) == [2, 4]
+
+    found = read_validations(project / "run" / "validation.jsonl")
+    assert [one.step for one in found] == [0, 1, 2, 3]
+    losses = [one.whole.loss for one in found]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)
+    assert losses.index(min(losses)) == 1
+    assert found[0].whole.documents == 5
+    assert all(one.left_out == found[0].left_out for one in found)
+    assert found[0].metrics()["validation/loss"] == losses[0]
+    assert {f"validation/perplexity/length/{one.name}" for one in found[0].by_length} <= found[0].metrics().keys()
+    best = json.loads((project / "run" / "checkpoints" / "best.json").read_text())
+    assert best == {"checkpoint": "step-00000002", "steps_done": 2, "validation_loss": losses[1]}
+    rates = [row["lr"] for row in read_metrics(project / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([1e-3, 1e-3, 3.0, 3.0])
+
+
+def kept(project: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (project / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["validation.sources=['nowhere']"], "nowhere"),
+        (["validation.evry_steps=3"], "did you mean 'validation.every_steps'"),
+        (["validation.eval_steps=3"], "did you mean 'validation.every_steps'"),
+        (["validation.sources=[]"], "validation.sources is [] and validation.mixture has 0 parts"),
+        (["validation.every_steps=0", "validation.at_end=false"], "so nothing is ever validated"),
+        (["validation.record=messages"], "held_out/0.txt is read as text"),
+        (["optimizer.schedule=ruinous_rates:absent"], "'ruinous_rates' has no 'absent'"),
+        (["optimizer.decay=wsd"], "belong together"),
+    ],
+)
+def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, command_here, arguments, expected):
+    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
+    code, _, error = command_here("train", "config.toml", *arguments)
+    assert code == 2
+    assert expected in error
+
+
+def test_best_checkpoints_need_validation_data(project, command_here):
+    text = (project / "config.toml").read_text()
+    before, _, rest = text.partition("[validation]")
+    (project / "config.toml").write_text(before + rest[rest.index("[train]") :])
+    code, _, error = command_here("train", "config.toml")
+    assert code == 2
+    assert "train.keep_best is 1, but there is no [validation]" in error

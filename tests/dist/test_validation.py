@@ -1,0 +1,129 @@
+"""Validation while training: the losses are plain transformers', and the run is the same to the bit as without it.
+
+That forwards alone give every document's loss in every combination of features is a part of test_matrix.py.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenload.types.validation import LossOf, Validation
+from flex_training import write_phases
+from sweeps import sweep
+from training_cases import write_training_config
+from validation_cases import PlainLoss, ValidatedRun, plain_validation, validated_run
+
+STEPS = 4
+VALIDATION = """
+[validation]
+every_steps = 3
+batch_tokens = 600
+[[validation.mixture]]
+name = "books"
+weight = 2.0
+sources = ["{held_out}/books"]
+[[validation.mixture]]
+name = "lines"
+weight = 1.0
+sources = ["{held_out}/lines"]
+"""
+LAYOUTS = {
+    "single": ["plan.strategy=slimpack"],
+    "pipeline": ["parallel.pp=2", "parallel.dp=2", "parallel.virtual=2", "plan.strategy=slimpack"],
+    "context": ["parallel.cp=2", "parallel.dp=2", "plan.strategy=auto"],
+    "tensor": ["parallel.tp=2", "parallel.pp=2", "plan.strategy=balanced", "parallel.channels=fifo"],
+    "delay": ["parallel.dp=2", "plan.strategy=wlb", "plan.options.max_delay_steps=3"],
+    "live": [
+        *("parallel.dp=4", 'plan.layouts=["pp=2", "pp=4"]', "plan.strategy=flexpipe", "plan.options.policy=replay"),
+        "plan.options.flexpipe={known_steps=2, margin=0.0, patience_steps=1, follow_measured=false}",
+        *("data.shuffle_window=1", "data.streams=1", "data.batch_documents=8", "train.steps=4"),
+    ],
+}
+PROCESSES = {"single": 1, "delay": 2}
+CAP_BYTES = {"live": 6_000_000}
+"""As in test_flexpipe_training.py: long batches do not fit four replicas."""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Batches of short and of long documents, and other documents to validate, some of which are too long."""
+    corpus = write_phases(tmp_path / "corpus", "slls")
+    for name, sizes in (("books", (3, 90, 256, 257, 700)), ("lines", (1, 2, 5, 9, 17, 30))):
+        (tmp_path / "held_out" / name).mkdir(parents=True)
+        for at, size in enumerate(sizes):
+            text = "".join(chr(97 + (i * 5 + at) % 26) for i in range(size))
+            (tmp_path / "held_out" / name / f"{at}.txt").write_text(text)
+    file = write_training_config(tmp_path, corpus, num_layers=4)
+    file.write_text(file.read_text() + VALIDATION.format(held_out=tmp_path / "held_out"))
+    return file
+
+
+def run(gloo_pool, config_file: Path, layout: str, *more: str, stop_after: int = STEPS) -> ValidatedRun:
+    settings = [*LAYOUTS[layout], f"train.output_dir={config_file.parent / layout}", *more]
+    cap_bytes = CAP_BYTES.get(layout, 2**34)
+    return gloo_pool.run(PROCESSES.get(layout, 4), validated_run, str(config_file), settings, cap_bytes, stop_after)[0]
+
+
+def without_validation(config_file: Path) -> Path:
+    plain = config_file.with_name("plain.toml")
+    plain.write_text(config_file.read_text().partition("[validation]")[0])
+    return plain
+
+
+@pytest.mark.parametrize("layout", sweep(list(LAYOUTS), 6))
+def test_losses_are_those_of_the_plain_model_and_the_run_stays_the_same_to_the_bit(gloo_pool, config_file, layout):
+    found = run(gloo_pool, config_file, layout)
+    assert [one.step for one in found.validations] == [2, 3], "every third step, and the last"
+    expected = plain_validation(config_file, LAYOUTS[layout], found.state)
+    assert_equals(found.validations[-1], expected)
+    if layout == "live":
+        assert len(set(found.layouts)) > 1, "the layout changed on the way"
+
+    plain = run(gloo_pool, without_validation(config_file), layout, f"train.output_dir={config_file.parent / 'plain'}")
+    assert found.losses == plain.losses
+    assert found.state.keys() == plain.state.keys()
+    for name, value in plain.state.items():
+        assert np.array_equal(found.state[name], value), name
+
+
+def assert_equals(found: Validation, expected: list[PlainLoss]) -> None:
+    assert len(expected) == 15, "11 files, of which 3 are cut into 2, 2 and 3 documents"
+    assert_loss(found.whole, expected)
+    classes = {one.name: [e for e in expected if e.tokens.bit_length() == int(one.name.split("-")[0]).bit_length()]
+               for one in found.by_length}  # fmt: skip
+    assert sum(map(len, classes.values())) == len(expected)
+    assert list(classes) == sorted(classes, key=lambda name: int(name.split("-")[0]))
+    for one in found.by_length:
+        assert_loss(one, classes[one.name])
+    assert [one.name for one in found.by_source] == ["books", "lines"]
+    for part, one in enumerate(found.by_source):
+        assert_loss(one, [e for e in expected if e.part == part])
+    assert found.left_out == ()
+
+
+def assert_loss(found: LossOf, expected: list[PlainLoss]) -> None:
+    assert found.documents == len(expected)
+    assert found.tokens == sum(one.tokens for one in expected)
+    assert found.label_tokens == sum(one.labels for one in expected)
+    if not found.label_tokens:
+        assert (found.loss, found.perplexity) == (None, None)
+        return
+    mean = sum(one.loss for one in expected) / found.label_tokens
+    assert found.loss == pytest.approx(mean, rel=1e-10)
+    assert found.perplexity == pytest.approx(np.exp(mean), rel=1e-9)
+
+
+def test_what_overlong_documents_lose_is_told_and_a_resumed_run_validates_alike(gloo_pool, config_file):
+    truncated = ["data.overlong=truncate", "validation.every_steps=1"]
+    whole = run(gloo_pool, config_file, "delay", *truncated)
+    here = f"train.output_dir={config_file.parent / 'resumed'}"
+    first = run(gloo_pool, config_file, "delay", *truncated, here, stop_after=2)
+    rest = run(gloo_pool, config_file, "delay", *truncated, here)
+    (left_out,) = whole.validations[0].left_out
+    assert left_out[0] == "truncated"
+    assert left_out[2] == (257 - 256) + (258 - 256) + (701 - 256), "the ends of three documents"
+    assert [one.step for one in whole.validations] == [0, 1, 2, 3]
+    again = [*first.validations, *rest.validations]
+    assert [one.whole for one in again] == [one.whole for one in whole.validations]
+    assert [one.by_source for one in again] == [one.by_source for one in whole.validations]
