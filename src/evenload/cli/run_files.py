@@ -6,6 +6,7 @@
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
     layouts.jsonl   what was decided about the layout before every step, where it may change
     validation.jsonl  losses of the validation data
+    steps.jsonl     plans and measured timelines of the steps that the page can show
 
 Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
 while the run goes on, so that a run that is killed has them.
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from evenload.cli.step_file import StepFile, read_steps
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
@@ -47,7 +49,10 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import Timeline
 from evenload.types.timeline_file import read_timeline, write_timeline
 
 
@@ -86,18 +91,20 @@ class RunWriter:
         self._directory = Path(trainer.config.train.output_dir)
         self._metrics, self._layouts = self._directory / "metrics.jsonl", self._directory / "layouts.jsonl"
         self._validations = self._directory / "validation.jsonl"
-        self._resumed, self._has_begun = resumed, False
+        self._resumed = resumed
+        self._steps: StepFile | None = None
         self._next_s = 0.0
 
     def add_step(self, report: StepReport) -> None:
         """Append a step's row; write everything else where its time has come."""
-        if not self._has_begun:
-            self._begin()
+        if self._steps is None:
+            self._steps = self._begin()
         append_metrics(self._metrics, report.row)
         if report.decision is not None:
             append_decision(self._layouts, report.decision)
         if report.validation is not None:
             append_validation(self._validations, report.validation)
+        self._steps.add(report.plan, report.measured)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
             from_s = time.monotonic()
@@ -105,10 +112,10 @@ class RunWriter:
             now_s = time.monotonic()
             self._next_s = now_s + max(every_s, (now_s - from_s) / _WRITING_SHARE)
 
-    def _begin(self) -> None:
-        directory = self._directory
+    def _begin(self) -> StepFile:
+        directory, steps = self._directory, self._directory / "steps.jsonl"
         directory.mkdir(parents=True, exist_ok=True)
-        for path in (self._metrics, self._layouts, self._validations):
+        for path in (self._metrics, self._layouts, self._validations, steps):
             if self._resumed is not None:
                 drop_torn_line(path)
                 if isinstance(self._resumed, KeptStep):
@@ -118,7 +125,7 @@ class RunWriter:
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)
         (directory / "config.json").write_bytes(pretty + b"\n")
         write_coefficients(directory / "cost.json", self._costs)
-        self._has_begun = True
+        return StepFile(steps)
 
     def write(self, last: StepReport) -> None:
         """Write everything about the last step, and the pictures. A reader finds whole files, old or new."""
@@ -140,7 +147,7 @@ class RunWriter:
             return
         drop_torn_line(self._metrics)
         section, facts = read_run(self._directory)
-        (view,) = section.steps
+        view = section.steps[-1]
         assert view.plan is not None
         with _replaced_together(self._directory) as new:
             write_chrome_trace(new / "trace.json", view.timelines(), label_packs(view.plan))
@@ -172,21 +179,28 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
     except FileNotFoundError as error:
         raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
     coefficients, decisions = read_coefficients(directory / "cost.json"), read_decisions(directory / "layouts.jsonl")
-    if decisions:
-        # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
-        coefficients, _ = completed_between_layouts(coefficients, plan.layout)
-    costs = PackCosts(facts.model, coefficients, plan.layout)
-    view = StepView(
-        step=plan.step,
-        predicted=detailed_timeline(plan, costs),
-        measured=read_timeline(directory / "measured.npz"),
-        plan=plan,
-    )
+    costs: dict[ParallelLayout, PackCosts] = {}
+
+    def costs_in(layout: ParallelLayout) -> PackCosts:
+        if layout not in costs:
+            # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
+            found = completed_between_layouts(coefficients, layout)[0] if decisions else coefficients
+            costs[layout] = PackCosts(facts.model, found, layout)
+        return costs[layout]
+
+    def view(plan: StepPlan, measured: Timeline) -> StepView:
+        predicted = detailed_timeline(plan, costs_in(plan.layout))
+        return StepView(step=plan.step, predicted=predicted, measured=measured, plan=plan)
+
+    kept = {step.step: (step, measured) for step, measured in read_steps(directory / "steps.jsonl")}
+    # The last step is in files of its own, written together; of later ones these do not know.
+    kept = {step: one for step, one in kept.items() if step < plan.step}
+    kept[plan.step] = (plan, read_timeline(directory / "measured.npz"))
     section = RunSection(
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
-        steps=(view,),
-        time_split=split_planned_step(plan, costs),
+        steps=tuple(view(*kept[step]) for step in sorted(kept)),
+        time_split=split_planned_step(plan, costs_in(plan.layout)),
         memory_limit_bytes=facts.memory_cap_bytes,
         layout_decisions=decisions,
     )

@@ -22,6 +22,7 @@ from evenload.report.length_figures import (
     length_classes_figure,
     read_classes,
 )
+from evenload.report.metrics_file import latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html
 from evenload.report.run_figures import typical_meaning
@@ -118,7 +119,7 @@ def _parts(report: RunReport) -> list[Part]:
         parts.insert(0, ("curves", "Step by step", curves))
     else:
         parts.append(("curves", "Trained runs" if len(trained) > 1 else "Step by step", curves))
-    parts.append(("steps", "Inside a step", [step_view] if step_view else []))
+    parts.append(("steps", "Inside a step", [*_left_out_steps(trained), step_view] if step_view else []))
     parts.append(("packs", "Pack times", _packs(report, refused)))
     parts.append(("layouts", "Layouts over time", _layouts(report.sections)))
     parts.append(("documents", "Documents of these steps", _lengths(report)))
@@ -129,6 +130,18 @@ def _run(identifier: str, section: RunSection, is_alone: bool) -> list[str]:
     """Curves of a run; of several each with its name and numbers."""
     own = [] if is_alone else [f'<h3 id="{identifier}">{escape(section.name)}</h3>', tiles_html(section)]
     return own + curves_html(identifier, section, is_alone=is_alone)
+
+
+def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
+    """Which steps of long runs are not in the page."""
+    said = []
+    for _, section in trained:
+        num_steps = len(latest_per_step(section.metrics))
+        if 1 < len(section.steps) < num_steps:
+            name = f"{section.name}: " if len(trained) > 1 else ""
+            kept = f"{len(section.steps):,} of {num_steps:,} steps can be looked at, evenly spread, and the last"
+            said.append(f"<p>{escape(name)}{kept}; the page would be too large with all of them.</p>")
+    return said
 
 
 def _lengths(report: RunReport) -> list[str]:

@@ -70,9 +70,15 @@
     };
     plot.addEventListener("pointermove", follow);
     plot.addEventListener("pointerdown", follow);
+    // The step view opens the step that was clicked, where the page has it.
+    plot.addEventListener("click", (event) => {
+      if (xName !== "step" || event.target.closest("[data-tip]") || chosen < 0) return;
+      document.dispatchEvent(new CustomEvent("evenload-step", { detail: x[chosen] }));
+    });
     plot.addEventListener("pointerleave", rest);
     plot.addEventListener("blur", rest);
     plot.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") plot.dispatchEvent(new MouseEvent("click"));
       const next = {
         ArrowLeft: chosen - 1, ArrowRight: chosen + 1, Home: 0, End: x.length - 1,
         PageUp: chosen - Math.ceil(x.length / 10), PageDown: chosen + Math.ceil(x.length / 10),

@@ -315,6 +315,13 @@
     act();
   });
 
+  // Clicked in a curve: the nearest step that is here.
+  document.addEventListener("evenload-step", ({ detail }) => {
+    const steps = sections[state.section].steps.map(({ step }) => step);
+    if (steps.length < 2) return;
+    choose("step", steps.reduce((best, step) => (Math.abs(step - detail) < Math.abs(best - detail) ? step : best)));
+    root.scrollIntoView();
+  });
   new ResizeObserver(draw).observe(stage);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   // Unpacked when the page stands, so that it opens at once and is whole when it is printed.

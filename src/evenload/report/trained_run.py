@@ -15,7 +15,8 @@ from evenload.types.scaled_units import format_bytes
 
 _READ_STEP_TIME = (
     "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "
-    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan."
+    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan. A click (or Enter) "
+    "shows the inside of a step."
 )
 _READ_TOKENS = "Real tokens trained in a second over all devices. Padding does not count, so runs compare fairly."
 _READ_LOSS = (

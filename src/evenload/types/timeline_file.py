@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -14,8 +14,8 @@ _OPTIONAL = ("is_critical", "memory_kind_bytes")
 _ALWAYS = tuple(f.name for f in fields(Timeline) if f.name not in (*_OPTIONAL, "side"))
 
 
-def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Write all columns to a `.npz` file."""
+def write_timeline(path: Path | IO[bytes], timeline: Timeline) -> None:
+    """Write all columns to a `.npz` file, or to an open one."""
     known = (*_ALWAYS, *(name for name in _OPTIONAL if getattr(timeline, name) is not None))
     columns: dict[str, Any] = {name: np.asarray(getattr(timeline, name)) for name in known}
     if timeline.side is not None:
@@ -23,7 +23,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
     np.savez_compressed(path, **columns)
 
 
-def read_timeline(path: Path) -> Timeline:
+def read_timeline(path: Path | IO[bytes]) -> Timeline:
     """Inverse of `write_timeline`.
 
     Raises:
