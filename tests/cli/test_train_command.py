@@ -92,6 +92,16 @@ def no_ranks(monkeypatch) -> None:
     monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
 
 
+def steps_in_page(directory: Path) -> list[int]:
+    """What can be looked at, each with its plan and both timelines."""
+    page = (directory / "report.html").read_text()
+    found = re.search('id="step-view-data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    (section,) = json.loads(found[1])["sections"]
+    assert all(list(one["views"]) == ["predicted", "measured"] and one["plan"] for one in section["steps"])
+    return [one["step"] for one in section["steps"]]
+
+
 @pytest.mark.long
 def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equal(project, run_here):
     """SIGKILL of everything in the middle of a run; the rerun continues and its losses are those of a whole run."""
@@ -99,6 +109,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     whole = project / "whole"
     for name in ("metrics.jsonl", "report.html", "trace.json", "plan.json", "cost.json", "config.json"):
         assert (whole / name).stat().st_size > 0, name
+    assert steps_in_page(whole) == [0, 1, 2, 3, 4]
     rows = read_metrics(whole / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert set(rows[0]) == set(METRIC_KEYS)
@@ -122,6 +133,7 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
     assert any(re.match(r"trained +30 documents", entry) for entry in account), account
     trained = read_metrics(project / "run" / "metrics.jsonl")
     assert [row["step"] for row in trained].count(0) == 1, "it went on, it did not begin anew"
+    assert steps_in_page(project / "run") == [0, 1, 2, 3, 4]
     latest = {row["step"]: row["loss"] for row in trained}
     assert latest == {row["step"]: row["loss"] for row in rows}
 

@@ -7,7 +7,7 @@ from test_html_report import make_report
 from browser_page import choose, find_task, hover_task, pixel, steps, task_box, view
 from evenload.report.palette import KIND_STYLES
 from evenload.report.run_report import RunReport, RunSection, StepView
-from report_samples import make_plan, make_timeline, with_details
+from report_samples import make_plan, make_row, make_timeline, with_details
 
 
 def test_the_page_holds_the_timelines_own_numbers(open_page):
@@ -261,3 +261,21 @@ def test_fingers_tap_and_move_on_a_phone(open_page):
         over.evaluate(fingers, [type_, x, finger])
     page.wait_for_timeout(100)
     assert view(page)[1] - view(page)[0] == pytest.approx((moved[1] - moved[0]) / 2)
+
+
+def test_a_trained_run_shows_its_last_step_and_a_click_on_a_curve_another(open_page):
+    views = tuple(
+        StepView(step=step, predicted=make_timeline(1, 2, 3, seed=step), measured=make_timeline(1, 2, 3, seed=step))
+        for step in (0, 2, 4)
+    )
+    rows = tuple(make_row(step) for step in range(5))
+    page = open_page(RunReport(title="t", sections=(RunSection(name="a", metrics=rows, steps=views),)))
+    root = steps(page)
+    assert root.locator("select[name=step]").input_value() == "4"
+    plot = page.locator("#run-0-time svg.plot[data-curves]")
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#step-view[data-drawn^='0/0/']")
+    plot.click(position={"x": plot.bounding_box()["width"] * 0.45, "y": 100})
+    page.wait_for_selector("#step-view[data-drawn^='0/2/']")
