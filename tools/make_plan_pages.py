@@ -49,7 +49,10 @@ def main() -> None:
         output, _ = run(winner(GUIDE.read_text(encoding="utf-8")), GUIDE_WIDTH)
         put(GUIDE, {"winner output": fenced(output)})
     else:
-        put(GUIDE, search_blocks(strategies, run(SEARCH, GUIDE_WIDTH)))
+        # However slow the machine: a page does not depend on it.
+        put(GUIDE, search_blocks(strategies, run((*SEARCH, "--search-seconds", "7200"), GUIDE_WIDTH)))
+        output, _ = run(winner(GUIDE.read_text(encoding="utf-8")), GUIDE_WIDTH)
+        put(GUIDE, {"winner output": fenced(output)})
 
 
 def plan_output() -> str:
@@ -76,10 +79,10 @@ def cheap_blocks(strategies: tuple[str, Any]) -> dict[str, str]:
 def search_blocks(strategies: tuple[str, Any], search: tuple[str, Any]) -> dict[str, str]:
     """Blocks of the guide that need the search over layouts."""
     output, figures = search
-    layouts, winner = output_parts(output)
+    layouts, judged = output_parts(output)
     return {
-        "layouts output": fenced(shorten_layouts(layouts)),
-        "winner output": fenced(winner),
+        "layouts output": fenced(f"{shorten_layouts(layouts)}\n{said_of_layouts(layouts)}\n\n{judged}"),
+        "winner output": fenced(judged),  # names the layout that wins, for `winner`
         "layouts figures": layouts_figures(figures),
         "decision figures": decision_figures(by_name(strategies[1]), figures),
     }
@@ -126,7 +129,8 @@ def layouts_figures(figures: Mapping[str, Any]) -> str:
     moved = f", with activations in host memory for {format_percent(offload)} of the step" if offload > 0.0005 else ""
     return filled(
         f"{named(best['layout'])} wins ({best['label']}){moved}. {other_kind(fitting)} Layouts that are out say by how "
-        f"many GiB and on which rank. The second table compares the strategies in the layout that wins."
+        "many GiB and on which rank. The second table has every strategy in its own best layout, the third all of them "
+        "in the layout that wins."
     )
 
 
@@ -216,6 +220,12 @@ def shorten_layouts(table: str) -> str:
     rows = [line for line in lines[rule + 1 :] if line.strip() and line.split()[0].isdigit()]
     out = next((line for line in rows if " - " in line), None)
     return "\n".join([*lines[: rule + 1], *rows[:_SHOWN_LAYOUTS], "   ...", *([out] if out else [])])
+
+
+def said_of_layouts(table: str) -> str:
+    """The lines below the table: every strategy's layout, and what was looked at."""
+    _, begin, lines = table.partition("layout of each strategy:")
+    return (begin + lines).rstrip()
 
 
 def by_name(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,6 +123,55 @@ def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys)
     assert "layouts, fastest first" in capsys.readouterr().out
 
 
+def test_every_strategy_is_judged_in_its_own_layout(table, tmp_path, capsys) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--json", str(path), "--documents", "16"]
+    assert run_plan(table, *arguments, "--strategy", "padded,best_fit,skrull", "--search-layout") == 0
+    content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    for row in content["strategies"]:
+        found = content["search"]["strategies"][row["name"]]
+        assert row["layout"].items() <= found["layouts"][0]["layout"].items()
+        assert row["mean_step_time_s"] == pytest.approx(found["layouts"][0]["mean_step_time_s"])
+        assert found["not_looked_at"] == 0
+        assert found["planned"] + found["ruled_out"] == len(found["layouts"])
+    assert content["baseline"]["mean_step_time_s"] <= content["strategies"][1]["mean_step_time_s"]
+    assert "layout of each strategy: padded dp=" in shown
+    assert "layouts planned: " in shown
+    assert "not looked at" not in shown
+
+
+def test_a_search_that_had_too_little_time_says_what_it_did_not_look_at(table, tmp_path, capsys) -> None:
+    """A cluster of 1,024 devices, of which a part is judged, and no time: one layout that fits."""
+    path = tmp_path / "out.json"
+    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x1024", "--documents", "2000", "--strategy", "balanced"]
+    assert run_plan(table, *arguments, "--search-layout", "--search-seconds", "0.001", "--json", str(path)) == 0
+    content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    found = content["search"]["strategies"]["balanced"]
+    assert content["search"]["limit_s"] == 0.001
+    assert found["not_looked_at"] > 20
+    assert (
+        f"not looked at, because the 0.001 s of --search-seconds were up: balanced {found['not_looked_at']} of" in shown
+    )
+    stride = found["layouts"][0]["stride"]
+    assert stride > 1
+    assert "estimates: more than 512 devices are judged on a part" in shown
+    assert f"every so many-th replica and document (balanced {stride})" in shown
+    assert content["strategies"][0]["layout"].items() <= found["layouts"][0]["layout"].items()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
+        (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
+        (["--search-layout", "--cluster", "h100x1024", "--worst", "2"], "--worst and --emit-plan are of whole steps"),
+    ],
+)
+def test_searches_that_cannot_be_are_refused(table, capsys, more, message) -> None:
+    assert run_plan(table, "--model", "llama-7b", "--cluster", "h100x8", *more) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_path, capsys) -> None:
     """The head of qwen2.5-0.5b costs as much as 9 of its 24 layers: the last of four stages gets fewer than six."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "emit-plan")}

@@ -7,7 +7,7 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.fair_baseline import fair_window, with_window
+from evenload.explore.fair_baseline import judged_window, with_window
 from evenload.explore.headline import headline
 from evenload.explore.planned_steps import planned_steps
 from evenload.explore.sampled_batches import BatchRule
@@ -35,19 +35,23 @@ def mean_s(planner: StepPlanner, window_tokens: int) -> float:
 def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> None:
     """All documents of a replica in one window leave three stages to wait for each other."""
     planner = make_planner()
-    window = fair_window(planner, batches())
-    assert window is not None
+    judged = judged_window(planner, batches())
+    assert judged is not None
+    window = judged.window_tokens
     assert window < 4096
+    assert judged.mean_step_time_s == mean_s(planner, window)
     assert all(mean_s(planner, window) <= mean_s(planner, 4096 >> k) for k in range(5))
 
 
 def test_the_asked_window_stays_where_none_is_faster() -> None:
     """One device: a second pack is only a second constant."""
-    assert fair_window(make_planner(dp=1, pp=1), batches()) == 4096
+    judged = judged_window(make_planner(dp=1, pp=1), batches())
+    assert judged is not None
+    assert judged.window_tokens == 4096
 
 
 def test_no_window_fits_memory() -> None:
-    assert fair_window(make_planner(cap=1000), batches()) is None
+    assert judged_window(make_planner(cap=1000), batches()) is None
     assert evaluate_strategies(make_planner(cap=1000), batches(), ["best_fit"]).baseline is None
 
 
@@ -75,7 +79,9 @@ def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
     best_fit, auto = found.results
     baseline = found.baseline
     assert baseline is not None
-    assert baseline.window_tokens == fair_window(make_planner(), batches())
+    judged = judged_window(make_planner(), batches())
+    assert judged is not None
+    assert baseline.window_tokens == judged.window_tokens
     times = [one.mean_step_time_s or 0.0 for one in (best_fit, baseline, auto)]
     assert times[0] > times[1] >= times[2]
     assert best_fit.speedup_over_baseline == pytest.approx(times[1] / times[0])

@@ -15,8 +15,8 @@ class PlanSettings(TypedDict, total=False):
 
     Of documents that are counted: `tokenizer`, `record`, `include`, `on_corrupt`. Of batches: `overlong`, `seed`. Of
     planning: `policy`, `dp_merge`, `window`, `max_delay_steps`, `known_steps`, and `set_options`, as `--set` takes
-    them: `["wlb.release=queues"]`. Beside the comparison: `engine`, `worst`, `search_layout`. `cost` is a measured cost
-    file.
+    them: `["wlb.release=queues"]`. Beside the comparison: `engine`, `worst`, `search_layout` and, for the most time
+    that it takes, `search_seconds`. `cost` is a measured cost file.
     """
 
     overlong: Overlong | None
@@ -35,3 +35,4 @@ class PlanSettings(TypedDict, total=False):
     worst: int | None
     cost: str | Path | None
     search_layout: bool
+    search_seconds: float | None

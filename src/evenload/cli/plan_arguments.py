@@ -19,6 +19,8 @@ DEFAULT_DOCUMENTS = 512
 """Documents of a global batch where nothing says its size."""
 DEFAULT_CONTEXT = 131_072
 """Tokens of the longest document trained whole, where nothing says so."""
+DEFAULT_SEARCH_S = 300.0
+"""Most time for a search over layouts."""
 ENGINE_HELP = (
     f"Also predict an engine that trains the plans: {', '.join(ENGINES)}. Strategies that it cannot run are refused, "
     "with the reason (docs/engines.md)."
@@ -127,9 +129,16 @@ class PlanArguments:
         bool,
         typer.Option(
             "--search-layout",
-            help="Rank all dp x cp x pp x tp x virtual layouts of the cluster (seconds to minutes); use the best.",
+            help="Rank all dp x cp x pp x tp x virtual layouts of the cluster for every strategy (seconds to minutes), "
+            "and judge each in its best.",
         ),
     ] = False
+    search_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Most time for --search-layout (default {DEFAULT_SEARCH_S:g}); what was not looked at is said."
+        ),
+    ] = None
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None
     html: Annotated[Path | None, typer.Option(help="Write a page: table, losses, timelines, memory, documents.")] = None
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline for Perfetto.")] = None

@@ -35,6 +35,8 @@ def plan_json(found: FoundPlans) -> bytes:
         content["worst"] = [msgspec.to_builtins(one) for one in found.worst]
     if found.layouts:
         content["layouts"] = [msgspec.to_builtins(result) for result in found.layouts]
+    if found.searched is not None:
+        content["search"] = found.searched.content()
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 

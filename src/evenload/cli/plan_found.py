@@ -1,5 +1,6 @@
 """`find_plans`: all of `evenload plan` but its output, for the command and for `evenload.plan`."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,16 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from evenload.cli.length_source import LengthSource, length_source, unit_line
-from evenload.cli.plan_arguments import PlanArguments
+from evenload.cli.plan_arguments import DEFAULT_SEARCH_S, PlanArguments
 from evenload.cli.plan_engine import engine_evaluation, engine_layout, require_engine
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
-from evenload.cli.plan_layout import layouts_that_fit, planned_in, searched_layouts
+from evenload.cli.plan_layout import SearchedLayouts, layouts_that_fit, planned_in, planners_of_search, searched_layouts
 from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, inputs_said
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.explore.evaluate import Evaluation, evaluate_strategies
+from evenload.explore.coarse_batch import LARGE_CLUSTER
+from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
 from evenload.explore.headline import headline
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
@@ -45,13 +47,18 @@ class FoundPlans:
     rows: list[dict[str, Any]]
     headline: str
     left_out: tuple[LeftOutStrategy, ...]
-    layouts: tuple[LayoutResult, ...]
+    searched: SearchedLayouts | None
     worst: tuple[WorstBatch, ...] | None
     unit: LengthUnit
     memory_cap_bytes: int
     interval: PredictionInterval
     engine: EngineEvaluation | None = None
     fitting: str = ""
+
+    @property
+    def layouts(self) -> tuple[LayoutResult, ...]:
+        """Of a search those of the fastest strategy, the best first; else none."""
+        return self.searched.fastest.layouts if self.searched else ()
 
     def require_feasible(self) -> None:
         """`InfeasiblePlanError` where no strategy fits memory, or not with the batch that `--worst` found."""
@@ -96,16 +103,25 @@ def find_plans(asked: PlanArguments, console: Console, source: LengthSource | No
         table = source.read()
     with errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=asked.steps, seed=asked.seed)
-        layouts = searched_layouts(inputs, batches, strategies, console) if asked.search_layout else ()
-        layout = layouts[0].parallel_layout() if layouts else planned_in(inputs, batches, strategies)
+        searched = None
+        if asked.search_layout:
+            in_part = inputs.machines.num_devices > LARGE_CLUSTER
+            names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
+            limit_s = asked.search_seconds or DEFAULT_SEARCH_S
+            searched = searched_layouts(inputs, batches, names, console, limit_s)
+            layout = searched.fastest.best.parallel_layout()
+        else:
+            layout = planned_in(inputs, batches, strategies)
+            names, left_out = chosen_strategies(strategies, layout, inputs.options)
         if asked.engine:
             require_engine(asked.engine, inputs, strategies, layout)
     coefficients = inputs.costs.of(layout)
     said = inputs_said(asked, inputs, source.name, table, layout)
     say(console, first_line(said, table, layout, coefficients), unit_line(table))
     say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
-    names, left_out = chosen_strategies(strategies, layout, inputs.options)
-    evaluation = _evaluated(inputs, layout, batches, names)
+    planners = planners_of_search(searched, inputs, batches) if searched else _planners(inputs, layout)
+    with progress_bar() as on_progress:
+        evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
     engine = engine_evaluation(asked.engine, inputs, layout, batches, strategies) if asked.engine else None
     has_none = evaluation.best is None and not (engine and engine.best)
     return FoundPlans(
@@ -115,13 +131,13 @@ def find_plans(asked: PlanArguments, console: Console, source: LengthSource | No
         rows=comparison_rows(evaluation, table.unit),
         headline=in_unit(headline_line(headline(evaluation), evaluation), table.unit),
         left_out=left_out,
-        layouts=layouts,
+        searched=searched,
         unit=table.unit,
-        worst=_worst(asked, inputs, layout, table.lengths, strategies, evaluation),
+        worst=_worst(asked, inputs, planners, table.lengths, strategies, evaluation),
         memory_cap_bytes=inputs.memory_cap_bytes,
         interval=prediction_interval(coefficients, layout),
         engine=engine,
-        fitting=layouts_that_fit(inputs, batches, strategies) if has_none and not layouts else "",
+        fitting=layouts_that_fit(inputs, batches, strategies) if has_none and not searched else "",
     )
 
 
@@ -131,23 +147,17 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _evaluated(
-    inputs: PlanInputs,
-    layout: ParallelLayout,
-    batches: Sequence[SampledBatch],
-    names: tuple[str, ...],
-) -> Evaluation:
+def _planners(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
+    """All strategies in one layout."""
     costs = inputs.costs
     planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host)
-    flexible = FlexPlanner(planner, costs.of, layouts=inputs.layouts)
-    with progress_bar() as on_progress:
-        return evaluate_strategies(planner, batches, names, flexible, on_progress=on_progress)
+    return StrategyPlanners(planner=planner, flexible=FlexPlanner(planner, costs.of, layouts=inputs.layouts))
 
 
 def _worst(
     asked: PlanArguments,
     inputs: PlanInputs,
-    layout: ParallelLayout,
+    planners: StrategyPlanners,
     lengths: NDArray[np.int64],
     strategies: tuple[str, ...] | None,
     evaluation: Evaluation,
@@ -158,12 +168,10 @@ def _worst(
     if evaluation.best is None:
         return ()
     planned = [name for name in strategies or (evaluation.best,) if evaluation.proposals[name]]
-    planner = StepPlanner(
-        inputs.costs.model, inputs.costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host
-    )
+    drawn = functools.partial(find_worst, lengths=lengths, rule=inputs.batches, count=asked.worst, seed=asked.seed)
     with progress_bar() as on_progress:
         return tuple(
-            find_worst(planner, lengths, inputs.batches, name, asked.worst, seed=asked.seed, on_progress=on_progress)
+            drawn(planners.of(name).planner, strategy=name, on_progress=on_progress)
             for name in planned
             if not STRATEGIES.named(name).changes_layout
         )

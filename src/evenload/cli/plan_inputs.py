@@ -20,6 +20,7 @@ from evenload.cost.coverage import completed_from_cluster, in_measured_precision
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
+from evenload.explore.coarse_batch import LARGE_CLUSTER
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.sampled_batches import BatchRule
@@ -156,6 +157,16 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     """Put options, configuration and defaults together; refuses what `evenload train` would, too."""
     if asked.search_layout and asked.layout:
         raise ConfigError(f"--search-layout looks for the layout, --layout {asked.layout} gives it; leave one out")
+    if asked.search_seconds is not None:
+        if not asked.search_layout:
+            raise ConfigError("--search-seconds limits --search-layout, which is not given; give both, or none")
+        if not asked.search_seconds > 0:
+            raise ConfigError(f"--search-seconds is {asked.search_seconds:g}, must be above 0")
+    if asked.search_layout and machines_are_large(asked) and (asked.worst or asked.emit_plan):
+        raise ConfigError(
+            f"--search-layout judges clusters of more than {LARGE_CLUSTER} devices on a part of a step, "
+            "--worst and --emit-plan are of whole steps; give --layout for these"
+        )
     if asked.search_layout and asked.engine:
         raise ConfigError(
             f"--search-layout ranks layouts for Evenload's own runtime, --engine {asked.engine} runs others; give "
@@ -199,6 +210,11 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         memory_cap_bytes=(run.plan.memory_bytes if run else None) or usable_bytes(machines),
         host=_host(run, machines),
     )
+
+
+def machines_are_large(asked: PlanArguments) -> bool:
+    """Layouts are searched on a part of the cluster's replicas."""
+    return cluster_from(asked.cluster).num_devices > LARGE_CLUSTER
 
 
 def _host(run: TrainConfig | None, machines: ClusterSpec) -> HostMemory:

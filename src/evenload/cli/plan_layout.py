@@ -1,7 +1,10 @@
 """The layout that `evenload plan` plans in: given, a run's, the default one or the best of a search."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -9,13 +12,19 @@ from rich.table import Table
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
-from evenload.explore.default_layout import default_layout
+from evenload.explore.coarse_batch import LARGE_CLUSTER
+from evenload.explore.default_layout import default_layout, usable_bytes
+from evenload.explore.evaluate import StrategyPlanners
 from evenload.explore.fitting_layouts import fitting_layouts
-from evenload.explore.layout_search import LayoutResult, search_layouts
+from evenload.explore.layout_search import LayoutResult
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.stage_layers import balanced_layout
+from evenload.explore.strategy_layouts import StrategyLayouts, fair_planners, planners_in, search_strategies
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.auto import AUTO
+from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.report.units import format_percent, format_seconds
+from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.scaled_units import format_bytes
 
@@ -46,26 +55,125 @@ def planned_in(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple
     )
 
 
+@dataclass(frozen=True)
+class SearchedLayouts:
+    """What a search found for every strategy, and how long it might take."""
+
+    found: tuple[StrategyLayouts, ...]
+    limit_s: float
+
+    @property
+    def fastest(self) -> StrategyLayouts:
+        """The strategy with the fastest layout."""
+        return min(self.found, key=lambda one: (not one.best.feasible, one.best.mean_step_time_s or 0.0))
+
+    def of(self, strategy: str) -> StrategyLayouts:
+        return next(one for one in self.found if one.strategy == strategy)
+
+    def lines(self) -> tuple[str, ...]:
+        """Every strategy's layout, and what was looked at."""
+        named = "; ".join(
+            f"{one.strategy} {_option(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
+            if one.best.feasible
+            else f"{one.strategy} none"
+            for one in self.found
+        )
+        counts = {name: sum(getattr(one, name) for one in self.found) for name in ("planned", "ruled_out")}
+        looked = f"layouts planned: {counts['planned']}; not needed, because no plan in them can be among the best: "
+        lines = [f"layout of each strategy: {named}", looked + str(counts["ruled_out"])]
+        late = [f"{one.strategy} {one.not_looked_at} of {len(one.layouts)}" for one in self.found if one.not_looked_at]
+        if late:
+            lines.append(
+                f"not looked at, because the {self.limit_s:g} s of --search-seconds were up: {', '.join(late)}; more "
+                "time may find faster layouts"
+            )
+        if any(one.best.stride > 1 for one in self.found):
+            strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in self.found)
+            lines.append(
+                f"estimates: more than {LARGE_CLUSTER} devices are judged on a part, every so many-th replica and "
+                f"document ({strides}); --layout {_option(self.fastest.best)} plans the whole"
+            )
+        return tuple(lines)
+
+    def content(self) -> dict[str, Any]:
+        """`search` of `--json`."""
+        return {
+            "limit_s": self.limit_s,
+            "strategies": {
+                one.strategy: {
+                    **{name: getattr(one, name) for name in ("planned", "ruled_out", "not_looked_at")},
+                    "layouts": [msgspec.to_builtins(result) for result in one.layouts],
+                }
+                for one in self.found
+            },
+        }
+
+
 def searched_layouts(
-    inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None, console: Console
-) -> tuple[LayoutResult, ...]:
-    """Every layout of the cluster, ranked and shown."""
+    inputs: PlanInputs,
+    batches: Sequence[SampledBatch],
+    strategies: tuple[str, ...],
+    console: Console,
+    limit_s: float,
+) -> SearchedLayouts:
+    """Every strategy's layouts, ranked; those of the fastest strategy are shown."""
     with progress_bar() as on_progress:
-        layouts = search_layouts(
+        found = search_strategies(
             inputs.costs.model,
-            inputs.machines,
+            _with_room(inputs),
             batches,
             inputs.costs.of,
-            strategy=_search_strategy(asked),
-            options=inputs.options,
+            strategies,
+            inputs.options,
+            limit_s=limit_s,
             on_progress=on_progress,
         )
-    console.print(_layout_table(layouts, console.width))
-    if not layouts[0].feasible:
+    searched = SearchedLayouts(found, limit_s)
+    fastest = searched.fastest
+    console.print(_layout_table(fastest.layouts, console.width, fastest.strategy))
+    for line in searched.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not fastest.best.feasible:
         raise InfeasiblePlanError(
-            f"no layout of {inputs.cluster_name} fits; the closest, {_option(layouts[0])}: {layouts[0].why}"
+            f"no layout of {inputs.cluster_name} fits; the closest, {_option(fastest.best)}: {fastest.best.why}"
         )
-    return layouts
+    return searched
+
+
+def planners_of_search(
+    searched: SearchedLayouts, inputs: PlanInputs, batches: Sequence[SampledBatch]
+) -> StrategyPlanners:
+    """Every strategy in its own best layout; `best_fit` in other windows in that which is best for it then."""
+    costs = inputs.costs
+
+    def planners_of(result: LayoutResult) -> StrategyPlanners:
+        found = planners_in(
+            result,
+            costs.model,
+            costs.of(result.parallel_layout()),
+            batches,
+            inputs.options,
+            room_bytes=inputs.memory_cap_bytes,
+            host=inputs.host,
+        )
+        return replace(found, flexible=FlexPlanner(found.planner, costs.of, layouts=inputs.layouts))
+
+    own = {one.strategy: planners_of(one.best) for one in searched.found}
+    baseline = None
+    if BEST_FIT.name in own:
+        baseline = fair_planners(searched.of(BEST_FIT.name).layouts, planners_of, batches)
+    return replace(own[searched.fastest.strategy], own=own, baseline=baseline)
+
+
+def _with_room(inputs: PlanInputs) -> ClusterSpec:
+    """The cluster, its devices with the memory that a run says they have."""
+    machines = inputs.machines
+    if inputs.memory_cap_bytes == usable_bytes(machines):
+        return machines
+    device = msgspec.structs.replace(
+        machines.device, memory_bytes=inputs.memory_cap_bytes, reserved_bytes=0, fragmentation_share=0.0
+    )
+    return msgspec.structs.replace(machines, device=device)
 
 
 def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None) -> str:
@@ -99,9 +207,9 @@ def _option(result: LayoutResult) -> str:
     return ",".join(f"{axis}={size}" for axis, size in result.layout.items() if size > 1 or axis == "dp")
 
 
-def _layout_table(results: Sequence[LayoutResult], width: int) -> Table:
-    """The fastest layouts, then why others are out; `width` columns wide."""
-    table = Table(box=box.SIMPLE, title="layouts, fastest first")
+def _layout_table(results: Sequence[LayoutResult], width: int, strategy: str) -> Table:
+    """The fastest layouts of a strategy, then why others are out; `width` columns wide."""
+    table = Table(box=box.SIMPLE, title=f"layouts, fastest first, under {strategy}")
     for name in ("dp", "cp", "pp", "tp", "virtual"):
         table.add_column(name, justify="right")
     for name in ("step time", "of bound", "peak memory"):
@@ -114,6 +222,7 @@ def _layout_table(results: Sequence[LayoutResult], width: int) -> Table:
     most_batches = max((result.num_batches for result in results), default=0)
     for result in (*fitting[:_SHOWN], *others[:_SHOWN]):
         star = "*" if result.num_batches < most_batches else ""
+        star += "~" if result.stride > 1 else ""
         time_s, share, peak = result.mean_step_time_s, result.fraction_of_bound, result.peak_memory_bytes
         table.add_row(
             *(str(size) for size in result.layout.values()),
@@ -125,6 +234,8 @@ def _layout_table(results: Sequence[LayoutResult], width: int) -> Table:
     notes = []
     if any(result.num_batches < most_batches for result in fitting[:_SHOWN]):
         notes.append("* of the first batch only, where others were faster")
+    if any(result.stride > 1 for result in fitting[:_SHOWN]):
+        notes.append("~ of a part of the replicas and documents")
     hidden = max(0, len(fitting) - _SHOWN), max(0, len(others) - _SHOWN)
     if any(hidden):
         notes.append(f"not shown: {hidden[0]} that fit and {hidden[1]} that do not (--json lists all)")

@@ -19,7 +19,13 @@ from evenload.explore.layout_search import layout_sizes
 from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.report.units import format_interval, format_percent, format_power_of_two, format_seconds
+from evenload.report.units import (
+    format_interval,
+    format_layout,
+    format_percent,
+    format_power_of_two,
+    format_seconds,
+)
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
@@ -100,7 +106,9 @@ def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
     if found is None:
         return ""
     interval = f" (90 % of steps: {format_interval(found.interval_s)})" if found.interval_s else ""
-    said = f"{found.best} is the fastest by prediction: {format_seconds(found.step_time_s)} a step{interval}"
+    apart = found.baseline_layout not in (None, found.layout)
+    where = f" in {format_layout(found.layout)}" if apart else ""
+    said = f"{found.best}{where} is the fastest by prediction: {format_seconds(found.step_time_s)} a step{interval}"
     names = [result.name for result in evaluation.results]
     if found.factor is None or found.baseline_window_tokens is None:
         why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
@@ -109,6 +117,7 @@ def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
     if found.best == BEST_FIT.name and found.factor > 1 - _SAME:
         return f"{said}, and no other windows suit it better than its {window} tokens"
     said += f", {found.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+    said += f" in {format_layout(found.baseline_layout)}" if apart else ""
     if found.reasons:
         lost = " and ".join(
             f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"

@@ -34,14 +34,22 @@ def asked_strategies(text: str) -> tuple[str, ...] | None:
 
 
 def chosen_strategies(
-    asked: tuple[str, ...] | None, layout: ParallelLayout, options: PlanOptions
+    asked: tuple[str, ...] | None, layout: ParallelLayout | None, options: PlanOptions, *, in_part: bool = False
 ) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
-    """What is planned in a layout, and what is left out where all were asked for."""
+    """What is planned in a layout, and what is left out where all were asked for.
+
+    Args:
+        layout: None = each strategy in its own.
+        in_part: a part of a large cluster stands for the whole, which changes of its layout cannot be planned in.
+    """
     if asked is not None:
         return asked, ()
     left_out = []
     for one in STRATEGIES.values():
-        if one.needs_one_stage and layout.num_stages > 1:
+        if in_part and one.changes_layout:
+            why = "it changes the layout of whole clusters, and this one is judged on a part; --layout plans it"
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
+        if layout is not None and one.needs_one_stage and layout.num_stages > 1:
             why = f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout "
             left_out.append(LeftOutStrategy(name=one.name, why=why + "with pp=1 includes it"))
     for one in STRATEGIES.values():

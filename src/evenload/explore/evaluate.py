@@ -20,7 +20,7 @@ between steps, `layout` is that of most steps, step times include the switches, 
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.fair_baseline import fair_window, with_window
+from evenload.explore.fair_baseline import judged_window, with_window
 from evenload.explore.planned_steps import planned_steps
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.progress import OnProgress, no_progress
@@ -40,6 +40,7 @@ from evenload.plan.strategies.best_fit import BEST_FIT, BestFitOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.time_split import TimeSplit, mean_time_split
 
@@ -112,12 +113,16 @@ class StrategyPlanners:
             the layout of `planner`.
         own: by strategy, where its layout is another.
         baseline: of `best_fit` in other windows; None = as `best_fit`.
+        batches: that stand for those of the comparison, of a part of a large cluster; None = these.
+        stands_for: the layout of the whole cluster, where the planner's is of a part.
     """
 
     planner: StepPlanner
     flexible: FlexPlanner | None = None
     own: Mapping[str, "StrategyPlanners"] = field(default_factory=dict)
-    baseline: StepPlanner | None = None
+    baseline: "StrategyPlanners | None" = None
+    batches: tuple[SampledBatch, ...] | None = None
+    stands_for: ParallelLayout | None = None
 
     def of(self, name: str) -> "StrategyPlanners":
         """Of one strategy."""
@@ -173,14 +178,17 @@ def evaluate_strategies(
 def _baseline(
     planners: StrategyPlanners, batches: Sequence[SampledBatch], as_asked: StrategyResult
 ) -> StrategyResult | None:
-    planner = planners.baseline or planners.of(BEST_FIT.name).planner
+    asked = planners.of(BEST_FIT.name)
+    planners = planners.baseline or asked
+    planner, batches = planners.planner, planners.batches or batches
     limit, own = planner.options.max_pack_tokens, planner.options.own(BestFitOptions).window_tokens
-    window_tokens = fair_window(planner, batches)
-    if window_tokens is None:
+    judged = judged_window(planner, batches)
+    if judged is None:
         return None
-    if window_tokens == (own or limit) and planners.baseline is None:
+    window_tokens = judged.window_tokens
+    if window_tokens == (own or limit) and planners is asked:
         return msgspec.structs.replace(as_asked, window_tokens=window_tokens)
-    result, _ = _evaluate(StrategyPlanners(planner=with_window(planner, window_tokens)), batches, BEST_FIT.name)
+    result, _ = _evaluate(replace(planners, planner=with_window(planner, window_tokens)), batches, BEST_FIT.name)
     return msgspec.structs.replace(result, window_tokens=window_tokens)
 
 
@@ -194,10 +202,10 @@ def _compared(result: StrategyResult, other: StrategyResult, key: str) -> Strate
 def _evaluate(
     planners: StrategyPlanners, batches: Sequence[SampledBatch], name: str
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
-    planner, flexible = planners.planner, planners.flexible
+    planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
-    layout = {axis: getattr(planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    layout = {axis: getattr(planners.stands_for or planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     dropped = sum(batch.dropped_tokens for batch in batches)
     note, decisions = "", ()
     try:

@@ -1,4 +1,4 @@
-"""`fair_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it.
+"""`judged_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it.
 
 `best_fit` fills windows of `max_pack_tokens`, because that is what its users set; somebody who tunes it finds out that
 smaller windows, which are more micro-batches, often shorten a pipeline's ends or save recomputing. So a comparison
@@ -38,8 +38,8 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
     return StepPlanner(costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, planner.host)
 
 
-def fair_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> int | None:
-    """Tokens of the windows in which `best_fit` is fastest; None where it fits memory with none, or has no window."""
+def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:
+    """The windows in which `best_fit` is fastest; None where it fits memory with none, or has no window."""
     limit = planner.options.max_pack_tokens
     if limit is None:
         return None
@@ -55,7 +55,7 @@ def fair_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> int | 
     known = {one.window_tokens for one in tried}
     tried += [judge(tokens) for tokens in sorted(between - known) if median <= tokens <= limit and tokens >= 1]
     best = min(tried, key=_by_time)
-    return None if np.isinf(best.mean_step_time_s) else best.window_tokens
+    return None if np.isinf(best.mean_step_time_s) else best
 
 
 def _halvings(limit: int, least: int, judge: Callable[[int], JudgedWindow]) -> list[JudgedWindow]:

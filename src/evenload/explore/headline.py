@@ -30,6 +30,7 @@ class Headline(Frozen):
             memory in none.
         factor_over_best_fit: over `best_fit` as it was asked for; None where that does not fit memory.
         reasons: dearest first.
+        layout, baseline_layout: sizes of the dimensions, which differ where each strategy is in its own.
         fraction_of_bound, fraction_of_layout_bound, bubble_fraction: of the best strategy.
         baseline_bubble_fraction: of the baseline.
     """
@@ -41,6 +42,8 @@ class Headline(Frozen):
     baseline_window_tokens: int | None = None
     factor_over_best_fit: float | None = None
     reasons: tuple[Reason, ...] = ()
+    layout: dict[str, int]
+    baseline_layout: dict[str, int] | None = None
     fraction_of_bound: float | None = None
     fraction_of_layout_bound: float | None = None
     bubble_fraction: float | None = None
@@ -61,6 +64,8 @@ def headline(evaluation: Evaluation) -> Headline | None:
         factor=best.speedup_over_baseline,
         baseline_window_tokens=None if found is None else found.window_tokens,
         factor_over_best_fit=best.speedup_over_best_fit,
+        layout=best.layout,
+        baseline_layout=None if found is None else found.layout,
         reasons=_reasons(best, found) if found is not None else (),
         fraction_of_bound=best.fraction_of_bound,
         fraction_of_layout_bound=best.fraction_of_layout_bound,

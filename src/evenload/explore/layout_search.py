@@ -5,6 +5,11 @@ Layout decides more than any packer: up to 2-3x in simulations, and no pipeline 
 with two virtual stages a rank, again on all batches with the whole search.
 Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
+Layouts come by the least time that any plan in them takes (`cost.step_bounds`), then with most replicas, which plan
+fastest. One is left out unplanned only where that least time is more than as many others take as go on, which is exact,
+or where time is up, which the result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of
+the replicas and documents (`explore.coarse_batch`).
+
     tp        powers of two inside a node that divide the heads      cp        powers of two
     pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
     dp        the rest
@@ -24,8 +29,11 @@ import numpy as np
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import host_memory
 from evenload.cost.memory import static_bytes
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.step_bounds import layout_bound_seconds
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.coarse_batch import coarse_coefficients, coarse_problems
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.progress import OnProgress, no_progress
 from evenload.explore.sampled_batches import SampledBatch
@@ -57,7 +65,9 @@ class LayoutResult(Frozen):
         stage_layers: layers of every virtual stage.
         why: why it is out; "" when it fits.
         mean_step_time_s, fraction_of_bound: over the batches it was planned on.
-        num_batches: all, or 1 where the first batch showed that others are faster.
+        num_batches: all, or 1 where the first batch showed that others are faster, or the cluster is large.
+        stride: figures are of every so many-th replica and document of a large cluster.
+        is_planned: false where it was left out unplanned, by `why`.
         label: how the slowest replica of the first batch is cut and scheduled.
     """
 
@@ -70,6 +80,8 @@ class LayoutResult(Frozen):
     num_batches: int = 0
     label: str = ""
     stage_layers: tuple[int, ...]
+    stride: int = 1
+    is_planned: bool = True
 
     def parallel_layout(self) -> ParallelLayout:
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
@@ -85,8 +97,13 @@ def search_layouts(
     strategy: str = AUTO.name,
     options: PlanOptions,
     on_progress: OnProgress = no_progress,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[LayoutResult, ...]:
-    """All layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's."""
+    """All layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's.
+
+    Args:
+        is_late: asked before every plan once something fits; where it says so no more layouts are planned.
+    """
     if not batches:
         raise ConfigError("layout search: give at least one batch")
     search = options.own(AutoOptions)
@@ -94,28 +111,104 @@ def search_layouts(
         options.with_own(msgspec.structs.replace(search, max_candidates=count))
         for count in (min(search.max_candidates, QUICK_CANDIDATES), max(search.max_candidates, FINAL_CANDIDATES))
     )
+    plan = functools.partial(_coarsely_planned, model, cluster, coefficients_of=coefficients_of, strategy=strategy)
+    balance = functools.partial(_balanced, model, cluster, batches=batches, coefficients_of=coefficients_of)
     found: list[tuple[ParallelLayout, LayoutResult]] = []
-    every = layouts_of(model, cluster)
-    for done, sizes in enumerate(every):
-        on_progress(done, len(every), f"layout {sizes.describe()}")
-        layout = _balanced(model, cluster, sizes, batches, coefficients_of)
-        result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+    every = _by_least_time(model, coefficients_of, layouts_of(model, cluster), batches[0])
+    for done, (least_s, sizes) in enumerate(every):
+        on_progress(done, len(every), f"{strategy}: layout {sizes.describe()}")
+        times_s = sorted(result.mean_step_time_s or 0.0 for _, result in found if result.feasible)
+        if times_s and is_late():
+            found.append((sizes, _unplanned(sizes, NOT_LOOKED_AT)))
+            continue
+        if len(times_s) >= FINALISTS and least_s > times_s[FINALISTS - 1]:
+            why = f"no plan in it takes less than {least_s:.3g} s, and {FINALISTS} layouts do"
+            found.append((sizes, _unplanned(sizes, why)))
+            continue
+        layout = balance(sizes)
+        result = plan(layout, batches[:1], options=quick)
         if not result.feasible and not layout.is_even:
             layout = sizes
-            result = planned_layout(model, cluster, layout, batches[:1], coefficients_of, strategy, quick)
+            result = plan(layout, batches[:1], options=quick)
         found.append((layout, result))
     found.sort(key=lambda pair: _order(pair[1]))
     best = [layout for layout, result in found[:FINALISTS] if result.feasible]
     deeper = [virtual for layout in best if (virtual := _with_virtual_stages(model, layout))]
-    best += [_balanced(model, cluster, layout, batches, coefficients_of) for layout in deeper]
+    best += [balance(layout) for layout in deeper]
     final: list[LayoutResult] = []
     for layout in best:
-        on_progress(len(final), len(best), f"the best again: {layout.describe()}")
-        final.append(planned_layout(model, cluster, layout, batches, coefficients_of, strategy, long))
-    rest = [result for layout, result in found if layout not in best]
+        if final and is_late():
+            break
+        on_progress(len(final), len(best), f"{strategy}: the best again: {layout.describe()}")
+        final.append(plan(layout, batches, options=long))
+    looked_at = best[: len(final)]
+    rest = [result for layout, result in found if layout not in looked_at]
     # Those planned on all batches stay in front: a time on one batch is no match for a mean.
     fitting = sorted((result for result in final if result.feasible), key=_order)
     return (*fitting, *sorted((result for result in (*rest, *final) if result not in fitting), key=_order))
+
+
+NOT_LOOKED_AT = "not looked at: the time for the search was up"
+
+
+def _by_least_time(
+    model: ModelSpec,
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    layouts: Sequence[ParallelLayout],
+    batch: SampledBatch,
+) -> list[tuple[float, ParallelLayout]]:
+    """With the seconds that no plan of the batch is faster than; 0 where a layout has no costs, which planning says."""
+    tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
+    found = []
+    for layout in layouts:
+        try:
+            costs = PackCosts(model, coefficients_of(layout), layout)
+            found.append((layout_bound_seconds(costs, tokens), layout))
+        except ConfigError:
+            found.append((0.0, layout))
+    # The bound is of whole layers, and layers by cost come later: equal bounds to a few percent are equal.
+    return sorted(found, key=lambda pair: (round(pair[0] / (found[0][0] or 1.0), 1), -pair[1].dp))
+
+
+def _unplanned(sizes: ParallelLayout, why: str) -> LayoutResult:
+    return LayoutResult(
+        layout=layout_sizes(sizes), stage_layers=sizes.stage_counts, feasible=False, why=why, is_planned=False
+    )
+
+
+def _coarsely_planned(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    batches: Sequence[SampledBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    strategy: str,
+    options: PlanOptions,
+) -> LayoutResult:
+    """As `planned_layout`, of a large cluster on a part of its replicas, under the layout's own links."""
+    room = usable_bytes(cluster)
+    if static_bytes(model, layout).max() > room:
+        return planned_layout(model, cluster, layout, batches, coefficients_of, strategy, options)
+    parts = coarse_problems(model, layout, batches, room)
+    if parts[0].stride == 1:
+        return planned_layout(model, cluster, layout, batches, coefficients_of, strategy, options)
+    try:
+        coefficients = coarse_coefficients(coefficients_of(layout), layout, parts[0].layout)
+    except ConfigError as error:
+        return LayoutResult(
+            layout=layout_sizes(layout), stage_layers=layout.stage_counts, feasible=False, why=str(error)
+        )
+    found = planned_layout(
+        model,
+        cluster,
+        parts[0].layout,
+        [part.batch for part in parts],
+        lambda _: coefficients,
+        strategy,
+        options,
+        parts[0].room_bytes,
+    )
+    return msgspec.structs.replace(found, layout=layout_sizes(layout), stride=parts[0].stride)
 
 
 def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, ...]:
@@ -172,9 +265,11 @@ def planned_layout(
     coefficients_of: Callable[[ParallelLayout], CostCoefficients],
     strategy: str,
     options: PlanOptions,
+    room_bytes: int | None = None,
 ) -> LayoutResult:
+    """One layout planned with one strategy; `room_bytes` of a device, by default what the cluster's offers."""
     result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
-    room = usable_bytes(cluster)
+    room = usable_bytes(cluster) if room_bytes is None else room_bytes
     held = static_bytes(model, layout)
     if held.max() > room:
         why = f"weights and optimizer alone: {_over(held, room)}"

@@ -34,7 +34,7 @@ class FoundStep:
 
     def seconds(self) -> NDArray[np.float64]:
         """Simulated time of every replica; float64[dp]."""
-        return np.array([self.start_s(i) + search.best().makespan_s for i, search in enumerate(self.own)])
+        return starts_s(self.blocks, len(self.own)) + np.array([search.best().makespan_s for search in self.own])
 
     def worth(self) -> tuple[int, float, float]:
         """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
@@ -62,6 +62,14 @@ class FoundStep:
             candidates, documents = [part[0] for part in parts], [part[1] for part in parts]
             choices.append(ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents)))
         return tuple(choices)
+
+
+def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArray[np.float64]:
+    """`blocks_end_s` of every replica, in one go: it is asked for at every document that moves; float64[replicas]."""
+    ends_s = np.zeros(replicas)
+    for block, search in blocks.items():
+        ends_s[block.first : block.first + block.size] += search.best().makespan_s
+    return ends_s
 
 
 def blocks_end_s(blocks: dict[ReplicaBlock, ReplicaSearch], replica: int) -> float:

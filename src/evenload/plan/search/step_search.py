@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from evenload.plan.packing.dp_merge import Merge
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.search.even_replicas import even_out
-from evenload.plan.search.found_step import FoundStep, blocks_end_s
+from evenload.plan.search.found_step import FoundStep, starts_s
 from evenload.plan.search.probe_rating import SearchRules, rate_by_probe
 from evenload.plan.search.replica_search import ReplicaSearch, score
 from evenload.types.replica_block import ReplicaBlock
@@ -45,7 +45,7 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
     }
     if not _rate_blocks(blocks, rules):
         return None
-    load_s = np.array([blocks_end_s(blocks, replica) for replica in range(problem.layout.dp)]) * problem.layout.pp
+    load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
     own = merge.deal_own(problem.document_s / pipeline_share, load_s, problem.paces)
     return _search(problem, own, blocks, rules)
 

@@ -1,0 +1,133 @@
+"""`search_strategies`: every strategy in its own best layout, within a time for all of them.
+
+A layout that suits slices and shared documents suits no packs of whole documents, so strategies compared in one layout
+are compared in that of one of them. Each searches by itself (`explore.layout_search`); those whose plans are cheap come
+first, and every one may use its even share of the time that is left, so that what they leave goes to those that search.
+A plan that has begun is ended, and at least one layout that fits is looked for however late it is.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import HostMemory
+from evenload.explore.coarse_batch import coarse_coefficients, coarse_problems
+from evenload.explore.evaluate import StrategyPlanners
+from evenload.explore.fair_baseline import judged_window
+from evenload.explore.layout_search import NOT_LOOKED_AT, LayoutResult, search_layouts
+from evenload.explore.progress import OnProgress, no_progress
+from evenload.explore.sampled_batches import SampledBatch
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import strategy_named
+from evenload.types.base import Frozen
+from evenload.types.cluster import ClusterSpec
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+BASELINE_LAYOUTS = 3
+"""Of the layouts that suit `best_fit` best, in which its windows are tried."""
+
+
+class StrategyLayouts(Frozen):
+    """The layouts of a cluster under one strategy.
+
+    Args:
+        layouts: the fastest that fit first, then those that are out.
+        planned: of them; ruled_out: known not to be among the best without a plan; not_looked_at: time was up.
+    """
+
+    strategy: str
+    layouts: tuple[LayoutResult, ...]
+    planned: int
+    ruled_out: int
+    not_looked_at: int
+
+    @property
+    def best(self) -> LayoutResult:
+        return self.layouts[0]
+
+
+def search_strategies(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batches: Sequence[SampledBatch],
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    strategies: Sequence[str],
+    options: PlanOptions,
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    on_progress: OnProgress = no_progress,
+) -> tuple[StrategyLayouts, ...]:
+    """In the order of `strategies`.
+
+    Args:
+        limit_s: for all strategies together; what was not looked at for it is counted.
+        clock: seconds that only rise.
+    """
+    end_s, found = clock() + limit_s, {}
+    for place, name in enumerate(sorted(strategies, key=_dearness)):
+        now_s = clock()
+        own_end_s = now_s + (end_s - now_s) / (len(strategies) - place)
+        layouts = search_layouts(
+            model,
+            cluster,
+            batches,
+            coefficients_of,
+            strategy=name,
+            options=options,
+            on_progress=on_progress,
+            is_late=lambda own_end_s=own_end_s: clock() >= own_end_s,
+        )
+        late = sum(result.why == NOT_LOOKED_AT for result in layouts)
+        planned = sum(result.is_planned for result in layouts)
+        found[name] = StrategyLayouts(
+            strategy=name,
+            layouts=layouts,
+            planned=planned,
+            ruled_out=len(layouts) - planned - late,
+            not_looked_at=late,
+        )
+    return tuple(found[name] for name in strategies)
+
+
+def _dearness(name: str) -> tuple[bool, bool]:
+    """Of a strategy's plans: packs of whole documents are cheap, a search over strategies is dearest."""
+    strategy = strategy_named(name)
+    return strategy.tries_others, strategy.cuts_documents
+
+
+def planners_in(
+    found: LayoutResult,
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    batches: Sequence[SampledBatch],
+    options: PlanOptions,
+    *,
+    room_bytes: int,
+    host: HostMemory,
+) -> StrategyPlanners:
+    """What plans batches in the layout that was found, on as much of them as it was found on."""
+    layout = found.parallel_layout()
+    if found.stride == 1:
+        return StrategyPlanners(planner=StepPlanner(model, coefficients, layout, room_bytes, options, host))
+    parts = coarse_problems(model, layout, batches, room_bytes)
+    coefficients = coarse_coefficients(coefficients, layout, parts[0].layout)
+    planner = StepPlanner(model, coefficients, parts[0].layout, parts[0].room_bytes, options, host)
+    return StrategyPlanners(planner=planner, batches=tuple(part.batch for part in parts), stands_for=layout)
+
+
+def fair_planners(
+    layouts: Sequence[LayoutResult],
+    planners_of: Callable[[LayoutResult], StrategyPlanners],
+    batches: Sequence[SampledBatch],
+) -> StrategyPlanners | None:
+    """Of the layouts of `best_fit`, the one in which the windows that suit it best make it fastest; None where none
+    of the first few fits with any windows."""
+    judged = []
+    for result in [one for one in layouts if one.is_planned][:BASELINE_LAYOUTS]:
+        planners = planners_of(result)
+        if (window := judged_window(planners.planner, planners.batches or batches)) is not None:
+            judged.append((window.mean_step_time_s, len(judged), planners))
+    return min(judged)[2] if judged else None
