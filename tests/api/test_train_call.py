@@ -79,12 +79,15 @@ def test_a_run_of_one_process_is_trained_here_and_a_failing_callback_stops_it(pr
 def test_a_run_of_several_processes_tells_callbacks_on_rank_0(project):
     rank_context()
     write_small_costs(project, pp=2)
-    where = ["parallel.pp=2"]
+    held_out = ["validation.sources=['corpus/01.txt']", "validation.every_steps=2", "validation.at_end=false"]
+    where = ["parallel.pp=2", *held_out]
     run = evenload.train("config.toml", callbacks=[Notes(project / "notes")], overrides=where)
     tokens = [row["total_tokens"] for row in run.rows]
     assert (project / "notes").read_text().splitlines() == [
         "start pp=2 2 0 run 4",
-        *(f"step {step} {step} {tokens[step]}" for step in range(3)),
+        *(f"step {step} {step} {tokens[step]}" for step in range(2)),
+        "validation 1 4 True",  # loss and perplexity, of all and of the one class of lengths
+        f"step 2 2 {tokens[2]}",
         "checkpoint step-00000003 True",
         "end 3 finished",
     ]
@@ -92,7 +95,10 @@ def test_a_run_of_several_processes_tells_callbacks_on_rank_0(project):
         evenload.train(
             "config.toml", callbacks=[Notes(project / "more", fails_at=3)], overrides=[*where, "train.steps=5"]
         )
-    assert (project / "more").read_text().splitlines() == ["start pp=2 2 3 run 4", "end 4 failed"]
+    assert (project / "more").read_text().splitlines() == [
+        "start pp=2 2 3 run 4",
+        "end 4 failed",
+    ]
 
 
 def test_what_cannot_be_told_is_refused_before_anything_starts(project):

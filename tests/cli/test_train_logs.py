@@ -24,6 +24,9 @@ learning_rate = 1e-2
 to = ["wandb", "tensorboard"]
 lines_every_s = 3600
 profile_steps = [1, 3]
+[validation]
+sources = ["corpus/01.txt", "corpus/02.txt"]
+every_steps = 2
 [train]
 steps = 100000
 threads_per_process = 1
@@ -94,12 +97,18 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
         assert [one.step for one in found] == list(range(stopped_at + 2)), name
         assert [one.value for one in found] == pytest.approx([row[key] for row in rows], rel=1e-6), name
 
+    at = [step for step in range(stopped_at + 2) if step % 2 or step == stopped_at + 1]
+    # A run that is stopped is not validated; the step may have been.
+    assert [one.step for one in events.Scalars("validation/loss") if one.step != stopped_at - 1] == [
+        step for step in at if step != stopped_at - 1
+    ]
+
     identity = json.loads((run / "wandb.json").read_text())["id"]
     kept = sorted(run.glob(f"wandb/offline-run-*/run-{identity}.wandb"))
     assert len(kept) == 2 == len(list(run.glob("wandb/offline-run-*/run-*.wandb"))), "both starts are one run there"
     for file in kept:
         content = file.read_bytes()
-        for name in (b"train/loss", b"train/global_step", b"perf/mfu", b"time/step_s"):
+        for name in (b"train/loss", b"train/global_step", b"perf/mfu", b"validation/perplexity"):
             assert name in content, (file, name)
 
 

@@ -19,6 +19,9 @@ class Notes(Callback):
             raise ValueError("no such luck")
         self._note(f"step {report.row['step']} {report.plan.step} {report.row['total_tokens']}")
 
+    def on_validation(self, validation):
+        self._note(f"validation {validation.step} {len(validation.metrics())} {validation.loss > 0}")
+
     def on_checkpoint(self, path):
         self._note(f"checkpoint {path.name} {path.is_dir()}")
 

@@ -29,6 +29,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.types.hub_files import local_path
 from evenload.types.plan import StepPlan
 
 _FLOAT64_TOLERANCE = 1e-10
@@ -166,7 +167,8 @@ def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
     hf._attn_implementation = "sdpa"
     own = getattr(torch, config.model.dtype)
     if not config.model.random_init:
-        whole: Any = AutoModelForCausalLM.from_pretrained(config.model.path, config=hf, dtype=own)
+        weights = local_path(config.model.path, "model.path", "weights")
+        whole: Any = AutoModelForCausalLM.from_pretrained(weights, config=hf, dtype=own)
         return whole.to(dtype)
     ours = build_stage_model(
         load_config(config.model.path),

@@ -13,6 +13,7 @@ from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
 from evenload.types.architectures.architecture import ModuleNames
+from evenload.types.hub_files import local_path
 
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10
@@ -32,7 +33,8 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
     if layers < model.num_layers:
         notes.append(f"first {layers} of {model.num_layers} layers")
-        _write_short_model(Path(settings.path), directory / "model", layers, random_init=settings.random_init)
+        source = local_path(settings.path, "model.path", "settings" if settings.random_init else "weights")
+        _write_short_model(Path(source), directory / "model", layers, random_init=settings.random_init)
         settings = msgspec.structs.replace(settings, path=str(directory / "model"))
         parallel = msgspec.structs.replace(parallel, stage_layers=None)
     # The reference trains no balance of routers; other models have none.

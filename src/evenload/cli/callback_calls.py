@@ -56,6 +56,9 @@ class CallbackCalls:
     def step(self, report: StepReport) -> None:
         for one in self._callbacks:
             self._call(one, "on_step", one.on_step, report)
+        if report.validation is not None:
+            for one in self._callbacks:
+                self._call(one, "on_validation", one.on_validation, report.validation)
         if report.saved is not None:
             self.checkpoint(report.saved.path)
 

@@ -40,7 +40,8 @@ class PlanArguments:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Built-in name (llama3-8b, qwen3-8b, ...) or an HF config.json. Only with a config.toml not needed."
+            help="Built-in name (llama3-8b, qwen3-8b, ...), an HF config.json, or a name on the HF Hub. Only with a "
+            "config.toml not needed."
         ),
     ] = None
     layout: Annotated[

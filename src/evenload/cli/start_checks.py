@@ -28,6 +28,7 @@ from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
+from evenload.types.hub_files import local_path
 from evenload.types.layout import ParallelLayout
 
 
@@ -63,7 +64,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     if config.validation is not None:
         for part in mixture_configs(validation_data(config.data, config.validation)):
             open_part(part)
-    require_model(hf_config, None if config.model.random_init else config.model.path)
+    weights = None if config.model.random_init else local_path(config.model.path, "model.path", "weights")
+    require_model(hf_config, weights)
     return layout
 
 

@@ -91,8 +91,9 @@ class DataConfig(Frozen):
         chat_template: file with a Jinja template; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
             against the path below the directory. Empty = every file.
-        tokenizer: "bytes", a `tokenizer.json`, or a directory that holds one. Default: that of the model's directory;
-            where it has none, bytes if the model's weights are random or its vocabulary is one of bytes.
+        tokenizer: "bytes", a `tokenizer.json`, a directory that holds one, or a name on the Hugging Face Hub. Default:
+            that of the model's directory; where it has none, bytes if the model's weights are random or its vocabulary
+            is one of bytes.
         eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
         append_eos: end every document of kind "text" with the end-of-document token.
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.model import ModelSpec
+from evenload.types.validation import Validation
 
 if TYPE_CHECKING:  # needs torch, and naming a callback does not
     from evenload.runtime.step_metrics import StepReport
@@ -64,6 +65,10 @@ class Callback:
     def on_step(self, report: "StepReport") -> None:
         """A step was trained; `report.row` is its row of metrics.jsonl, `report.plan` what was planned,
         `report.measured` the timeline of all ranks."""
+
+    def on_validation(self, validation: Validation) -> None:
+        """The validation data was gone through after a step, of which `on_step` has told; `validation.metrics()` has
+        its losses by names that stay."""
 
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint is complete. One that is written beside training is told after the step during which it

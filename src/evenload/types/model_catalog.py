@@ -14,6 +14,7 @@ from typing import NamedTuple
 from evenload.errors import ConfigError
 from evenload.types.architectures.registry import ARCHITECTURES
 from evenload.types.hf_config import model_from_hf_config
+from evenload.types.hub_files import is_hub_name, local_path
 from evenload.types.model import ModelSpec
 from evenload.types.nearest_name import did_you_mean
 
@@ -107,14 +108,15 @@ MODEL_TYPES: dict[str, str] = {row.name: row.model_type for row in _ROWS}
 
 
 def model_from(name_or_path: str) -> ModelSpec:
-    """A built-in model, or the model of a Hugging Face `config.json` (the file or the folder that holds it).
+    """A built-in model, or the model of a Hugging Face `config.json` (the file, the folder that holds it, or its name
+    on the Hub).
 
     Raises:
-        ConfigError: neither; the message offers the nearest built-in name.
+        ConfigError: neither; the message offers the nearest built-in name. A name on the Hub that is not to be had.
     """
     if name_or_path in MODELS:
         return MODELS[name_or_path]
-    path = Path(name_or_path)
+    path = Path(local_path(name_or_path, "model"))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
@@ -129,4 +131,5 @@ def model_from(name_or_path: str) -> ModelSpec:
     if not isinstance(config, dict):
         raise ConfigError(f"model {path} is not a JSON object; give a Hugging Face config.json")
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    name = name_or_path if is_hub_name(name_or_path) else name
     return model_from_hf_config(config, name)

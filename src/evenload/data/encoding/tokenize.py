@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from evenload.errors import ConfigError
+from evenload.types.hub_files import local_path
 
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
@@ -184,7 +185,7 @@ def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteT
         ConfigError: see `FileTokenizer`; or `eos_token` was set for bytes.
     """
     if tokenizer not in (None, BYTES):
-        return FileTokenizer(tokenizer, eos_token)
+        return FileTokenizer(local_path(tokenizer, "data.tokenizer", "tokenizer"), eos_token)
     if eos_token is not None:
         raise ConfigError(f"data.eos_token is '{eos_token}', but bytes have no named tokens; leave it out")
     return ByteTokenizer()

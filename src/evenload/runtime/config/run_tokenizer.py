@@ -19,14 +19,15 @@ from evenload.data.encoding.tokenize import (
     open_tokenizer,
 )
 from evenload.errors import ConfigError
+from evenload.types.hub_files import is_hub_name, local_path
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def model_directory(model_path: str) -> Path | None:
-    """The directory of a model that `model.path` names by its directory or its `config.json`. None for a file of
-    another name, because such a file may lie anywhere, beside files of other models."""
-    path = Path(model_path)
+    """The directory of a model that `model.path` names by its directory, its `config.json` or its name on the Hub. None
+    for a file of another name, because such a file may lie anywhere, beside files of other models."""
+    path = Path(local_path(model_path, "model.path"))
     if path.is_dir():
         return path
     return path.parent if path.name == "config.json" else None
@@ -38,7 +39,8 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
         return data
     directory = model_directory(model_path)
     if directory is not None and (directory / TOKENIZER_FILE).is_file():
-        return msgspec.structs.replace(data, tokenizer=str(directory))
+        # By its name on the Hub, so that the settings are those of every machine.
+        return msgspec.structs.replace(data, tokenizer=model_path if is_hub_name(model_path) else str(directory))
     return data
 
 

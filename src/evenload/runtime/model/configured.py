@@ -9,20 +9,23 @@ from evenload.runtime.config.lora_config import with_adapters
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
 from evenload.types.hf_config import model_from_hf_config
+from evenload.types.hub_files import is_hub_name, local_path
 from evenload.types.model import ModelSpec
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The model's configuration from a directory or a `config.json`.
+    """The model's configuration from a directory, a `config.json`, or a name on the Hub.
 
     Raises:
         ConfigError: no such file, or one that transformers cannot read.
         UnsupportedModelError: an architecture or option that replay does not run exactly.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    local = Path(local_path(path, "model.path"))
+    file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
         raise ConfigError(
-            f"model.path '{path}': no config.json there; give a Hugging Face directory or its config.json"
+            f"model.path '{path}': no config.json there; give a Hugging Face directory, its config.json, or a "
+            "name on the Hub such as 'Qwen/Qwen3-0.6B'"
         )
     try:
         # Code that a directory brings along is never run.
@@ -50,5 +53,6 @@ def model_spec(config: TrainConfig) -> ModelSpec:
         require_adapters(hf)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    name = config.model.path if is_hub_name(config.model.path) else name
     found = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
     return with_adapters(config.with_attention_memory(found), config.model.lora)

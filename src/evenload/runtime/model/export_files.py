@@ -18,6 +18,7 @@ from evenload.data.config import DataConfig, trains_given_ids
 from evenload.data.encoding.tokenize import BYTES, FileTokenizer, open_tokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.config.run_tokenizer import TOKENIZER_FILE, model_directory
+from evenload.types.hub_files import local_path
 
 GENERATION_FILE = "generation_config.json"
 _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -46,7 +47,8 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
     """
     if data.tokenizer in (None, BYTES) and not trains_given_ids(data):
         return None
-    path = Path(data.tokenizer) if data.tokenizer not in (None, BYTES) else model_directory(model_path)
+    named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
+    path = model_directory(model_path) if named is None else Path(named)
     if path is None:
         return None
     file = path / TOKENIZER_FILE if path.is_dir() else path

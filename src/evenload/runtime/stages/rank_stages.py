@@ -18,6 +18,7 @@ from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_ring import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.hub_files import local_path
 from evenload.types.model import ModelSpec
 
 Stage = TypeVar("Stage", bound=PipelineStage)
@@ -75,7 +76,7 @@ def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None
         tp_rank=mesh.tp_rank,
         dtype=dtype,
         device=mesh.device,
-        weights=None if config.model.random_init else config.model.path,
+        weights=None if config.model.random_init else local_path(config.model.path, "model.path", "weights"),
         seed=config.train.seed,
         lora=config.model.lora,
         router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),

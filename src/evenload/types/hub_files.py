@@ -1,0 +1,95 @@
+"""`local_path`: files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B" or with "@revision".
+
+What lies here comes first: a path that exists is that path, and files that are in the Hub's local cache are taken from
+there without asking the network. Only then they are downloaded, into that cache. A name of which the first part is a
+folder here is a path that somebody mistyped, and nobody is asked about it.
+
+Settings are small files: config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
+"""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from evenload.errors import ConfigError
+
+Wanted = Literal["settings", "tokenizer", "weights"]
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")
+_SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "*.model",
+    "additional_chat_templates/*",
+)  # fmt: skip
+_NEEDED: dict[Wanted, str] = {
+    "settings": "config.json",
+    "tokenizer": "tokenizer.json",
+    "weights": "whole set of config.json and safetensors files",
+}
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it is to be looked for on the Hub: of that form, and nothing that lies here."""
+    if not _NAME.fullmatch(path) or path.endswith(_FILE_ENDINGS) or Path(path).exists():
+        return False
+    return not Path(path).parent.is_dir()
+
+
+def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
+    """A path as it is; of a name on the Hub the folder of its files.
+
+    Args:
+        setting: that the name was given in, for messages: "model.path".
+
+    Raises:
+        ConfigError: it is in no cache here and cannot be downloaded, with what was tried and what to do.
+    """
+    if not is_hub_name(path):
+        return path
+    named = _NAME.fullmatch(path)
+    assert named is not None
+    hub: Any = import_module("huggingface_hub")
+    asked = {
+        "repo_id": named["repo"],
+        "revision": named["revision"],
+        "allow_patterns": [*_SETTINGS, *(_WEIGHTS if wanted == "weights" else ())],
+    }
+    try:
+        folder = hub.snapshot_download(**asked, local_files_only=True)
+        if _is_complete(Path(folder), wanted):
+            return folder
+    except Exception:  # not in the cache; the Hub's client has no common class for that
+        pass
+    cause = None
+    try:
+        # Without a network this may give what is in the cache, whole or not.
+        folder = hub.snapshot_download(**asked)
+        if _is_complete(Path(folder), wanted):
+            return folder
+        why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
+    except Exception as error:
+        cause, why = error, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    cache = import_module("huggingface_hub.constants").HF_HUB_CACHE
+    revision = f" --revision {named['revision']}" if named["revision"] else ""
+    raise ConfigError(
+        f"{setting} '{path}' is no file or folder here; as a name on the Hugging Face Hub it is not in the local cache "
+        f"({cache}) with its {wanted}, and cannot be downloaded ({why}). Where there is a network: hf download "
+        f"{named['repo']}{revision} (hf auth login first, if its owner asks for that); then copy the cache here and "
+        "set HF_HOME, or give the folder"
+    ) from cause
+
+
+def _is_complete(folder: Path, wanted: Wanted) -> bool:
+    """Whether everything is there that a download would bring, as far as its files tell."""
+    if wanted == "tokenizer":
+        return (folder / "tokenizer.json").is_file()
+    if not (folder / "config.json").is_file():
+        return False
+    if wanted == "settings":
+        return True
+    if (index := folder / "model.safetensors.index.json").is_file():
+        files = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
+        return bool(files) and all((folder / name).is_file() for name in files)
+    return any(folder.glob("*.safetensors"))
