@@ -34,13 +34,15 @@ def model_directory(model_path: str) -> Path | None:
 
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
-    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised."""
+    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised; of a
+    model on the Hub by its name, whether or not it has one: nothing is looked up here."""
     if data.tokenizer is not None or trains_given_ids(data):
         return data
+    if is_hub_name(model_path):
+        return msgspec.structs.replace(data, tokenizer=model_path)
     directory = model_directory(model_path)
     if directory is not None and (directory / TOKENIZER_FILE).is_file():
-        # By its name on the Hub, so that the settings are those of every machine.
-        return msgspec.structs.replace(data, tokenizer=model_path if is_hub_name(model_path) else str(directory))
+        return msgspec.structs.replace(data, tokenizer=str(directory))
     return data
 
 
