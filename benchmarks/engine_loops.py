@@ -60,7 +60,10 @@ def deepspeed_trains(stage: int) -> Train:
 
 
 def train_megatron(race: Race) -> list[Trained]:
-    """Megatron-Core's DistributedDataParallel and optimizer, one stage, two replicas."""
+    """Megatron-Core's DistributedDataParallel and optimizer, one stage, two replicas.
+
+    Its optimizer is not the sharded one that the price assumes: that takes tensors on GPUs only.
+    """
     sys.path.insert(0, str(SHIM))
     from megatron_shim import megatron_on_cpu
 
@@ -83,10 +86,9 @@ def train_megatron(race: Race) -> list[Trained]:
             config, document_layer_spec(config), vocab_size=llama.vocab_size, max_sequence_length=4096,
             share_embeddings_and_output_weights=False, position_embedding_type="rope",
         )  # fmt: skip
-        wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+        wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         settings = OptimizerConfig(
-            optimizer="adam", lr=0.0, min_lr=0.0, clip_grad=0.0, use_distributed_optimizer=True,
-            params_dtype=torch.float32,
+            optimizer="adam", lr=0.0, min_lr=0.0, clip_grad=0.0, params_dtype=torch.float32
         )  # fmt: skip
         optimizer = get_megatron_optimizer(settings, [wrapped])
 

@@ -54,19 +54,19 @@ class MegatronRun:
         settings = dict(case.engine)
         self.stages = settings.pop("pp", 1)
         settings.setdefault("params_dtype", torch.float32)
-        sharded, overlap = settings.pop("distributed_optimizer", False), settings.pop("overlap", False)
+        overlap = settings.pop("overlap", False)
         loss_scale = settings.pop("loss_scale", None)
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.stages)
         self._state = parallel_state
         self.reference = case.reference()
         self.config = transformer_config(self.reference.config, self.stages, **settings)
         self.model = self._stage()
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=overlap)
+        ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
         wrapped = DistributedDataParallel(self.config, ddp, self.model)
         optimizer = OptimizerConfig(
             optimizer="adam", lr=learning_rate, min_lr=learning_rate, weight_decay=0.0, clip_grad=0.0,
             adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON,
-            use_distributed_optimizer=sharded, params_dtype=self.config.params_dtype,
+            params_dtype=self.config.params_dtype,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(optimizer, [wrapped])
         if loss_scale is not None:
