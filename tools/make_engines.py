@@ -1,9 +1,9 @@
-"""The tables of docs/engines.md, from their rows: plans for Megatron's dynamic context parallelism, and steps measured
-on the engines.
+"""The tables of docs/engines.md, from their rows: plans for Megatron's dynamic context parallelism, steps measured on
+the engines, and what engines are predicted to cost.
 
 python tools/make_engines.py      part of `make docs`; a test fails when page and rows differ
 
-Rows are the newest of `dynamic_cp` and `engine_steps` in benchmarks/results/results.csv.
+Rows are the newest of `dynamic_cp`, `engine_steps` and `engine_prices` in benchmarks/results/results.csv.
 """
 
 import csv
@@ -24,12 +24,13 @@ COLUMNS = {
 """Metrics of the rows, and headings."""
 STEPS_BEGIN, STEPS_END = "<!-- steps of engines: make docs -->\n", "<!-- end of steps of engines -->\n"
 STEPS_COLUMNS = {
-    "auto faster": "`auto` over `best_fit`, measured",
+    "auto faster": "`auto` over it, measured",
+    "auto faster, lower quartile": "lower quartile",
+    "auto faster, upper quartile": "upper quartile",
     "auto predicted faster": "predicted",
-    "balanced faster": "`balanced` over `best_fit`, measured",
-    "balanced predicted faster": "predicted",
     "auto predicted over measured": "step of `auto`, predicted over measured",
 }
+PRICES_BEGIN, PRICES_END = "<!-- prices of engines: make docs -->\n", "<!-- end of prices of engines -->\n"
 
 
 def comparison() -> str:
@@ -44,16 +45,35 @@ def steps() -> str:
     found = newest_rows("engine_steps")
     if not found:
         return "No rows yet: `python benchmarks/engine_steps.py --append`.\n"
-    return _table("engine", STEPS_COLUMNS, found, {name: f"`{name}`" for name in found}, "engine_steps.py")
+    titles = {name: f"`{name}` | `{rows['auto faster']['baseline']}`" for name, rows in found.items()}
+    return _table("engine | what its users get", STEPS_COLUMNS, found, titles, "engine_steps.py")
+
+
+def prices() -> str:
+    """What engines cost beside Evenload's runtime, predicted: a row an engine, two columns a table of lengths."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    columns: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    for row in _rows("engine_prices"):
+        engine, table, _, layout = row["case"].split(", ")[:4]
+        layouts[engine] = layout
+        column = f"{table}, {row['metric']}"
+        columns[column] = f"{table}: `{row['metric']}`"
+        found.setdefault(engine, {})[column] = row
+    titles = {engine: f"`{engine}` | {layouts[engine]}" for engine in found}
+    return _table("engine | layout", columns, found, titles, "engine_prices.py")
+
+
+def _rows(benchmark: str) -> list[dict[str, str]]:
+    with RESULTS.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["benchmark"] == benchmark]
 
 
 def newest_rows(benchmark: str) -> dict[str, dict[str, dict[str, str]]]:
     """By the first words of the case, then by metric."""
     found: dict[str, dict[str, dict[str, str]]] = {}
-    with RESULTS.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["benchmark"] == benchmark:
-                found.setdefault(row["case"].split(",")[0], {})[row["metric"]] = row  # the last of equals
+    for row in _rows(benchmark):
+        found.setdefault(row["case"].split(",")[0], {})[row["metric"]] = row  # the last of equals
     return found
 
 
@@ -64,7 +84,7 @@ def _table(
     titles: dict[str, str],
     script: str,
 ) -> str:
-    lines = [f"| {first} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"| {first} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1 + first.count("|")) + "|"]
     for case, rows in found.items():
         lines.append(f"| {titles[case]} | {' | '.join(_cell(rows[metric]) for metric in columns)} |")
     commits = sorted({row["commit"] for rows in found.values() for row in rows.values()})
@@ -77,9 +97,13 @@ def _cell(row: dict[str, str]) -> str:
 
 
 def page_with_comparison() -> str:
-    """The page with both blocks replaced."""
+    """The page with all blocks replaced."""
     page = PAGE.read_text(encoding="utf-8")
-    for begin, end, block in ((BEGIN, END, comparison()), (STEPS_BEGIN, STEPS_END, steps())):
+    blocks = (
+        *((BEGIN, END, comparison()), (STEPS_BEGIN, STEPS_END, steps())),
+        (PRICES_BEGIN, PRICES_END, prices()),
+    )
+    for begin, end, block in blocks:
         before, rest = page.split(begin)
         page = before + begin + block + end + rest.split(end)[1]
     return page

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
+from engine_conformance import check_gradients, check_isolation, check_training
 from sweeps import thorough
 from trainer_engine_cases import ACCELERATE, LORA, SFT, TRAINER
 
@@ -17,15 +17,15 @@ def cases(*default):
 
 
 @pytest.mark.parametrize("case", cases("lora", "accelerate"))
-def test_gradients_are_those_of_documents_one_by_one(tmp_path, case):
-    check_gradients(FreshRanks(), case, tmp_path / "data")
+def test_gradients_are_those_of_documents_one_by_one(gloo_pool, tmp_path, case):
+    check_gradients(gloo_pool, case, tmp_path / "data")
 
 
 @pytest.mark.parametrize("case", cases())
-def test_documents_do_not_see_each_other(tmp_path, case):
-    check_isolation(FreshRanks(), case, tmp_path / "data")
+def test_documents_do_not_see_each_other(gloo_pool, tmp_path, case):
+    check_isolation(gloo_pool, case, tmp_path / "data")
 
 
-@pytest.mark.parametrize("case", cases())
-def test_training_is_plain_training_and_resumes_with_other_ranks(tmp_path, case):
-    check_training(FreshRanks(), case, tmp_path / "data")
+@pytest.mark.parametrize("case", cases("trainer", "sft", "accelerate"))
+def test_training_is_plain_training_and_resumes_with_other_ranks(gloo_pool, tmp_path, case):
+    check_training(gloo_pool, case, tmp_path / "data")

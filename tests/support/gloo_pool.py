@@ -4,6 +4,7 @@ The pool starts its processes once (`rank_server`), and gives every case a fresh
 """
 
 import gc
+import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -72,6 +73,7 @@ def _work(connection) -> None:
     frozen = False
     while (task := connection.recv()) is not None:
         rank, world_size, store, function, arguments = task
+        environment = dict(os.environ)
         try:
             dist.init_process_group(
                 "gloo",
@@ -86,6 +88,9 @@ def _work(connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if os.environ != environment:  # a case may have set what torchrun sets
+                os.environ.clear()
+                os.environ.update(environment)
         # Groups in reference cycles keep their threads, which wake a hundred times a second each: after some hundred
         # cases the machine would do nothing else.
         gc.collect()

@@ -9,6 +9,7 @@ import peft
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainerCallback
 
 from engine_records import (
@@ -66,7 +67,12 @@ def trained(model):
 
 
 def as_launched() -> None:
-    """The environment that torchrun gives, for Accelerate; the process group is there already."""
+    """The environment that torchrun gives, for Accelerate, which shall not remember the case before.
+
+    The process group is there already.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
