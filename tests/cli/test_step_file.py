@@ -45,6 +45,7 @@ def test_plans_and_timelines_come_back_the_last_of_a_step(tmp_path):
         expected, timeline = step_of(plan.step, tokens=20 if plan.step else 9)
         assert plan == expected
         assert np.array_equal(measured.end_s, timeline.end_s)
+    assert [plan.step for plan, _ in read_steps(path, newest=2)] == [1, 2]
 
 
 def test_more_than_a_page_takes_are_thinned_evenly_and_a_resumed_run_goes_on_so(tmp_path, monkeypatch):

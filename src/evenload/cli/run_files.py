@@ -67,6 +67,8 @@ class RunFacts(Frozen):
 
 # Writing may take this share of the run's time.
 _WRITING_SHARE = 0.02
+# Every step of a page is simulated again, so while the run goes on its page has the last ones; at the end it has all.
+_STEPS_MEANWHILE = 8
 
 
 class RunWriter:
@@ -108,7 +110,7 @@ class RunWriter:
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
             from_s = time.monotonic()
-            self.write(report)
+            self.write(report, newest=_STEPS_MEANWHILE)
             now_s = time.monotonic()
             self._next_s = now_s + max(every_s, (now_s - from_s) / _WRITING_SHARE)
 
@@ -127,8 +129,12 @@ class RunWriter:
         write_coefficients(directory / "cost.json", self._costs)
         return StepFile(steps)
 
-    def write(self, last: StepReport) -> None:
-        """Write everything about the last step, and the pictures. A reader finds whole files, old or new."""
+    def write(self, last: StepReport, newest: int | None = None) -> None:
+        """Write everything about the last step, and the pictures. A reader finds whole files, old or new.
+
+        Args:
+            newest: how many steps the page gets; all that are kept if None.
+        """
         run = RunFacts(
             model=self._model,
             memory_cap_bytes=self._memory_cap_bytes,
@@ -139,14 +145,14 @@ class RunWriter:
             write_timeline(new / "measured.npz", last.measured)
             (new / "plan.json").write_bytes(encode_plan_file((last.plan,)))
             (new / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
-        self.write_pictures()
+        self.write_pictures(newest)
 
-    def write_pictures(self) -> None:
+    def write_pictures(self, newest: int | None = None) -> None:
         """The pictures once more, from the files of the last step that was written; none where there are no files."""
         if not (self._directory / "run.json").is_file():
             return
         drop_torn_line(self._metrics)
-        section, facts = read_run(self._directory)
+        section, facts = read_run(self._directory, newest)
         view = section.steps[-1]
         assert view.plan is not None
         with _replaced_together(self._directory) as new:
@@ -171,8 +177,8 @@ def _replaced_together(directory: Path) -> Iterator[Path]:
             os.replace(path, directory / path.name)
 
 
-def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
-    """A finished run as a part of a report, and its facts."""
+def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, RunFacts]:
+    """A finished run as a part of a report, and its facts; with the newest steps, or all that are kept."""
     try:
         facts = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunFacts)
         (plan,) = decode_plan_file((directory / "plan.json").read_bytes())
@@ -192,14 +198,14 @@ def read_run(directory: Path) -> tuple[RunSection, RunFacts]:
         predicted = detailed_timeline(plan, costs_in(plan.layout))
         return StepView(step=plan.step, predicted=predicted, measured=measured, plan=plan)
 
-    kept = {step.step: (step, measured) for step, measured in read_steps(directory / "steps.jsonl")}
+    kept = {step.step: (step, measured) for step, measured in read_steps(directory / "steps.jsonl", newest)}
     # The last step is in files of its own, written together; of later ones these do not know.
     kept = {step: one for step, one in kept.items() if step < plan.step}
     kept[plan.step] = (plan, read_timeline(directory / "measured.npz"))
     section = RunSection(
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
-        steps=tuple(view(*kept[step]) for step in sorted(kept)),
+        steps=tuple(view(*kept[step]) for step in sorted(kept)[-(newest or len(kept)) :]),
         time_split=split_planned_step(plan, costs_in(plan.layout)),
         memory_limit_bytes=facts.memory_cap_bytes,
         layout_decisions=decisions,

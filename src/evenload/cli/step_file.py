@@ -1,10 +1,11 @@
 """`steps.jsonl`: plans and measured timelines of a run's steps, so that its page can show any of them.
 
 One line a step, appended and read back: the plan as in `plan.json`, compressed, and the timeline as in `measured.npz`.
-A page holds what a browser opens at once: from some tens of thousands of tasks on only every second, fourth, eighth ...
+A page holds what a browser opens at once: from ten thousand tasks on only every second, fourth, eighth ...
 step stays, and the file is written anew without the others. Steps that a resumed run repeats stand there twice: the
 last one counts; a torn last line (a crash while writing) is left out.
-Price: some hundred bytes a task on disk; at most `MOST_TASKS` are in a page, about 20 bytes each.
+Price: some hundred bytes a task on disk; at most `MOST_TASKS` are in a page, 20 bytes each in large steps, 100 in
+small ones.
 """
 
 import base64
@@ -23,7 +24,7 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 from evenload.types.timeline_file import read_timeline, write_timeline
 
-MOST_TASKS = 40_000
+MOST_TASKS = 12_000
 """Of all steps in the file together; a step alone that has more is left out."""
 
 
@@ -74,10 +75,11 @@ class StepFile:
         os.replace(new, self._path)
 
 
-def read_steps(path: Path) -> Iterator[tuple[StepPlan, Timeline]]:
-    """By ascending step; none where there is no file. `DataError` where a whole line is no step."""
+def read_steps(path: Path, newest: int | None = None) -> Iterator[tuple[StepPlan, Timeline]]:
+    """All, or so many of the last, by ascending step; none where there is no file. `DataError` where a whole line is no
+    step."""
     latest = {line.step: line for line in _lines(path)}
-    for step in sorted(latest):
+    for step in sorted(latest)[-(newest or len(latest)) :]:
         line = latest[step]
         try:
             (plan,) = decode_plan_file(zlib.decompress(base64.b64decode(line.plan)))

@@ -139,8 +139,9 @@ def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
         num_steps = len(latest_per_step(section.metrics))
         if 1 < len(section.steps) < num_steps:
             name = f"{section.name}: " if len(trained) > 1 else ""
-            kept = f"{len(section.steps):,} of {num_steps:,} steps can be looked at, evenly spread, and the last"
-            said.append(f"<p>{escape(name)}{kept}; the page would be too large with all of them.</p>")
+            shown = f"{len(section.steps):,} of {num_steps:,} steps can be looked at here"
+            why = "the last ones while a run goes on; at its end all, or so many that the page stays small"
+            said.append(f"<p>{escape(name)}{shown}: {why}.</p>")
     return said
 
 
