@@ -19,7 +19,7 @@ from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.agreement import Agreement, agree
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.state_arrival import StateArrival
@@ -27,7 +27,7 @@ from evenload.runtime.stages.state_arrival import StateArrival
 PLACES = {
     "forward": (PipelineStage, "forward"),
     "backward": (PipelineStage, "backward"),
-    "update": (ShardedAdamW, "step"),
+    "update": (ShardedOptimizer, "step"),
     "save": (CheckpointWriter, "_write"),
     "recovery": (Membership, "go_on"),
     "kept state": (KeptSteps, "write"),
@@ -81,7 +81,7 @@ def train_and_stick(config_file: str, overrides: list[str], stuck: int, line) ->
         raise RankLostError("nothing for 600 s")
 
     if int(os.environ["RANK"]) == stuck:
-        ShardedAdamW.step = give_up
+        ShardedOptimizer.step = give_up
     config = load_train_config(Path(config_file), overrides)
     cache = Path(config.train.output_dir) / "costs"
     return run_worker(RunTask(config=config, cache=cache, command="the same command"), line)

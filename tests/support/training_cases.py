@@ -1,5 +1,6 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,8 +57,12 @@ def write_training_config(directory: Path, sources: Path, data: str = "", num_la
     return file
 
 
-def plain_losses(config: TrainConfig) -> list[float]:
-    """The same batches by transformers and torch.optim.AdamW, nothing of ours but the reader."""
+def plain_losses(config: TrainConfig, after_step: Callable[[nn.Module], None] = lambda model: None) -> list[float]:
+    """The same batches by transformers and torch.optim, nothing of ours but the reader.
+
+    Args:
+        after_step: told the model after every update.
+    """
     hf = load_config(config.model.path)
     ours = build_stage_model(
         hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
@@ -67,12 +72,18 @@ def plain_losses(config: TrainConfig) -> list[float]:
     model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
     model.load_state_dict(weights, strict=False)
     o = config.optimizer
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    of_muon = [p for p in model.model.layers.parameters() if p.ndim == 2 and o.name == "muon"]
+    taken = {id(p) for p in of_muon}
+    decayed = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in taken]
     others = [p for p in model.parameters() if p.ndim < 2]
     adamw = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}],
         betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
     )  # fmt: skip
+    optimizers: list[torch.optim.Optimizer] = [adamw]
+    if of_muon:
+        settings = {"weight_decay": o.weight_decay, "momentum": o.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(of_muon, **settings))
     loader, losses = GlobalBatchLoader(config.data), []
     for step in range(config.train.steps):
         batch = loader.next_batch()
@@ -82,11 +93,13 @@ def plain_losses(config: TrainConfig) -> list[float]:
             labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
             logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
             total = total + nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
-        adamw.zero_grad()
+        model.zero_grad()
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
-        for group in adamw.param_groups:
-            group["lr"] = o.rate(step, config.train.steps)
-        adamw.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = o.rate(step, config.train.steps)
+            optimizer.step()
+        after_step(model)
         losses.append(total.item())
     return losses

@@ -84,3 +84,16 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             found.append(PlainLoss(len(tokens), int((labels >= 0).sum()), batch.place(doc_id).part, loss))
     return found
+
+
+def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
+    """Of a run that goes on from its checkpoint: where the moving average is exported, and whether weights and state
+    are the same to the bit afterwards."""
+    config = load_train_config(Path(config_file), overrides)
+    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    trainer = Trainer(config, meshes.start, meshes)
+    trainer.resume()
+    before = whole_state(trainer)
+    path = trainer.export_average()
+    after = whole_state(trainer)
+    return str(path), all(np.array_equal(before[name], after[name]) for name in before)

@@ -233,7 +233,7 @@ def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
         return name, model_from(name)
     name = name or run.model.path
     model = msgspec.structs.replace(model_from(name), bytes_per_element=BYTES_PER_ELEMENT[run.model.dtype])
-    return name, with_adapters(run.with_attention_memory(model), run.model.lora)
+    return name, with_adapters(run.with_run_memory(model), run.model.lora)
 
 
 def _in_kernels(model: ModelSpec) -> ModelSpec:

@@ -62,6 +62,8 @@ def leave_finished(
         is_told = trainer.mesh.rank == 0 and config.model.lora is None
         note = f", {tokenizer_note(exported, config.data, config.model.path)}" if is_told else ""
         console.print(f"{what} {exported}{note}", soft_wrap=True)
+        if (average := trainer.export_average()) is not None:
+            console.print(f"its moving average (train.ema_decay) {average}", soft_wrap=True)
     if trainer.mesh.rank == 0:
         done = FinishedRun(steps_done=trainer.steps_done, is_exported=config.train.export_hf)
         (directory / FINISHED_FILE).write_bytes(msgspec.json.encode(done) + b"\n")

@@ -19,6 +19,7 @@ from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.checkpoint.kept_steps import SURVIVOR_MEMORY
 from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
 from evenload.runtime.checkpoint.shared_memory import require_room
+from evenload.runtime.config.optimizer_refusals import require_optimizer
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
 from evenload.runtime.config.train_config import TrainConfig
@@ -40,6 +41,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     layouts = layouts_of(config, spec.num_layers)
     layout = layouts[0]
     require_layouts(config.plan.strategy, layout, len(layouts))
+    require_optimizer(config, spec, len(layouts))
     _require_use_of_twins(config, layouts)
     for one in layouts:
         require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)

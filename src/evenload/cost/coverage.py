@@ -30,7 +30,7 @@ reduced, and inside a tensor- or context-parallel group."""
 
 _NOT_SHAPE = {
     *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
-    *("attention_workspace", "ordered_attention"),
+    *("attention_workspace", "ordered_attention", "averaged_weights"),
 }
 _LINK_OF: Mapping[Lack, str] = {
     "pipeline link": "the transfer between pipeline stages",

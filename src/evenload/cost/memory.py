@@ -143,9 +143,10 @@ def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
-    """AdamW's state: two moments, and a master copy where weights have less than 4 bytes."""
+    """AdamW's state: two moments, and a master copy where weights have less than 4 bytes; and what is as long, the
+    moving average of the weights, if there is one. Muon's is smaller."""
     element = model.bytes_per_element
-    return (4 if element < 4 else 0) + 2 * max(element, 4)
+    return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
 
 
 def pipeline_bytes(

@@ -314,6 +314,13 @@ class Trainer:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
         return export_run(self.config, self.hf_config, self.state.buffers, self.mesh)
 
+    def export_average(self) -> Path | None:
+        """As `export`, of the moving average of the weights (`train.ema_decay`); None where there is none."""
+        if self.config.train.ema_decay is None:
+            return None
+        with self.state.optimizer.average_as_weights():
+            return export_run(self.config, self.hf_config, self.state.buffers, self.mesh, "-average")
+
     def run_step(
         self,
         prepared: PreparedStep,

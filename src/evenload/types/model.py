@@ -38,6 +38,7 @@ class ModelSpec(Frozen):
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in a GPU's kernels, whose workspace in backward counts as memory.
         ordered_attention: these add in one order (`train.deterministic`), for which they hold more.
+        averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
     """
 
     name: str
@@ -61,6 +62,7 @@ class ModelSpec(Frozen):
     bytes_per_element: int = 2
     attention_workspace: bool = False
     ordered_attention: bool = False
+    averaged_weights: bool = False
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:

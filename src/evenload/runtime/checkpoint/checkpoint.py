@@ -21,7 +21,7 @@ Price: reading takes what the disk gives; a rank reads only its own stage.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
 from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
 from evenload.types.run_totals import RunTotals
@@ -90,12 +90,13 @@ class RunPosition:
     coefficients: CostCoefficients | None
 
 
-def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> RunPosition:
+def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> RunPosition:
     """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
     `ConfigError` where it is not complete, changed after it was saved, of another version, or of another model."""
     position = _read_position(path)
     metadata = read_metadata(path)
     tensors = run_tensors(buffers, optimizer, mesh)
+    _require_same_state(path, tensors, metadata.state_dict_metadata)
     random_states = {}
     if position.progress.layout == mesh.layout.describe():
         saved = metadata.state_dict_metadata
@@ -122,7 +123,20 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedAda
     return position
 
 
-def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> dict[str, TensorPieces]:
+def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
+    """The run's optimizer finds all of its state, where the checkpoint has the parameters that it is of."""
+    for name in wanted:
+        kind, parameter = name.rpartition(".")[2], name.removeprefix("optimizer.").rpartition(".")[0]
+        if name.startswith("optimizer.") and name not in saved and f"model.{parameter}" in saved:
+            there = sorted(one.rpartition(".")[2] for one in saved if one.startswith(f"optimizer.{parameter}."))
+            raise ConfigError(
+                f"checkpoint {path} has no '{kind}' of {parameter}, which this run's optimizer needs; it was saved "
+                f"with {there}, under another optimizer.name or without train.ema_decay. Go on with the settings that "
+                "it was saved under, or start anew from its weights in another train.output_dir"
+            )
+
+
+def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, TensorPieces]:
     """All tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
     tensors: dict[str, TensorPieces] = {}
     for buffer in buffers:

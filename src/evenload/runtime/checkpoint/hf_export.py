@@ -23,16 +23,21 @@ from evenload.runtime.model.weight_files import stored_tensors
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
-def export_run(config: TrainConfig, hf_config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> Path:
-    """Into `train.output_dir`: the model with its tokeniser, or the trained adapter; the new directory. Collective."""
+def export_run(
+    config: TrainConfig, hf_config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh, suffix: str = ""
+) -> Path:
+    """Into `train.output_dir`: the model with its tokeniser, or the trained adapter; the new directory, whose name ends
+    with the suffix. Collective."""
     output, model = Path(config.train.output_dir), config.model
     if model.lora is not None:
-        export_adapter(output / "adapter", buffers, model.lora, model.path, mesh)
-        return output / "adapter"
-    export_hf(output / "model", hf_config, buffers, mesh)
+        directory = output / f"adapter{suffix}"
+        export_adapter(directory, buffers, model.lora, model.path, mesh)
+        return directory
+    directory = output / f"model{suffix}"
+    export_hf(directory, hf_config, buffers, mesh)
     if mesh.rank == 0:
-        copy_tokenizer(output / "model", config.data, model.path)
-    return output / "model"
+        copy_tokenizer(directory, config.data, model.path)
+    return directory
 
 
 def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from evenload.runtime.checkpoint.directory import checkpoint_to_resume
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.survivor_state import load_survivor_state
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
@@ -17,7 +17,7 @@ def newest_state(
     kept: KeptSteps | None,
     checkpoints: Path,
     buffers: list[FlatBuffer],
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     mesh: Mesh,
     *,
     may_resume: bool,

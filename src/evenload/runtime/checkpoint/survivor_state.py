@@ -14,7 +14,7 @@ from evenload.runtime.checkpoint.checkpoint import RunPosition, shard_pieces, wh
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.pieces import TensorPieces
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -35,7 +35,7 @@ class SurvivorState:
         self.num_bytes = 0 if kept is None else max(int(survivor_bytes(model, one).max()) for one in layouts)
         """Of shared memory that the fullest rank takes."""
 
-    def write(self, steps_done: int, buffers: Sequence[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> None:
+    def write(self, steps_done: int, buffers: Sequence[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
         """After an update, or the first of all. `ConfigError` where there is no room."""
         if self.kept is not None:
             self.kept.write(steps_done, survivor_tensors(buffers, optimizer, mesh))
@@ -46,7 +46,7 @@ class SurvivorState:
             self.kept.mark(steps_done, position() if mesh.rank == 0 else None)
 
 
-def survivor_tensors(buffers: Sequence[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> dict[str, TensorPieces]:
+def survivor_tensors(buffers: Sequence[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, TensorPieces]:
     """What this rank alone has, views of live storage. Of what two ranks have in the same way, a tied matrix at both
     ends of the pipeline or what tensor-parallel ranks hold whole, only the first keeps it."""
     found: dict[str, TensorPieces] = {}
@@ -58,7 +58,7 @@ def survivor_tensors(buffers: Sequence[FlatBuffer], optimizer: ShardedAdamW, mes
 
 
 def load_survivor_state(
-    kept: KeptStep, buffers: Sequence[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh
+    kept: KeptStep, buffers: Sequence[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh
 ) -> RunPosition:
     """Fill weights and optimizer with what was kept, whatever the layout was; where the run stands.
 
@@ -75,7 +75,7 @@ def load_survivor_state(
 
 
 def _shards(
-    buffers: Sequence[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh
+    buffers: Sequence[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh
 ) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
     """(kind, buffer, shard) of all that this rank updates."""
     for kind, buffer, shard in optimizer.state_tensors():

@@ -53,7 +53,7 @@ from evenload.runtime.checkpoint.directory import (
 from evenload.runtime.checkpoint.metadata import METADATA_FILE
 from evenload.runtime.checkpoint.pieces import Piece, PieceSavePlanner, TensorPieces, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 _PROBE_BYTES = 4_000_000
@@ -81,7 +81,7 @@ class CheckpointWriter:
     steps. `keep` complete checkpoints stay; 0 = all."""
 
     def __init__(
-        self, directory: Path, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh, *, keep: int
+        self, directory: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh, *, keep: int
     ) -> None:
         self._directory, self._mesh, self._keep = directory, mesh, keep
         self._buffers, self._optimizer = buffers, optimizer
@@ -89,7 +89,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._outcome: SavedCheckpoint | BaseException | None = None
 
-    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedAdamW, mesh: Mesh) -> None:
+    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
         """The next saves are of another layout; one that is under way has its copies."""
         self._buffers, self._optimizer, self._mesh = buffers, optimizer, mesh
         self._staged = {}

@@ -6,18 +6,29 @@ from typing import Literal
 from evenload.errors import ConfigError
 from evenload.runtime.config.custom_schedule import custom_factor
 from evenload.types.base import Frozen
+from evenload.types.nearest_name import did_you_mean
 
 Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
+_NAMES = ("adamw", "muon")
+_EIGHT_BITS = (
+    "state of 8 bits is quantised in blocks, which shards and checkpoints of other layouts do not keep whole, and no "
+    "library's is tested here; more dp makes AdamW's state as small; "
+)
+_NOT_OFFERED = dict.fromkeys(("adamw8bit", "adam8bit", "pagedadamw8bit"), _EIGHT_BITS)
+"""Names that people know from elsewhere, and why they are none of ours."""
 _DECAY_SHARE = 0.1
 """Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
 
 
 class OptimizerConfig(Frozen):
-    """AdamW with warm-up and decay.
+    """The optimizer, and the learning rate with warm-up and decay.
 
     Args:
+        name: "adamw", fused; or "muon" for the matrices of layers, its updates as large as AdamW's, and AdamW for all
+            other weights.
         learning_rate: after warm-up.
         beta1, beta2, eps: as in `torch.optim.AdamW`.
+        momentum: of "muon", as in `torch.optim.Muon`.
         weight_decay: of matrices; norms and biases have none.
         clip_norm: global gradient norm limit; 0 = no clipping.
         warmup_steps: linear warm-up from 0.
@@ -34,10 +45,12 @@ class OptimizerConfig(Frozen):
             what `learning_rate` is multiplied with.
     """
 
+    name: str = "adamw"
     learning_rate: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup_steps: int = 0
@@ -49,6 +62,13 @@ class OptimizerConfig(Frozen):
     schedule: str | None = None
 
     def __post_init__(self) -> None:
+        if self.name not in _NAMES:
+            why = _NOT_OFFERED.get(self.name.lower().replace("_", "").replace("-", ""), "")
+            raise ConfigError(
+                f"optimizer.name is '{self.name}'; {why or did_you_mean(self.name, _NAMES)}choices: {', '.join(_NAMES)}"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum is {self.momentum}, must be from 0 to below 1")
         if self.learning_rate <= 0:
             raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be above 0")
         if self.clip_norm < 0 or self.warmup_steps < 0:

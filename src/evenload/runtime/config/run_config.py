@@ -61,6 +61,9 @@ class RunConfig(Frozen):
             the end.
         recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
+        ema_decay: keep a moving average of the weights, `average <- decay * average + (1 - decay) * weights` after
+            every update, in the precision of the optimizer and divided over replicas as its state is; it is in
+            checkpoints, and exported beside the model (`model-average/`). Such as 0.999; unset = none.
         overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
             the layers before it are computed. The sums are the same to the bit. False = all of them after the last
             backward, as where a run measures at its start that sums keep packs longer than they take alone, in steps
@@ -114,6 +117,7 @@ class RunConfig(Frozen):
     report_every_s: float = 60.0
     recalibrate: bool = False
     export_hf: bool = True
+    ema_decay: float | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
     overlap_context: bool = True
@@ -143,6 +147,8 @@ class RunConfig(Frozen):
             )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"train.ema_decay is {self.ema_decay}, must be above 0 and below 1, such as 0.999")
         if self.keep_best < 0:
             raise ConfigError(f"train.keep_best is {self.keep_best}, must be 0 (none) or more")
         for field in ("checkpoint_every_s", "report_every_s"):

@@ -181,6 +181,11 @@ class TrainConfig(Frozen):
             )
         if self.validation is not None:
             validation_data(self.data, self.validation)  # refuses what does not go together
+            if self.validation.of_average and self.train.ema_decay is None:
+                raise ConfigError(
+                    "validation.of_average is true, but train.ema_decay is not set, so there is no average of weights; "
+                    "set train.ema_decay, such as 0.999, or leave of_average out"
+                )
         elif self.train.keep_best:
             raise ConfigError(
                 f"train.keep_best is {self.train.keep_best}, but there is no [validation], so no checkpoint has a "
@@ -218,13 +223,18 @@ class TrainConfig(Frozen):
         """Token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
-    def with_attention_memory(self, model: ModelSpec) -> ModelSpec:
-        """A model whose memory counts what attention holds in a GPU's kernels, if it runs in them; where its shape
-        keeps `auto` from them, plans leave memory unused."""
+    def with_run_memory(self, model: ModelSpec) -> ModelSpec:
+        """A model whose memory counts the moving average of the weights, if there is one, and what attention holds in a
+        GPU's kernels, if it runs in them; where its shape keeps `auto` from them, plans leave memory unused."""
         in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
         in_kernels = in_kernels and self.model.dtype == "bfloat16"
         ordered = in_kernels and self.train.deterministic
-        return msgspec.structs.replace(model, attention_workspace=in_kernels, ordered_attention=ordered)
+        return msgspec.structs.replace(
+            model,
+            attention_workspace=in_kernels,
+            ordered_attention=ordered,
+            averaged_weights=self.train.ema_decay is not None,
+        )
 
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

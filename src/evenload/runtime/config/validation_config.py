@@ -6,7 +6,7 @@ from evenload.data.config import DataConfig, Format, LossOn, MixturePart, Record
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
-_OWN = ("every_steps", "at_end", "batches")
+_OWN = ("every_steps", "at_end", "of_average", "batches")
 
 
 class ValidationConfig(Frozen):
@@ -16,6 +16,7 @@ class ValidationConfig(Frozen):
     Args:
         every_steps: after every so many steps; 0 = at the end alone.
         at_end: after the last step of the run, too.
+        of_average: of the moving average of the weights (`train.ema_decay`) instead of the weights.
         batches: so many global batches of the data; unset = all of it.
         sources: files, directories, glob patterns or URLs. Either `sources` or `mixture` is set.
         mixture: several data sets instead, each with a loss of its own; weights decide their order alone.
@@ -27,6 +28,7 @@ class ValidationConfig(Frozen):
 
     every_steps: int = 0
     at_end: bool = True
+    of_average: bool = False
     batches: int | None = None
     sources: tuple[str, ...] = ()
     mixture: tuple[MixturePart, ...] = ()

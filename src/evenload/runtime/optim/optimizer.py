@@ -1,28 +1,38 @@
-"""`ShardedAdamW`: fused AdamW on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
+"""`ShardedOptimizer`: AdamW, fused, or Muon on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
+
+Muon updates the matrices of layers; embedding, head, norms and biases have AdamW in any case. With `train.ema_decay`
+every shard has a moving average beside its weights.
 
 fp32 and fp64 parameters are updated in place in their shard; bf16 parameters have fp32 master weights. Clipping needs
 the norm of the whole gradient, so the first update comes after the last sum; from there on units are updated one by
 one, from the start of the model to its end, and every rank gathers the other shards of a unit as soon as its own is
-updated (`weight_gathers`), while later units are updated and, overlapped, the next step begins.
+updated (`weight_gathers`), while later units are updated and, overlapped, the next step begins. What Muon gathers
+travels before all weights: they share a group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.optimizer_config import OptimizerConfig
+from evenload.runtime.optim.muon_update import muon_update
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import WeightGathers
 
+AVERAGE = "average"
+"""As `state_tensors` calls the moving average of the weights."""
 
-class ShardedAdamW:
+
+class ShardedOptimizer:
     """Optimizer state of one rank, for the buffers of `flatten_units`; none where it holds none.
 
     Args:
         state: of every buffer, its shards by the names of `state_tensors`; None = the run begins.
         num_steps: updates done so far.
+        average_decay: of the moving average of the weights; None = there is none.
     """
 
     def __init__(
@@ -32,6 +42,7 @@ class ShardedAdamW:
         config: OptimizerConfig,
         state: Sequence[Mapping[str, Tensor]] | None = None,
         num_steps: int = 0,
+        average_decay: float | None = None,
     ) -> None:
         self._buffers = buffers
         self._mesh = mesh
@@ -49,13 +60,12 @@ class ShardedAdamW:
             self._masters.append(master)
         # State exists from the start, so that a checkpoint of step 0 and a load have the same shape.
         self._states = [
-            {
-                "step": torch.full((), float(num_steps), dtype=torch.float32, device=master.device),
-                "exp_avg": known["exp_avg"] if known else torch.zeros_like(master),
-                "exp_avg_sq": known["exp_avg_sq"] if known else torch.zeros_like(master),
-            }
-            for master, known in zip(self._masters, given, strict=True)
+            {"step": torch.full((), float(num_steps), dtype=torch.float32, device=master.device)}
+            | {name: known[name] if known else torch.zeros_like(master) for name in self._moments(buffer)}
+            for buffer, master, known in zip(buffers, self._masters, given, strict=True)
         ]
+        self._average_decay = average_decay
+        self._averages = [] if average_decay is None else [master.clone() for master in self._masters]
         # In the order in which a first forward reads them, and the same on all ranks that hold them.
         self._units = {unit: self._of_unit(unit) for unit in sorted({buffer.unit for buffer in buffers})}
 
@@ -73,45 +83,101 @@ class ShardedAdamW:
         self.num_steps += 1
         limit = self._config.clip_norm
         scale = limit / (grad_norm + 1e-6) if limit and grad_norm > limit else 1.0
+        if scale != 1.0:
+            for shard in shards:
+                shard.mul_(scale)
+        self._make_muon_updates(shards)
         for numbers, adamw in self._units.values():
-            for at, group in zip(numbers, adamw.param_groups, strict=True):
-                group["lr"] = learning_rate
-                self._masters[at].grad = shards[at].mul_(scale) if scale != 1.0 else shards[at]
-            adamw.step()
+            if adamw is not None:
+                with_adamw = [at for at in numbers if not self._has_muon(self._buffers[at])]
+                for at, group in zip(with_adamw, adamw.param_groups, strict=True):
+                    group["lr"] = learning_rate
+                    self._masters[at].grad = shards[at]
+                adamw.step()
             for at in numbers:
                 buffer, master = self._buffers[at], self._masters[at]
                 master.grad = None
+                if self._has_muon(buffer):
+                    master.mul_(1 - learning_rate * self._config.weight_decay).add_(shards[at], alpha=-learning_rate)
+                if self._average_decay is not None:
+                    self._averages[at].lerp_(master, 1 - self._average_decay)
                 if buffer.has_master:
                     buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size).copy_(master)
                 self.gathers.put(buffer)
         self.gathers.seal()
 
-    def _of_unit(self, unit: int) -> tuple[list[int], torch.optim.AdamW]:
-        """Which of the buffers are a unit's, and what updates them."""
+    def _has_muon(self, buffer: FlatBuffer) -> bool:
+        """Of matrices of a layer."""
+        return self._config.name == "muon" and buffer.decays and buffer.is_of_layer
+
+    def _moments(self, buffer: FlatBuffer) -> tuple[str, ...]:
+        return ("momentum",) if self._has_muon(buffer) else ("exp_avg", "exp_avg_sq")
+
+    def _make_muon_updates(self, shards: list[Tensor]) -> None:
+        """Of gradients that Muon takes, in their place; in the order of units, the same on all ranks that hold them."""
+        for numbers, _ in self._units.values():
+            for at in numbers:
+                if self._has_muon(self._buffers[at]):
+                    momentum, decay = self._states[at]["momentum"], self._config.momentum
+                    shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
+
+    def _of_unit(self, unit: int) -> tuple[list[int], torch.optim.AdamW | None]:
+        """Which of the buffers are a unit's, and what updates those without Muon; None where there are none."""
         config, numbers = self._config, [at for at, buffer in enumerate(self._buffers) if buffer.unit == unit]
         groups = [
             {"params": [self._masters[at]], "weight_decay": config.weight_decay if self._buffers[at].decays else 0.0}
             for at in numbers
+            if not self._has_muon(self._buffers[at])
         ]
+        if not groups:
+            return numbers, None
         adamw = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
         )
         for at in numbers:
-            adamw.state[self._masters[at]] = self._states[at]
+            if not self._has_muon(self._buffers[at]):
+                adamw.state[self._masters[at]] = self._states[at]
         return numbers, adamw
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """(name, buffer, this rank's shard) of everything a checkpoint must hold besides the parameters."""
-        for buffer, master, state in zip(self._buffers, self._masters, self._states, strict=True):
-            yield "exp_avg", buffer, state["exp_avg"]
-            yield "exp_avg_sq", buffer, state["exp_avg_sq"]
+        for at, (buffer, master, state) in enumerate(zip(self._buffers, self._masters, self._states, strict=True)):
+            for name in self._moments(buffer):
+                yield name, buffer, state[name]
             if buffer.has_master:
                 yield "master", buffer, master
+            if self._average_decay is not None:
+                yield AVERAGE, buffer, self._averages[at]
+
+    @contextmanager
+    def average_as_weights(self) -> Iterator[None]:
+        """While inside, the weights of all ranks are the moving average; afterwards what they were, to the bit.
+        Collective over the data group, on the way in and out."""
+        assert self._average_decay is not None, "there is a moving average with train.ema_decay alone"
+        self.gathers.finish()
+        kept = [self._shard(buffer).clone() for buffer in self._buffers]
+        self._put_whole(self._averages)
+        try:
+            yield
+        finally:
+            self._put_whole(kept)
+
+    def _put_whole(self, shards: Sequence[Tensor]) -> None:
+        gathers = WeightGathers(self._mesh)
+        for numbers, _ in self._units.values():
+            for at in numbers:
+                self._shard(self._buffers[at]).copy_(shards[at])
+                gathers.put(self._buffers[at])
+        gathers.seal()
+        gathers.finish()
+
+    def _shard(self, buffer: FlatBuffer) -> Tensor:
+        return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
 
     def close(self) -> None:
         """Let go of all tensors: they go on elsewhere, and this object is of no use any more."""
         self.gathers.finish()
-        self._buffers, self._masters, self._states, self._units = [], [], [], {}
+        self._buffers, self._masters, self._states, self._averages, self._units = [], [], [], [], {}
 
     def set_num_steps(self, num_steps: int) -> None:
         """After a resume: updates done so far (AdamW's bias correction)."""

@@ -48,6 +48,11 @@ class FlatBuffer:
     tied_name: str = ""
 
     @property
+    def is_of_layer(self) -> bool:
+        """Of a layer, and not of the embedding, positions or the head."""
+        return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
+
+    @property
     def has_master(self) -> bool:
         """The optimizer keeps weights in the precision of gradients beside these."""
         return self.values.dtype != self.grads.dtype

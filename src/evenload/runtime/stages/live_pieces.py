@@ -31,7 +31,7 @@ from evenload.runtime.stages.unit_modules import UnitModules
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 MASTER_NAME = "master"
-"""As `ShardedAdamW.state_tensors` calls the optimizer's tensors."""
+"""As `ShardedOptimizer.state_tensors` calls the optimizer's tensors."""
 
 
 class LivePiece:

@@ -37,7 +37,7 @@ from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
 from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
@@ -138,8 +138,8 @@ class LiveStages:
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
-        """For a new `ShardedAdamW` of the start's buffers: zeros, and weights as masters, where the pieces have their
-        places."""
+        """For a new `ShardedOptimizer` of the start's buffers: zeros, and weights as masters, where the pieces have
+        their places."""
         found = []
         for buffer in self.held.buffers:
             live, shard = self._live_of(buffer), buffer.shard(buffer.values, self.mesh.data_rank, self.mesh.data_size)
@@ -192,7 +192,7 @@ class LiveStages:
             moves = self._moves_to(mesh)
             self._ahead = TakenAhead(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
-    def move_to(self, mesh: Mesh, optimizer: ShardedAdamW, coefficients: CostCoefficients, from_s: float) -> None:
+    def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
         Collective. `RankLostError` where a rank does not come.
 
@@ -237,13 +237,13 @@ class LiveStages:
             self._pieces, moves.state, old, mesh, before, self._twin_memory, self._num_steps, leaving
         )
 
-    def settle(self, config: OptimizerConfig) -> tuple[ShardedAdamW, Switch] | None:
+    def settle(self, config: OptimizerConfig) -> tuple[ShardedOptimizer, Switch] | None:
         """After `move_to`, before anything reads the optimizer: wait for its state; None where it is settled."""
         if self._arrival is None or self._switch is None:
             return None
         after, wait_s = self._arrival.wait()
         state = [after[self._index_of[id(buffer.parameters[0])]] for buffer in self.held.buffers]
-        optimizer = ShardedAdamW(self.held.buffers, self.mesh, config, state, self._num_steps)
+        optimizer = ShardedOptimizer(self.held.buffers, self.mesh, config, state, self._num_steps)
         switch = replace(self._switch, wait_s=wait_s, state_bytes=self._arrival.received_bytes)
         self._arrival = self._switch = None
         return optimizer, switch
@@ -287,7 +287,7 @@ class LiveStages:
     def _live_of(self, group: FlatBuffer | BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
 
-    def _take_state(self, optimizer: ShardedAdamW) -> dict[int, Shards]:
+    def _take_state(self, optimizer: ShardedOptimizer) -> dict[int, Shards]:
         """By piece what this rank owns of the optimizer's state."""
         found: dict[int, dict[str, Tensor]] = {}
         for name, buffer, shard in optimizer.state_tensors():

@@ -18,10 +18,11 @@ from torch import Tensor
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.config.optimizer_refusals import require_optimizer
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace
-from evenload.runtime.optim.optimizer import ShardedAdamW
+from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.rank_packs import RankStep
@@ -67,9 +68,12 @@ class RankState:
         self.mesh: Mesh = meshes.start
         self.live = LiveStages(config, meshes) if len(meshes.layouts) > 1 else None
         self.held: RankStages = build_rank_stages(config, self.mesh) if self.live is None else self.live.held
+        require_optimizer(config, self.held.model, len(meshes.layouts))
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
-        self.optimizer = ShardedAdamW(self.held.buffers, self.mesh, config.optimizer, state)
+        self.optimizer = ShardedOptimizer(
+            self.held.buffers, self.mesh, config.optimizer, state, average_decay=config.train.ema_decay
+        )
         self.layout = self.mesh.layout
         """That runs now; its generation is that of the last plan."""
 

@@ -13,7 +13,8 @@ validation takes its share of a run's time by `validation.every_steps` and the s
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -73,11 +74,8 @@ class Validator:
         inside = planner.planner_of(state.layout) if isinstance(planner, FlexPlanner) else planner
         maker = self._maker(inside, mesh)
         self._loader.load_state(self._begin)
-        found: list[_BatchLosses] = []
-        while self._settings.batches is None or len(found) < self._settings.batches:
-            if (planned := maker.next()) is None:
-                break
-            found.append(self._losses(planned, state, mesh))
+        with state.optimizer.average_as_weights() if self._settings.of_average else nullcontext():
+            found = list(self._batches(maker, state))
         account = self._loader.ledger.state
         self._loader.close()
         columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*(one.columns for one in found), strict=True)))
@@ -87,8 +85,17 @@ class Validator:
             by_length=tuple(columns.by_length()),
             by_source=tuple(columns.by_source(self._sources)),
             seconds=time.perf_counter() - from_s,
+            of_average=self._settings.of_average,
             left_out=tuple((reason, one.documents, one.tokens) for reason, one in account.dropped.items()),
         )
+
+    def _batches(self, maker: StepMaker, state: RankState) -> Iterator["_BatchLosses"]:
+        count = 0
+        while self._settings.batches is None or count < self._settings.batches:
+            if (planned := maker.next()) is None:
+                return
+            yield self._losses(planned, state, state.mesh)
+            count += 1
 
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")

@@ -1,0 +1,145 @@
+"""Muon and the moving average of weights: as plain torch, under layouts, in checkpoints; what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from evenload.cli.start_checks import require_runnable
+from evenload.errors import ConfigError
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.optim.muon_update import orthogonalised
+from training_cases import STEPS, plain_losses, write_training_config
+from validation_cases import averaged_export, plain_validation, validated_run
+
+MUON = "optimizer.name=muon"
+LIVE = ["parallel.dp=2", 'plan.layouts=["pp=2"]', "plan.strategy=auto"]
+DECAY = 0.7
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
+    return write_training_config(tmp_path, corpus, num_layers=3)
+
+
+def run(gloo_pool, config_file: Path, ranks: int, *settings: str, stop_after: int = STEPS):
+    return gloo_pool.run(ranks, validated_run, str(config_file), list(settings), 2**34, stop_after)[0]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 10), (10, 24), (16, 16)])
+def test_orthogonalised_is_what_torch_makes_of_it_and_nearly_orthogonal(rows, columns):
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonalised(matrix), theirs.float())
+    values = torch.linalg.svdvals(orthogonalised(matrix.double()))
+    assert values.min() > 0.4
+    assert values.max() < 1.4
+
+
+def exact_newton_schulz(matrix, coefficients, steps, eps):
+    """torch's rounds to bfloat16."""
+    return orthogonalised(matrix)
+
+
+def test_muon_trains_as_torch_s_and_goes_on_under_another_layout(gloo_pool, config_file, tmp_path, monkeypatch):
+    """Matrices of layers that lie across the edges of shards are whole where it takes them."""
+    config = load_train_config(config_file, [MUON])
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", exact_newton_schulz)
+    expected = plain_losses(config)
+    whole = run(gloo_pool, config_file, 4, MUON, "parallel.pp=2", "parallel.dp=2", f"train.output_dir={tmp_path}/a")
+    assert whole.losses == pytest.approx(expected, rel=1e-9)
+    moved = f"train.output_dir={tmp_path}/b"
+    first = run(gloo_pool, config_file, 3, MUON, "parallel.dp=3", moved, stop_after=2)
+    rest = run(gloo_pool, config_file, 2, MUON, "parallel.cp=2", moved)
+    assert first.losses + rest.losses == pytest.approx(expected, rel=1e-9)
+    kinds = {name.rpartition(".")[2] for name in rest.state if name.startswith("optimizer.model.layers.0.mlp")}
+    assert kinds == {"momentum"}
+
+
+def test_the_average_of_weights_is_in_checkpoints_validated_and_exported(gloo_pool, config_file, tmp_path):
+    held_out = tmp_path / "held_out"
+    held_out.mkdir()
+    (held_out / "a.txt").write_text("something else " * 5)
+    averaged = [
+        *(f"train.ema_decay={DECAY}", f"validation.sources=['{held_out}']", "validation.of_average=true"),
+        *("parallel.pp=2", "parallel.dp=2"),
+    ]
+    averages: dict[str, torch.Tensor] = {}
+
+    def average(model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            averages[name].lerp_(parameter.detach(), 1 - DECAY)
+
+    config = load_train_config(config_file, averaged)
+    averages |= initial_weights(config_file)
+    expected = plain_losses(config, average)
+
+    here = f"train.output_dir={tmp_path}/resumed"
+    first = run(gloo_pool, config_file, 4, *averaged, here, stop_after=2)
+    rest = run(gloo_pool, config_file, 4, *averaged, here)
+    whole = run(gloo_pool, config_file, 4, *averaged, f"train.output_dir={tmp_path}/whole")
+    assert first.losses + rest.losses == whole.losses == pytest.approx(expected, rel=1e-9)
+    for name, value in whole.state.items():
+        assert np.array_equal(value, rest.state[name]), f"{name} survives a checkpoint to the bit"
+    found = {
+        n.removeprefix("optimizer.").removesuffix(".average"): v for n, v in whole.state.items() if ".average" in n
+    }
+    for name, value in found.items():
+        assert value == pytest.approx(averages[name].numpy(), rel=1e-9, abs=1e-12), name
+    assert len(found) == len(averages)
+
+    (validation,) = whole.validations
+    assert validation.of_average
+    plain = plain_validation(config_file, averaged, {f"model.{name}": value for name, value in found.items()})
+    assert validation.loss == pytest.approx(sum(p.loss for p in plain) / sum(p.labels for p in plain), rel=1e-10)
+
+    path, is_same = gloo_pool.run(4, averaged_export, str(config_file), [*averaged, here])[0]
+    assert is_same, "the weights are what they were, to the bit"
+    exported = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    for name in found:
+        assert np.array_equal(exported[name].numpy(), rest.state[f"optimizer.{name}.average"]), name
+
+
+def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
+    """Before the first step, by name."""
+    found: dict[str, torch.Tensor] = {}
+    still = load_train_config(config_file, ["train.steps=1", "optimizer.learning_rate=1e-30"])
+    plain_losses(still, lambda model: found.update({n: p.detach().clone() for n, p in model.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([MUON, "parallel.tp=2"], "optimizer.name is 'muon', and parallel.tp is 2: it orthogonalises whole matrices"),
+        ([MUON, "model.lora={rank=2}"], "adapters .* are trained, which is not tested"),
+        ([MUON, *LIVE], "optimizer.name is 'muon', and the layout may change while the run trains"),
+        (["train.ema_decay=0.9", *LIVE], "train.ema_decay is 0.9, and the layout"),
+        (
+            ["train.ema_decay=0.9", "train.on_lost_rank=shrink", "train.survivor_memory=shared"],
+            "train.survivor_memory is 'shared', which is tested for AdamW's state alone",
+        ),
+        (["train.ema_decay=1.0"], "train.ema_decay is 1.0, must be above 0 and below 1"),
+        (["optimizer.name=adamw_8bit"], "state of 8 bits is quantised in blocks"),
+        (["optimizer.name=muno"], "did you mean 'muon'"),
+        (["optimizer.momentum=1.0"], "optimizer.momentum is 1.0"),
+        (["validation.sources=['x']", "validation.of_average=true"], "train.ema_decay is not set"),
+    ],
+)
+def test_what_is_not_tested_is_refused_by_name(config_file, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        require_runnable(load_train_config(config_file, settings))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_with_what_it_has(gloo_pool, config_file, tmp_path):
+    here = f"train.output_dir={tmp_path}/here"
+    run(gloo_pool, config_file, 1, here, stop_after=1)
+    for settings, kind in (([MUON], "momentum"), (["train.ema_decay=0.9"], "average")):
+        with pytest.raises(RuntimeError, match=rf"has no '{kind}' of .*it was saved with .*exp_avg"):
+            run(gloo_pool, config_file, 1, here, *settings, stop_after=2)
