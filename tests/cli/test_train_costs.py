@@ -46,7 +46,8 @@ def refused(capsys) -> str:
     with pytest.raises(SystemExit) as stopped:
         main(["train", "config.toml"])
     assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    first, _, error = capsys.readouterr().err.partition("\n")
+    assert first.startswith("evenload ")
     assert error.count("\n") == 1
     return error
 

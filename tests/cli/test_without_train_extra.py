@@ -23,7 +23,14 @@ try:
     from evenload import PackedLoader
 except ImportError as error:
     print(f"loader: {error}", file=sys.stderr)
+import evenload
+try:
+    evenload.train("config.toml")
+except ImportError as error:
+    print(error, file=sys.stderr)
 """
+WHAT = ("evenload train", "evenload check", "evenload.PackedLoader", "evenload.train")
+"""Needs them, in this order."""
 
 
 def test_what_to_install_is_one_line() -> None:
@@ -31,8 +38,8 @@ def test_what_to_install_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == 3, done.stderr
-    for line, what in zip(lines, ("evenload train", "evenload check", "evenload.PackedLoader"), strict=True):
+    assert len(lines) == len(WHAT), done.stderr
+    for line, what in zip(lines, WHAT, strict=True):
         assert f"{what} needs PyTorch and transformers" in line
         assert "No module named 'torch'" in line
         assert "pip install 'evenload[train]'" in line

@@ -25,6 +25,7 @@ from evenload.integrations.callback import Callback
 from evenload.report.metrics_file import latest_per_step, read_metrics
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.config.train_config import TrainConfig, load_train_config, read_train_config
+from evenload.types.train_extra import require_train_extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ def train(
         ConfigError: settings that cannot work, or callbacks that other processes cannot import. CallbackError: a
             callback raised an exception. Other errors of `evenload.errors`, as the command shows them.
     """
+    require_train_extra("evenload.train")
     settings, name = _settings(config, overrides)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from evenload.types.train_extra import require_train_extra
+
 
 def train_command(
     config: Annotated[
@@ -38,6 +40,7 @@ def train_command(
     from evenload.cli.train_run import train_run
     from evenload.runtime.config.train_config import load_train_config
 
+    require_train_extra("evenload train")
     settings = load_train_config(config, overrides or [])
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
     number = train_run(settings, name=str(config), command=command, nproc=nproc)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evenload.cli.output_file import calibration_cache, require_writable_directory
 from evenload.errors import ConfigError
 from evenload.runtime.config.log_config import require_trackers
-from evenload.types.train_extra import needs_train_extra, require_train_extra
+from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.stop_request import StopLine
@@ -44,7 +44,6 @@ def train_run(
     Raises:
         SystemExit: 128 + signal, where processes were started here and a signal stopped them.
     """
-    require_train_extra("evenload train")
     require_trackers(settings.log)
     if os.environ.get("RANK", "0") == "0":
         # Importing torch takes seconds, in which nobody should have to wonder.
