@@ -81,7 +81,7 @@ def search_blocks(strategies: tuple[str, Any], search: tuple[str, Any]) -> dict[
     output, figures = search
     layouts, judged = output_parts(output)
     return {
-        "layouts output": fenced(f"{shorten_layouts(layouts)}\n{said_of_layouts(layouts)}\n\n{judged}"),
+        "layouts output": fenced(f"{shorten_layouts(layouts)}\n{said_of_layouts(layouts)}"),
         "winner output": fenced(judged),  # names the layout that wins, for `winner`
         "layouts figures": layouts_figures(figures),
         "decision figures": decision_figures(by_name(strategies[1]), figures),
@@ -129,8 +129,7 @@ def layouts_figures(figures: Mapping[str, Any]) -> str:
     moved = f", with activations in host memory for {format_percent(offload)} of the step" if offload > 0.0005 else ""
     return filled(
         f"{named(best['layout'])} wins ({best['label']}){moved}. {other_kind(fitting)} Layouts that are out say by how "
-        "many GiB and on which rank. The second table has every strategy in its own best layout, the third all of them "
-        "in the layout that wins."
+        "many GiB and on which rank. The second table compares the strategies in the layout that wins."
     )
 
 

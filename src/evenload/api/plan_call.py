@@ -25,7 +25,7 @@ GIVEN = "lengths of the caller"
 def plan(
     lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
     *,
-    cluster: str | os.PathLike[str],
+    cluster: str | os.PathLike[str] | None = None,
     model: str | os.PathLike[str] | None = None,
     layout: str | None = None,
     documents: int | None = None,
@@ -44,7 +44,7 @@ def plan(
     Args:
         lengths: numbers of tokens, or what `evenload plan` takes: a file of lengths, documents that are counted, or the
             config.toml of a run.
-        cluster: a built-in name such as "h100x32", or a TOML file.
+        cluster: a built-in name such as "h100x32", or a TOML file. Not needed with a config.toml: this machine.
         model: a built-in name, or a Hugging Face config.json or its folder; not needed with a config.toml.
         layout: such as "dp=4,pp=8". Default: the shallowest that fits, or that of the run.
         documents, tokens: of a global batch, one of both; "128k" is 131,072.
@@ -71,7 +71,7 @@ def plan(
     is_named = isinstance(lengths, str | os.PathLike)
     asked = PlanArguments(
         lengths=os.fspath(lengths) if isinstance(lengths, str | os.PathLike) else GIVEN,
-        cluster=os.fspath(cluster),
+        cluster=None if cluster is None else os.fspath(cluster),
         model=None if model is None else os.fspath(model),
         layout=layout,
         documents=documents,

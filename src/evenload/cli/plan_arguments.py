@@ -27,7 +27,8 @@ ENGINE_HELP = (
 )
 CLUSTER_HELP = (
     f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
-    "examples/clusters/two_nodes.toml (explained in docs/guide.md)."
+    "examples/clusters/two_nodes.toml (explained in docs/guide.md). "
+    "Default with a config.toml: this machine, its GPUs or, on the CPU, what a cost file says of it."
 )
 
 
@@ -36,7 +37,7 @@ class PlanArguments:
     """Arguments and options; None = not given."""
 
     lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help=SOURCE_HELP)]
-    cluster: Annotated[str, typer.Option(help=CLUSTER_HELP)]
+    cluster: Annotated[str | None, typer.Option(help=CLUSTER_HELP)] = None
     model: Annotated[
         str | None,
         typer.Option(

@@ -14,6 +14,7 @@ from evenload.cli.cost_lines import measured_line, other_device_line
 from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
+from evenload.cli.this_machine import NAME, cost_file_of, this_machine
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
@@ -155,33 +156,22 @@ class PlanInputs:
 
 def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     """Put options, configuration and defaults together; refuses what `evenload train` would, too."""
-    if asked.search_layout and asked.layout:
-        raise ConfigError(f"--search-layout looks for the layout, --layout {asked.layout} gives it; leave one out")
-    if asked.search_seconds is not None:
-        if not asked.search_layout:
-            raise ConfigError("--search-seconds limits --search-layout, which is not given; give both, or none")
-        if not asked.search_seconds > 0:
-            raise ConfigError(f"--search-seconds is {asked.search_seconds:g}, must be above 0")
-    if asked.search_layout and machines_are_large(asked) and (asked.worst or asked.emit_plan):
+    _require_sense(asked)
+    run = source.run
+    model_name, model = _model(asked.model, run)
+    cost = cost_file_of(run, asked.cost, is_here=asked.cluster is None)
+    if asked.cluster is not None:
+        machines = cluster_from(asked.cluster)
+    else:
+        machines = this_machine(run, cost, _processes(asked, run, model))
+    if asked.search_layout and machines.num_devices > LARGE_CLUSTER and (asked.worst or asked.emit_plan):
         raise ConfigError(
             f"--search-layout judges clusters of more than {LARGE_CLUSTER} devices on a part of a step, "
             "--worst and --emit-plan are of whole steps; give --layout for these"
         )
-    if asked.search_layout and asked.engine:
-        raise ConfigError(
-            f"--search-layout ranks layouts for Evenload's own runtime, --engine {asked.engine} runs others; give "
-            "--layout, or leave one of both out"
-        )
-    if asked.engine:
-        engine_named(asked.engine)
-    if asked.documents is not None and asked.tokens is not None:
-        raise ConfigError(f"--documents {asked.documents} and --tokens {asked.tokens} exclude each other; give one")
-    run, machines = source.run, cluster_from(asked.cluster)
-    model_name, model = _model(asked.model, run)
     if run is not None:
         random_init = run.model.random_init
         require_tokenizer(source.data, model_path=run.model.path, random_init=random_init, vocab_size=model.vocab_size)
-    cost = asked.cost or (Path(run.train.cost_file) if run and run.train.cost_file else None)
     costs = _costs(cost, model, machines, run)
     layout, keeps_stages = _layout(asked, run, costs.model, machines)
     if layout is not None:
@@ -193,7 +183,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     context = context if asked.context_tokens is None else asked.context_tokens
     return PlanInputs(
         model_name=model_name,
-        cluster_name=asked.cluster,
+        cluster_name=asked.cluster or NAME,
         costs=costs,
         machines=machines,
         layout=layout,
@@ -212,9 +202,32 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
     )
 
 
-def machines_are_large(asked: PlanArguments) -> bool:
-    """Layouts are searched on a part of the cluster's replicas."""
-    return cluster_from(asked.cluster).num_devices > LARGE_CLUSTER
+def _require_sense(asked: PlanArguments) -> None:
+    """Refuse options that exclude each other."""
+    if asked.search_layout and asked.layout:
+        raise ConfigError(f"--search-layout looks for the layout, --layout {asked.layout} gives it; leave one out")
+    if asked.search_seconds is not None:
+        if not asked.search_layout:
+            raise ConfigError("--search-seconds limits --search-layout, which is not given; give both, or none")
+        if not asked.search_seconds > 0:
+            raise ConfigError(f"--search-seconds is {asked.search_seconds:g}, must be above 0")
+    if asked.search_layout and asked.engine:
+        raise ConfigError(
+            f"--search-layout ranks layouts for Evenload's own runtime, --engine {asked.engine} runs others; give "
+            "--layout, or leave one of both out"
+        )
+    if asked.engine:
+        engine_named(asked.engine)
+    if asked.documents is not None and asked.tokens is not None:
+        raise ConfigError(f"--documents {asked.documents} and --tokens {asked.tokens} exclude each other; give one")
+
+
+def _processes(asked: PlanArguments, run: TrainConfig | None, model: ModelSpec) -> int:
+    """Of the run on this machine, in its layout or the one that was asked for."""
+    if run is None:
+        return 1
+    own = layout_of(run, model.num_layers).world_size
+    return parse_layout(asked.layout, model.num_layers, own).world_size if asked.layout else own
 
 
 def _host(run: TrainConfig | None, machines: ClusterSpec) -> HostMemory:

@@ -25,7 +25,7 @@ from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.machine_memory import machine_memory_bytes
+from evenload.runtime.config.machine_memory import process_memory_bytes
 from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
@@ -33,8 +33,6 @@ from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.transfers import ChannelChoice, channel_mode
 
-# Kept for the interpreter, libraries and the operating system when the memory limit is not configured.
-_FREE_SHARE = 0.2
 # Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
 _FREE_DEVICE_SHARE = 0.1
 # The thread that plans coming steps lets the one that feeds a GPU go on after so long; Python's own 5 ms are a thousand
@@ -272,7 +270,7 @@ def memory_for_rank(device: torch.device, local_world: int) -> int:
     """Bytes for one process: of its GPU, of the machine, or of the container where one is limited."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
-    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / local_world)
+    return process_memory_bytes(local_world)
 
 
 def device_name(device: torch.device, threads: int) -> str:

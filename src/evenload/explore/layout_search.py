@@ -6,9 +6,10 @@ with two virtual stages a rank, again on all batches with the whole search.
 Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
 Layouts come by the least time that any plan in them takes (`cost.step_bounds`), then with most replicas, which plan
-fastest. One is left out unplanned only where that least time is more than as many others take as go on, which is exact,
-or where time is up, which the result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of
-the replicas and documents (`explore.coarse_batch`).
+fastest; before all those in which another strategy was fast. One is left out unplanned only where that least time is
+more than as many others take as go on, which is exact, or where time is up, which the result says. Above
+`coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents
+(`explore.coarse_batch`).
 
     tp        powers of two inside a node that divide the heads      cp        powers of two
     pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
@@ -53,6 +54,8 @@ FINALISTS = 8
 """Layouts planned on all batches."""
 FINAL_CANDIDATES = 768
 """Schedules of the second pass, at least: a layout is chosen once for a run."""
+RATING_SHARE = 0.7
+"""Of a limited time, for rating layouts; the rest is for the finalists."""
 VIRTUAL_STAGES = 2
 """Stages a rank that the best layouts are tried with."""
 
@@ -97,12 +100,15 @@ def search_layouts(
     strategy: str = AUTO.name,
     options: PlanOptions,
     on_progress: OnProgress = no_progress,
-    is_late: Callable[[], bool] = lambda: False,
+    spent: Callable[[], float] = lambda: 0.0,
+    first: Sequence[dict[str, int]] = (),
 ) -> tuple[LayoutResult, ...]:
     """All layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's.
 
     Args:
-        is_late: asked before every plan once something fits; where it says so no more layouts are planned.
+        spent: the share of its time that the search has used, asked before every plan once something fits: at
+            `RATING_SHARE` no more layouts are rated, at 1 no more finalists are planned.
+        first: sizes of layouts that are rated first, because others found them fast.
     """
     if not batches:
         raise ConfigError("layout search: give at least one batch")
@@ -115,10 +121,12 @@ def search_layouts(
     balance = functools.partial(_balanced, model, cluster, batches=batches, coefficients_of=coefficients_of)
     found: list[tuple[ParallelLayout, LayoutResult]] = []
     every = _by_least_time(model, coefficients_of, layouts_of(model, cluster), batches[0])
+    places = {tuple(sizes.values()): place for place, sizes in enumerate(first)}
+    every.sort(key=lambda pair: places.get(tuple(layout_sizes(pair[1]).values()), len(places)))
     for done, (least_s, sizes) in enumerate(every):
         on_progress(done, len(every), f"{strategy}: layout {sizes.describe()}")
         times_s = sorted(result.mean_step_time_s or 0.0 for _, result in found if result.feasible)
-        if times_s and is_late():
+        if times_s and spent() >= RATING_SHARE:
             found.append((sizes, _unplanned(sizes, NOT_LOOKED_AT)))
             continue
         if len(times_s) >= FINALISTS and least_s > times_s[FINALISTS - 1]:
@@ -137,7 +145,7 @@ def search_layouts(
     best += [balance(layout) for layout in deeper]
     final: list[LayoutResult] = []
     for layout in best:
-        if final and is_late():
+        if final and spent() >= 1:
             break
         on_progress(len(final), len(best), f"{strategy}: the best again: {layout.describe()}")
         final.append(plan(layout, batches, options=long))

@@ -2,7 +2,8 @@
 
 A layout that suits slices and shared documents suits no packs of whole documents, so strategies compared in one layout
 are compared in that of one of them. Each searches by itself (`explore.layout_search`); those whose plans are cheap come
-first, and every one may use its even share of the time that is left, so that what they leave goes to those that search.
+first, and every one may use its even share of the time that is left, so that what they leave goes to those that search,
+which begin with the layouts that were fast before.
 A plan that has begun is ended, and at least one layout that fits is looked for however late it is.
 """
 
@@ -66,10 +67,11 @@ def search_strategies(
         limit_s: for all strategies together; what was not looked at for it is counted.
         clock: seconds that only rise.
     """
-    end_s, found = clock() + limit_s, {}
+    end_s = clock() + limit_s
+    found: dict[str, StrategyLayouts] = {}
     for place, name in enumerate(sorted(strategies, key=_dearness)):
-        now_s = clock()
-        own_end_s = now_s + (end_s - now_s) / (len(strategies) - place)
+        started_s = clock()
+        own_s = max(0.0, (end_s - started_s) / (len(strategies) - place))
         layouts = search_layouts(
             model,
             cluster,
@@ -78,7 +80,8 @@ def search_strategies(
             strategy=name,
             options=options,
             on_progress=on_progress,
-            is_late=lambda own_end_s=own_end_s: clock() >= own_end_s,
+            spent=lambda started_s=started_s, own_s=own_s: (clock() - started_s) / own_s if own_s else float("inf"),
+            first=_fast_before(tuple(found.values())),
         )
         late = sum(result.why == NOT_LOOKED_AT for result in layouts)
         planned = sum(result.is_planned for result in layouts)
@@ -90,6 +93,17 @@ def search_strategies(
             not_looked_at=late,
         )
     return tuple(found[name] for name in strategies)
+
+
+def _fast_before(found: Sequence[StrategyLayouts]) -> list[dict[str, int]]:
+    """Sizes of the layouts that hold a batch under the strategies so far, by the fastest of these."""
+    times_s: dict[tuple[int, ...], float] = {}
+    sizes: dict[tuple[int, ...], dict[str, int]] = {}
+    for result in (result for one in found for result in one.layouts if result.feasible):
+        key = tuple(result.layout.values())
+        sizes[key] = result.layout
+        times_s[key] = min(times_s.get(key, float("inf")), result.mean_step_time_s or float("inf"))
+    return [sizes[key] for key in sorted(times_s, key=times_s.__getitem__)]
 
 
 def _dearness(name: str) -> tuple[bool, bool]:

@@ -7,6 +7,15 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 """Of cgroup v2 and v1; "max" or a huge number where there is none."""
 
 
+_FREE_SHARE = 0.2
+"""Kept for the interpreter, libraries and the operating system when the memory limit is not configured."""
+
+
+def process_memory_bytes(processes: int) -> int:
+    """What one of so many processes of a run may hold."""
+    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / processes)
+
+
 def machine_memory_bytes() -> int:
     """What the machine has, or the container where one is limited."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
