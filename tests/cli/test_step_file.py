@@ -59,10 +59,13 @@ def test_more_than_a_page_takes_are_thinned_evenly_and_a_resumed_run_goes_on_so(
     assert steps_in(path) == [0, 2, 4, 6, 8, 10, 12]
     fill(path, range(13, 36))
     assert steps_in(path) == [0, 8, 16, 24, 32]
+    monkeypatch.setattr(step_file, "MOST_STEPS", 4)
+    fill(path, [36, 40])
+    assert steps_in(path) == [0, 16, 32]
     # A step that no page takes is not kept; the others stay.
     monkeypatch.setattr(step_file, "MOST_TASKS", tasks - 1)
-    fill(path, [40])
-    assert steps_in(path) == [0, 8, 16, 24, 32]
+    fill(path, [64])
+    assert steps_in(path) == [0, 16, 32]
 
 
 def test_a_torn_last_line_is_left_out_and_cut_off_and_other_lines_are_errors(tmp_path):

@@ -12,6 +12,7 @@ from evenload.report.run_figures import metric_column
 from evenload.report.time_split_figure import time_split_figure
 from evenload.types.pack_times import pack_times
 from evenload.types.time_split import CAUSE_LABELS
+from evenload.types.validation import LossOf, Validation
 from report_samples import make_plan, make_row, make_split, make_timeline
 
 
@@ -32,6 +33,19 @@ def test_curves_are_the_rows_values_with_gaps_and_the_latest_of_a_repeated_step(
     _, values = curves(tokens_per_s_figure({"a": rows}))
     assert values["a"][0] == pytest.approx(rows[0]["tokens_per_s"])
     assert metric_column([make_row(1, mfu=0)], "mfu").tolist() == [0.0]
+
+
+def test_losses_of_validation_data_stand_beside_those_of_training():
+    def validation(step, loss, **changes):
+        whole = LossOf(name="all", documents=1, tokens=9, label_tokens=8, loss=loss)
+        return Validation(step=step, whole=whole, by_length=(), by_source=(), seconds=1.0, **changes)
+
+    passes = [validation(1, 3.5), validation(3, None), validation(3, 2.5, of_average=True)]
+    steps, values = curves(loss_figure({"a": [make_row(1), make_row(2)]}, {"a": passes}))
+    assert steps == [1, 2, 3]
+    assert values["a, validation"] == [3.5, None, None]
+    assert values["a, validation of averaged weights"] == [None, None, 2.5]
+    assert "validation" not in loss_figure({"a": [make_row(1)]}, {"a": ()}).body
 
 
 def test_step_time_shows_predicted_and_measured_and_only_what_exists():

@@ -42,7 +42,7 @@ from evenload.report.metrics_file import (
 )
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.validation_file import append_validation
+from evenload.report.validation_file import append_validation, read_validations
 from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
@@ -208,6 +208,7 @@ def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, Ru
         steps=tuple(view(*kept[step]) for step in sorted(kept)[-(newest or len(kept)) :]),
         time_split=split_planned_step(plan, costs_in(plan.layout)),
         memory_limit_bytes=facts.memory_cap_bytes,
+        validations=read_validations(directory / "validation.jsonl"),
         layout_decisions=decisions,
     )
     return section, facts

@@ -1,7 +1,7 @@
 """`steps.jsonl`: plans and measured timelines of a run's steps, so that its page can show any of them.
 
 One line a step, appended and read back: the plan as in `plan.json`, compressed, and the timeline as in `measured.npz`.
-A page holds what a browser opens at once: from ten thousand tasks on only every second, fourth, eighth ...
+A page holds what a browser opens at once: from 12,000 tasks or 200 steps on only every second, fourth, eighth ...
 step stays, and the file is written anew without the others. Steps that a resumed run repeats stand there twice: the
 last one counts; a torn last line (a crash while writing) is left out.
 Price: some hundred bytes a task on disk; at most `MOST_TASKS` are in a page, 20 bytes each in large steps, 100 in
@@ -24,8 +24,8 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 from evenload.types.timeline_file import read_timeline, write_timeline
 
-MOST_TASKS = 12_000
-"""Of all steps in the file together; a step alone that has more is left out."""
+MOST_TASKS, MOST_STEPS = 12_000, 200
+"""Of all steps in the file together; a step alone that has more tasks is left out."""
 
 
 class StepLine(Frozen):
@@ -62,11 +62,14 @@ class StepFile:
         with open(self._path, "ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
         self._tasks[line.step] = line.tasks
-        if sum(self._tasks.values()) > MOST_TASKS:
+        if self._is_too_large():
             self._thin()
 
+    def _is_too_large(self) -> bool:
+        return sum(self._tasks.values()) > MOST_TASKS or len(self._tasks) > MOST_STEPS
+
     def _thin(self) -> None:
-        while sum(self._tasks.values()) > MOST_TASKS:
+        while self._is_too_large():
             self._every *= 2
             self._tasks = {step: tasks for step, tasks in self._tasks.items() if step % self._every == 0}
         latest = {line.step: line for line in _lines(self._path) if line.step in self._tasks}

@@ -15,6 +15,7 @@ from evenload.report.metrics_file import MetricRow, latest_per_step
 from evenload.report.palette import MEASURED, PREDICTED, series_style
 from evenload.report.run_figures import metric_column
 from evenload.report.svg_marks import dot, line
+from evenload.types.validation import Validation
 
 # From this many steps on markers hide the line.
 _MAX_STEPS_WITH_MARKERS = 80
@@ -23,9 +24,21 @@ Series = tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]
 """Name, colour, dash, steps, values (NaN where not known)."""
 
 
-def loss_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
-    """Loss over steps, one line a run, from rows of `metrics.jsonl`."""
-    return _curves(_of_runs(runs, "loss"), "loss per label token", "")
+def loss_figure(
+    runs: Mapping[str, Sequence[MetricRow]], validations: Mapping[str, Sequence[Validation]] | None = None
+) -> Figure:
+    """Loss over steps, one line a run, from rows of `metrics.jsonl`; dashed that of validation data, where there is."""
+    series = _of_runs(runs, "loss")
+    for index, (name, found) in enumerate((validations or {}).items()):
+        color, _ = series_style(index)
+        for of_average, dash in ((False, "dash"), (True, "dot")):
+            passes = [one for one in found if one.of_average is of_average]
+            steps = np.array([one.step for one in passes], np.float64)
+            losses = np.array([np.nan if one.loss is None else one.loss for one in passes])
+            label = f"{name}, validation{' of averaged weights' if of_average else ''}"
+            if passes:
+                series.append((label, color, dash, steps, losses))
+    return _curves(series, "loss per label token", "")
 
 
 def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:

@@ -13,6 +13,7 @@ from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
 from evenload.types.time_split import TimeSplit
 from evenload.types.timeline import Timeline
+from evenload.types.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +42,7 @@ class RunSection:
         time_split: where the predicted time goes, mean over the steps.
         memory_limit_bytes: drawn as a line.
         notes: sentences shown with the name.
+        validations: losses of the validation data, ascending.
         layout_decisions: what was decided about the layout before every step; () where it cannot change.
     """
 
@@ -50,6 +52,7 @@ class RunSection:
     time_split: TimeSplit | None = None
     memory_limit_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    validations: tuple[Validation, ...] = ()
     layout_decisions: tuple[LayoutDecision, ...] = ()
 
     def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:

@@ -21,7 +21,8 @@ _READ_STEP_TIME = (
 _READ_TOKENS = "Real tokens trained in a second over all devices. Padding does not count, so runs compare fairly."
 _READ_LOSS = (
     "Cross entropy over the label tokens of the whole global batch. Packing rearranges only inside of a step, so "
-    "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps)."
+    "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps). Dashed "
+    "is the loss of validation data, where there are some."
 )
 
 
@@ -56,8 +57,9 @@ def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list
 def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
     """Speed and loss of all trained runs, each in one figure."""
     runs = {section.name: section.metrics for section in sections}
+    validations = {section.name: section.validations for section in sections}
     return [
-        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs)),
+        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs, validations)),
         figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
     ]
 
