@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from evenload.runtime.comm import lifeline
 from evenload.runtime.comm.lifeline import Lifeline
 
 LIMIT_S = 0.3
@@ -82,10 +83,11 @@ def test_neither_a_store_that_answers_nor_one_that_has_ended_does(ended):
     lives.close()
 
 
-def test_what_is_closed_watches_no_more(ended):
+def test_what_is_closed_watches_no_more(ended, monkeypatch):
     def watching() -> int:
         return sum(thread.name == "evenload-lifeline-watches" for thread in threading.enumerate())
 
+    monkeypatch.setattr(lifeline, "_ANSWER_S", 0.1)  # the store never answers
     wait_until(lambda: watching() == 0)  # those of earlier tests
     store = SilentStore(0)
     lives = started(lambda: store, ended, limit_s=600.0)
@@ -93,3 +95,26 @@ def test_what_is_closed_watches_no_more(ended):
     lives.close()
     wait_until(lambda: watching() == 0)
     assert ended == []
+
+
+def test_nobody_asks_the_store_any_more_once_it_is_closed(ended):
+    """A thread that comes out of the store while Python ends aborts the process."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.asked, self.answered = threading.Event(), 0
+
+        def check(self, keys):
+            self.asked.set()
+            time.sleep(0.2)
+            self.answered += 1
+            return False
+
+    store = Slow()
+    lives = started(lambda: store, ended, limit_s=600.0)
+    assert store.asked.wait(60)
+    lives.close()
+    answered = store.answered
+    assert answered > 0
+    time.sleep(0.5)
+    assert store.answered == answered

@@ -68,13 +68,12 @@ def run_elastic_worker(task: RunTask) -> int:
                 note_start(now, layouts[0], saved_steps(now), "" if is_first else "started again by torchrun")
             return train_as_rank(task.of(now), setup, StopRequest()) or 0
     except Exception as error:
-        if not (isinstance(error, RankLostError) or comes_of_transport(error)):
-            raise
-        lost = " ".join(str(error).split())
+        if isinstance(error, RankLostError) or comes_of_transport(error):
+            # Threads and groups may wait for ranks that are gone; the agent waits for this process.
+            _end_at_once(" ".join(str(error).split()))
+        raise
     finally:
         lifeline.close()
-    # Threads and groups may wait for ranks that are gone; the agent waits for this process.
-    _end_at_once(lost)
 
 
 def require_elastic(config: TrainConfig) -> None:

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+_ANSWER_S = 10.0
+"""For an answer that is on its way when the run ends."""
+
 
 class AskedStore(Protocol):
     """What is needed of `torch.distributed.Store`."""
@@ -37,12 +40,19 @@ class Lifeline:
         self._connect, self._limit_s, self._end, self._interval_s = connect, limit_s, end, interval_s
         self._answered_s = time.monotonic()
         self._over = threading.Event()
-        for name, work in (("asks", self._ask), ("watches", self._watch)):
-            threading.Thread(target=work, name=f"evenload-lifeline-{name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name=f"evenload-lifeline-{name}", daemon=True)
+            for name, work in (("asks", self._ask), ("watches", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """The run ends well, or by an error of its own."""
+        """The run ends well, or by an error of its own. Waits for both threads, because Python aborts where it ends
+        while one is inside the store; but not for ever, because the store may just have gone silent."""
         self._over.set()
+        for thread in self._threads:
+            thread.join(_ANSWER_S)
 
     def _ask(self) -> None:
         has_answered = False
@@ -53,7 +63,7 @@ class Lifeline:
                 has_answered, self._answered_s = True, time.monotonic()
                 self._over.wait(self._interval_s)
         if has_answered:
-            self.close()
+            self._over.set()
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s / 2):
