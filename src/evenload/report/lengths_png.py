@@ -6,7 +6,7 @@ Drawn by matplotlib, which is an extra: it needs no browser, so this also works 
 import os
 
 from evenload.errors import ConfigError
-from evenload.report.length_figures import COUNTED, WINDOW_CUTS
+from evenload.report.length_figures import COUNTED, WINDOW_CUTS, axis_end
 from evenload.report.palette import LENGTH_COLORS
 from evenload.report.units import format_power_of_two
 from evenload.types.length_profile import LengthProfile
@@ -56,11 +56,25 @@ def write_lengths_png(
     for axes, label in panels:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
+        if axes is classes:
+            _cut_outlier(axes)
         axes.grid(axis="y", color="#e6e9ee")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     figure.savefig(path, format="png")
+
+
+def _cut_outlier(axes) -> None:
+    """As on the page: a bar far above all others goes on beyond the axis, with its number on it."""
+    end = axis_end([bar.get_height() for bar in axes.patches])
+    axes.set_ylim(top=end)
+    for bar in axes.patches:
+        if bar.get_height() > end:
+            place = bar.get_x() + bar.get_width() / 2, end
+            axes.annotate(
+                f"▲ {bar.get_height():.1f} %", place, ha="center", va="bottom", fontsize=8, annotation_clip=False
+            )
 
 
 def _grouped_bars(
