@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/engines/torchtitan_train.py        # two CPU processes
     torchrun --nproc-per-node 8 examples/engines/torchtitan_train.py --tokens 65536 --longest 8192   # eight GPUs
 
-Run again with more --steps and the same --output, it goes on from the last checkpoint (with as many ranks; with
-another number it has not been tried). torchtitan's own command takes `configuration` as well:
+Run again with more --steps and the same --output, it goes on from the last checkpoint, also with another number of
+ranks. torchtitan's own command takes `configuration` as well:
 
     torchrun ... -m torchtitan.train --module torchtitan_train --config configuration
 
@@ -26,6 +26,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry
+from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
@@ -48,10 +49,17 @@ def configuration(data=DOCS, output=Path("runs/torchtitan"), steps=10, tokens=81
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()),
         optimizer=default_adamw(lr=1e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
-        training=TrainingConfig(local_batch_size=1, seq_len=longest, steps=steps, disable_cuda_graphs=True),
+        training=TrainingConfig(
+            local_batch_size=1,
+            seq_len=longest,
+            steps=steps,
+            disable_cuda_graphs=True,
+            # Products of bfloat16 take CPUs many times as long.
+            mixed_precision_param="bfloat16" if torch.cuda.is_available() else "float32",
+        ),
         # torchtitan's default, "spmd_types", asks more of `fully_shard` than PyTorch 2.13 has.
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        metrics=MetricsProcessor.Config(log_freq=1),
+        metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=5, last_save_model_only=False),
     )
     loader = {"data": str(data), "include": ["*.md"], "overlong": "split", "batch_tokens": tokens}
@@ -66,6 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step, over all ranks")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a pack")
+    init_logger()
     trainer = configuration(**vars(parser.parse_args())).build()
     try:
         trainer.train()

@@ -13,6 +13,7 @@ import torch
 
 import torchtitan_cases as titan
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
+from engine_examples import losses, write_pages
 from evenload.errors import ConfigError, DataError
 from packed_cases import write_texts
 
@@ -30,6 +31,14 @@ def test_documents_do_not_see_each_other(tmp_path):
 def test_training_is_plain_training_and_resumes_with_other_ranks(tmp_path):
     """With the loss in chunks, as torchtitan's own configurations have it."""
     check_training(FreshRanks(), titan.CHUNKED, tmp_path / "data")
+
+
+def test_the_example_learns_and_goes_on_with_other_ranks(tmp_path):
+    data = write_pages(tmp_path)
+    first = losses(2, "torchtitan_train.py", data, tmp_path / "run", 2, "--tokens", 2048, "--longest", 256)
+    rest = losses(1, "torchtitan_train.py", data, tmp_path / "run", 4, "--tokens", 2048, "--longest", 256)
+    assert (list(first), list(rest)) == ([1, 2], [3, 4])
+    assert rest[4] < rest[3] < first[1]
 
 
 def loader_of_titan(folder, *, world_size=1, rank=0, seq_len=128, tokenizer=None, **settings):
