@@ -17,6 +17,7 @@ from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
+from evenload.types.sample import Sample
 from evenload.types.validation import Validation
 from gloo_pool import TIMEOUT_S
 from switch_cases import whole_state
@@ -30,6 +31,7 @@ class ValidatedRun(NamedTuple):
     validations: list[Validation]
     layouts: list[str]
     state: dict[str, np.ndarray]
+    samples: list[Sample]
 
 
 def validated_run(
@@ -51,6 +53,7 @@ def validated_run(
         validations=[report.validation for report in reports if report.validation is not None],
         layouts=[str(report.row["layout"]) for report in reports],
         state=state,
+        samples=[sample for report in reports for sample in report.samples],
     )
 
 

@@ -5,7 +5,7 @@
     cost.json       cost model used            report.html   all of it for people
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
     layouts.jsonl   what was decided about the layout before every step, where it may change
-    validation.jsonl  losses of the validation data
+    validation.jsonl  losses of the validation data; samples.jsonl  what the model wrote
     steps.jsonl     plans and measured timelines of the steps that the page can show
 
 Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
@@ -42,7 +42,7 @@ from evenload.report.metrics_file import (
 )
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.validation_file import append_validation, read_validations
+from evenload.report.validation_file import append_samples, append_validation, read_validations
 from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
@@ -93,6 +93,7 @@ class RunWriter:
         self._directory = Path(trainer.config.train.output_dir)
         self._metrics, self._layouts = self._directory / "metrics.jsonl", self._directory / "layouts.jsonl"
         self._validations = self._directory / "validation.jsonl"
+        self._samples = self._directory / "samples.jsonl"
         self._resumed = resumed
         self._steps: StepFile | None = None
         self._next_s = 0.0
@@ -106,6 +107,7 @@ class RunWriter:
             append_decision(self._layouts, report.decision)
         if report.validation is not None:
             append_validation(self._validations, report.validation)
+        append_samples(self._samples, report.samples)
         self._steps.add(report.plan, report.measured)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
@@ -117,7 +119,7 @@ class RunWriter:
     def _begin(self) -> StepFile:
         directory, steps = self._directory, self._directory / "steps.jsonl"
         directory.mkdir(parents=True, exist_ok=True)
-        for path in (self._metrics, self._layouts, self._validations, steps):
+        for path in (self._metrics, self._layouts, self._validations, self._samples, steps):
             if self._resumed is not None:
                 drop_torn_line(path)
                 if isinstance(self._resumed, KeptStep):

@@ -29,6 +29,7 @@ from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
+from evenload.runtime.stages.sampler import require_whole_model
 from evenload.types.hub_files import local_path
 from evenload.types.layout import ParallelLayout
 
@@ -42,6 +43,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     layout = layouts[0]
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
+    require_whole_model(config, layouts)
     _require_use_of_twins(config, layouts)
     for one in layouts:
         require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)

@@ -299,6 +299,9 @@ def _show_events(report: StepReport, console: Console, *, is_first_validation: b
     if report.new_speeds is not None:
         line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
         console.print(line, soft_wrap=True, markup=False)
+    for sample in report.samples:
+        line = f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
+        console.print(line, soft_wrap=True, markup=False)
     if report.validation is not None:
         for line in validation_lines(report.validation, shows_left_out=is_first_validation):
             console.print(line, soft_wrap=True, markup=False)

@@ -5,11 +5,13 @@ before a resumed run appends. Passes that a resumed run repeats stand there twic
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from evenload.errors import DataError
+from evenload.types.sample import Sample
 from evenload.types.validation import Validation
 
 
@@ -17,6 +19,14 @@ def append_validation(path: str | os.PathLike[str], validation: Validation) -> N
     """Add one pass to the file, made if needed."""
     with open(path, "ab") as file:
         file.write(msgspec.json.encode(validation) + b"\n")
+
+
+def append_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:
+    """Add what the model wrote, one JSON object a line, to `samples.jsonl`, made if needed."""
+    lines = [msgspec.json.encode(sample) + b"\n" for sample in samples]
+    if lines:
+        with open(path, "ab") as file:
+            file.writelines(lines)
 
 
 def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:

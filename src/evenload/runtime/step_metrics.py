@@ -36,6 +36,7 @@ from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.rank_speeds import RankSpeeds
+from evenload.types.sample import Sample
 from evenload.types.timeline import SideTasks, Timeline, side_tasks
 from evenload.types.validation import Validation
 
@@ -56,6 +57,7 @@ class StepReport:
         speeds_from_step: the first step that is planned with them.
         decision: about the layout before the step; None where it cannot change.
         validation: losses of the validation data after the step, where they were due.
+        samples: what the model wrote after the step, where that was due.
     """
 
     row: dict[str, int | float | str | None]
@@ -70,6 +72,7 @@ class StepReport:
     speeds_from_step: int = 0
     decision: LayoutDecision | None = None
     validation: Validation | None = None
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
@@ -41,6 +42,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
+from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.stages.validator import Validator
 from evenload.runtime.step_metrics import (
@@ -56,6 +58,7 @@ from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run_totals import RunTotals
+from evenload.types.sample import Sample
 from evenload.types.timeline import Timeline
 
 
@@ -83,6 +86,13 @@ class Trainer:
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         validates, vocab_size = config.validation is not None, self.model.vocab_size
+        require_whole_model(config, self.meshes.layouts)
+        self._sampler: Sampler | None = None
+        if config.samples is not None:
+            assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), (
+                "`require_whole_model` refuses runs without one"
+            )
+            self._sampler = Sampler(config.samples, tokenizer, self.model.position_rows or None)
         self._validator = Validator(config, tokenizer, vocab_size, self.meshes) if validates else None
         self.steps_done = 0
         self.totals = RunTotals()
@@ -240,6 +250,7 @@ class Trainer:
         self, report: StepReport | None, planner: StepPlanner | FlexPlanner, source: StepSource
     ) -> StepReport | None:
         """After a step, what is due: losses of the validation data, a checkpoint. Collective."""
+        samples = self._samples()
         validation, is_best = None, False
         if self._validator and not (self.stop_signal or self.is_paused):  # else the run goes on later
             at_end = partial(self._is_last, source)
@@ -248,7 +259,18 @@ class Trainer:
             self.best = with_pass(self.best, self.steps_done, validation.loss, self.config.train.keep_best)
             is_best = any(one.steps_done == self.steps_done for one in self.best)
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save or is_best)
-        return report and replace(report, saved=saved, failed_save=failed_save, validation=validation)
+        return report and replace(report, saved=saved, failed_save=failed_save, validation=validation, samples=samples)
+
+    def _samples(self) -> tuple[Sample, ...]:
+        """What the model writes after the steps done, where that is due; on rank 0, the others wait."""
+        if self._sampler is None or self.stop_signal or not self._sampler.is_due(self.steps_done):
+            return ()
+        stages, found = self.state.stages, ()
+        if self.mesh.rank == 0:
+            found = self._sampler.run(self.steps_done - 1, stages[0])
+        with self.mesh.watch.waiting("the samples that rank 0 writes"):
+            dist.barrier(group=self.mesh.control)
+        return found
 
     def _is_last(self, source: StepSource) -> bool:
         """No step of the run comes after those that are done."""

@@ -20,6 +20,7 @@ from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
+from evenload.runtime.config.samples_config import SamplesConfig
 from evenload.runtime.config.validation_config import ValidationConfig, validation_data
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
@@ -155,6 +156,7 @@ class TrainConfig(Frozen):
     train: RunConfig
     log: LogConfig = LogConfig()
     validation: ValidationConfig | None = None
+    samples: SamplesConfig | None = None
 
     @property
     def sums_beside_packs(self) -> bool:

@@ -337,6 +337,12 @@ class PipelineStage:
         with torch.no_grad():
             return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
 
+    def next_logits(self, hidden: Tensor) -> Tensor:
+        """Of final hidden states [T, hidden], [T, vocab]; on a last stage with the whole head."""
+        assert self.model.norm is not None
+        assert self.model.head is not None
+        return self.model.cap_logits(self.model.head(self.model.norm(hidden)))
+
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:

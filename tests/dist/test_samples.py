@@ -1,0 +1,73 @@
+"""What a model writes while it trains: transformers' own greedy text, and a run that stays the same to the bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from evenload.cli.start_checks import require_runnable
+from evenload.data.encoding.tokenize import ByteTokenizer
+from evenload.errors import ConfigError
+from evenload.runtime.config.train_config import load_train_config
+from evenload.runtime.model.configured import load_config
+from training_cases import write_training_config
+from validation_cases import validated_run
+
+PROMPTS = ("document ", "a")
+SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples.max_new_tokens=12"]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
+    return write_training_config(tmp_path, corpus)
+
+
+def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file, tmp_path):
+    settings, found = ["parallel.dp=2"], {}
+    for name, more in (("with", SAMPLES), ("without", [])):
+        here = [*settings, *more, f"train.output_dir={tmp_path / name}"]
+        found[name] = gloo_pool.run(2, validated_run, str(config_file), here, 2**34, 4)[0]
+    assert found["with"].losses == found["without"].losses
+    for name, value in found["without"].state.items():
+        assert np.array_equal(found["with"].state[name], value), name
+    assert [(one.step, one.prompt) for one in found["with"].samples] == [(s, p) for s in (1, 3) for p in PROMPTS]
+    expected = [plain_text(config_file, found["with"].state, prompt) for prompt in PROMPTS]
+    assert [one.text for one in found["with"].samples[-2:]] == expected
+
+
+@torch.no_grad()
+def plain_text(config_file: Path, state: dict[str, np.ndarray], prompt: str) -> str:
+    """The whole text through the model once for every token."""
+    hf, tokenizer = load_config(load_train_config(config_file, []).model.path), ByteTokenizer()
+    hf._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
+    own = {name: state[f"model.{name}"] for name in model.state_dict() if f"model.{name}" in state}
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in own.items()}, strict=False)
+    tokens = tokenizer.encode(prompt).tolist()
+    written: list[int] = []
+    while len(written) < 12:
+        token = int(model(torch.tensor([[*tokens, *written]])).logits[0, -1].argmax())
+        if token == tokenizer.eos_id:
+            break
+        written.append(token)
+    return tokenizer.decode(np.array(written))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.pp=2"], "in layout pp=2 no process holds the whole model; samples need pp, virtual and tp 1"),
+        (["parallel.tp=2"], "in layout tp=2 no process holds the whole model"),
+        (["samples.every_steps=0"], "samples.every_steps is 0, must be at least 1"),
+        (["samples.prompts=[]"], r"samples.prompts is \[\]; give at least one text"),
+    ],
+)
+def test_samples_that_cannot_be_written_are_refused(config_file, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        require_runnable(load_train_config(config_file, [*SAMPLES, *settings]))
