@@ -138,8 +138,14 @@ def test_what_is_not_tested_is_refused_by_name(config_file, settings, message):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_with_what_it_has(gloo_pool, config_file, tmp_path):
-    here = f"train.output_dir={tmp_path}/here"
-    run(gloo_pool, config_file, 1, here, stop_after=1)
-    for settings, kind in (([MUON], "momentum"), (["train.ema_decay=0.9"], "average")):
-        with pytest.raises(RuntimeError, match=rf"has no '{kind}' of .*it was saved with .*exp_avg"):
+    """Also where the run would drop a part of it."""
+    averaged, muon = ["train.ema_decay=0.9"], [MUON]
+    for saved, settings, found, kept in (
+        ([], muon, "'exp_avg'", "'momentum'"),
+        ([], averaged, "'exp_avg'", "'average'"),
+        (averaged, [], "'average'", "'exp_avg'"),
+    ):
+        here = f"train.output_dir={tmp_path}/saved{len(saved)}"
+        run(gloo_pool, config_file, 1, here, *saved, stop_after=1)
+        with pytest.raises(RuntimeError, match=rf"has \[.*{found}.*\] of .*, this run's optimizer keeps \[.*{kept}"):
             run(gloo_pool, config_file, 1, here, *settings, stop_after=2)

@@ -21,6 +21,7 @@ Price: reading takes what the disk gives; a rank reads only its own stage.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,16 +125,28 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOpt
 
 
 def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
-    """The run's optimizer finds all of its state, where the checkpoint has the parameters that it is of."""
-    for name in wanted:
-        kind, parameter = name.rpartition(".")[2], name.removeprefix("optimizer.").rpartition(".")[0]
-        if name.startswith("optimizer.") and name not in saved and f"model.{parameter}" in saved:
-            there = sorted(one.rpartition(".")[2] for one in saved if one.startswith(f"optimizer.{parameter}."))
-            raise ConfigError(
-                f"checkpoint {path} has no '{kind}' of {parameter}, which this run's optimizer needs; it was saved "
-                f"with {there}, under another optimizer.name or without train.ema_decay. Go on with the settings that "
-                "it was saved under, or start anew from its weights in another train.output_dir"
-            )
+    """The run's optimizer finds all of its state, and the checkpoint has none that would be dropped, of every parameter
+    that this rank updates and the checkpoint has."""
+    mine, there = _kinds_of_state(wanted), _kinds_of_state(saved)
+    for parameter, kinds in mine.items():
+        found = there.get(parameter, set())
+        if kinds == found or f"model.{parameter}" not in saved:
+            continue
+        raise ConfigError(
+            f"checkpoint {path} has {sorted(found)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: it was "
+            "saved under another optimizer.name, or train.ema_decay is set in one of both only. Go on with the "
+            "settings that it was saved under, or start anew from its weights in another train.output_dir"
+        )
+
+
+def _kinds_of_state(names: Collection[str]) -> dict[str, set[str]]:
+    """By parameter what an optimizer keeps of it."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        if name.startswith("optimizer."):
+            parameter, _, kind = name.removeprefix("optimizer.").rpartition(".")
+            kinds[parameter].add(kind)
+    return dict(kinds)
 
 
 def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, TensorPieces]:
