@@ -10,7 +10,7 @@ offloading activations (`plan.layout_search`). Three baselines, all `best_fit`, 
 packing and 1F1B: tuned over all layouts; tuned over those with a pipeline of at least 4 stages; and the median of all
 its layouts that fit, which is what no tuning gets. SlimPack does not publish its baseline's layouts.
 
-    python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024]
+    python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024] [--models ...] [--cells ...]
 """
 
 import argparse
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
     parser.add_argument("--documents", type=int, default=1024, help="documents of a step")
     parser.add_argument("--models", default=",".join(name for name, _ in SETTINGS), help="of these, with commas")
+    parser.add_argument("--cells", default="", help="these only, such as llama-13b/128K/github_dirs, with commas")
     options = parser.parse_args()
     console = Console(width=220)
     table = Table(title=f"SlimPack's settings, SIMULATED, {options.documents} documents a step")
@@ -164,6 +165,11 @@ def main() -> None:
         table.add_column(head, justify="right" if head in heads[5:] else "left")
     settings = [setting for setting in SETTINGS if setting[0] in options.models.split(",")]
     cells = [(name, *setting, context) for setting in settings for context in CONTEXTS for name in TABLES]
+    if options.cells:
+        named = {f"{cell[1]}/{cell[3] // 1024}K/{cell[0]}": cell for cell in cells}
+        if unknown := sorted(set(options.cells.split(",")) - set(named)):
+            parser.error(f"no cells are called {', '.join(unknown)}; there are {', '.join(named)}")
+        cells = [named[cell] for cell in options.cells.split(",")]
     for lengths, name, devices, context in cells[:1] if options.quick else cells:
         best = run_cell(lengths, name, devices, context, options.documents)
         rows: list[Row] = []
