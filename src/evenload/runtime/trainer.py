@@ -15,13 +15,11 @@ import torch.distributed as dist
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
-from evenload.runtime.checkpoint.best_checkpoints import BestPass, with_pass
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
@@ -39,12 +37,11 @@ from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.overlaps import overlaps_of
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.stages.between_steps import BetweenSteps
 from evenload.runtime.stages.live_stages import LiveStages, Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
-from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.step_feedback import StepFeedback
-from evenload.runtime.stages.validator import Validator
 from evenload.runtime.step_metrics import (
     DevicePeaks,
     RankEnd,
@@ -58,7 +55,6 @@ from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run_totals import RunTotals
-from evenload.types.sample import Sample
 from evenload.types.timeline import Timeline
 
 
@@ -85,15 +81,7 @@ class Trainer:
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
-        validates, vocab_size = config.validation is not None, self.model.vocab_size
-        require_whole_model(config, self.meshes.layouts)
-        self._sampler: Sampler | None = None
-        if config.samples is not None:
-            assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), (
-                "`require_whole_model` refuses runs without one"
-            )
-            self._sampler = Sampler(config.samples, tokenizer, self.model.position_rows or None)
-        self._validator = Validator(config, tokenizer, vocab_size, self.meshes) if validates else None
+        self._between = BetweenSteps(config, tokenizer, self.model, self.meshes)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self._loader.state()
@@ -103,8 +91,6 @@ class Trainer:
         self.memory_cap_bytes = 0
         """Of this process; a switch is prepared in what a step leaves of it."""
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
-        self.best: tuple[BestPass, ...] = ()
-        """Passes over the validation data with the smallest losses, best first; as many as `train.keep_best`."""
         self._checkpoints = checkpoints_of(config.train.output_dir)
         self._writer = CheckpointWriter(
             self._checkpoints, self.state.buffers, self.state.optimizer, mesh, keep=config.train.keep_checkpoints
@@ -162,7 +148,7 @@ class Trainer:
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
-        self.best = progress.best[: self.config.train.keep_best]
+        self._between.take_over(progress.best)
         self._non_finite.num_skipped = progress.skipped_steps
         if isinstance(where, Path):
             self._saves.note_resumed(self.steps_done)
@@ -230,7 +216,7 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=asked_to_stop(),
                 wants_pause=asked_to_pause() and step + 1 != last_step,
-                goes_on=step + 1 != last_step and not (self._validator and self._validator.is_due(step + 1)),
+                goes_on=step + 1 != last_step and not self._between.validates_after(step + 1),
                 coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
@@ -249,28 +235,20 @@ class Trainer:
     def _validated_and_saved(
         self, report: StepReport | None, planner: StepPlanner | FlexPlanner, source: StepSource
     ) -> StepReport | None:
-        """After a step, what is due: losses of the validation data, a checkpoint. Collective."""
-        samples = self._samples()
-        validation, is_best = None, False
-        if self._validator and not (self.stop_signal or self.is_paused):  # else the run goes on later
-            at_end = partial(self._is_last, source)
-            validation = self._validator.after_step(self.steps_done, at_end, self.state, planner)
-        if validation is not None:
-            self.best = with_pass(self.best, self.steps_done, validation.loss, self.config.train.keep_best)
-            is_best = any(one.steps_done == self.steps_done for one in self.best)
-        saved, failed_save = self._saves.after_step(self.steps_done, is_time=self._is_time_to_save or is_best)
-        return report and replace(report, saved=saved, failed_save=failed_save, validation=validation, samples=samples)
-
-    def _samples(self) -> tuple[Sample, ...]:
-        """What the model writes after the steps done, where that is due; on rank 0, the others wait."""
-        if self._sampler is None or self.stop_signal or not self._sampler.is_due(self.steps_done):
-            return ()
-        stages, found = self.state.stages, ()
-        if self.mesh.rank == 0:
-            found = self._sampler.run(self.steps_done - 1, stages[0])
-        with self.mesh.watch.waiting("the samples that rank 0 writes"):
-            dist.barrier(group=self.mesh.control)
-        return found
+        """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
+        looked = self._between.look(
+            self.steps_done,
+            self.state,
+            planner,
+            is_last=partial(self._is_last, source),
+            is_stopping=bool(self.stop_signal),
+            is_paused=self.is_paused,
+        )
+        is_time = self._is_time_to_save or looked.is_best
+        saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
+        return report and replace(
+            report, saved=saved, failed_save=failed_save, validation=looked.validation, samples=looked.samples
+        )
 
     def _is_last(self, source: StepSource) -> bool:
         """No step of the run comes after those that are done."""
@@ -323,7 +301,7 @@ class Trainer:
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
-            best=self.best,
+            best=self._between.best,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 
