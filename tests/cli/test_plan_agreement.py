@@ -68,25 +68,27 @@ def test_json_adds_up(outputs):
 def test_table_and_page_show_the_json(outputs):
     table, found, page, *_ = outputs
     rows = re.findall(r'<tr class="(?:best|feasible)">(.*?)</tr>', page, flags=re.DOTALL)
-    in_page = {}
+    in_page: dict[str, set[str]] = {}  # of the comparison and of its further columns
     for text in rows:
-        cells = [html.unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<td.*?>(.*?)</td>", text)]
-        in_page[cells[0].removeprefix("▶ ")] = cells[1:]
+        (name,) = re.findall(r"<th[^>]*>(.*?)</th>", text)
+        cells = (re.sub("<[^>]*>", "", cell.replace("<br>", " ")) for cell in re.findall(r"<td.*?>(.*?)</td>", text))
+        in_page.setdefault(name.removeprefix("▶ "), set()).update(map(html.unescape, cells))
     for row in found["strategies"]:
         expected = [format_cell(column, row) for column in COLUMNS if row.get(column.key) is not None]
-        assert set(in_page[row["name"]]) <= set(expected)
-        (line,) = [line for line in table.splitlines() if re.match(rf"\s*▶?\s*{row['name']} ", line)]
+        assert in_page[row["name"]] <= set(expected)
+        (line,) = [line for line in table.splitlines() if re.match(rf"\s*▶?\s*{row['name']}\s\s", line)]
         for key in (
             "mean_step_time_s",
             "step_time_interval_s",
             "fraction_of_bound",
             "peak_memory_bytes",
-            "num_packs_forward",
             "time_split",
+            "num_packs_forward",
         ):
             (column,) = [column for column in COLUMNS if column.key == key]
-            assert format_cell(column, row) in line, key
             assert format_cell(column, row) in in_page[row["name"]], key
+            if key != "num_packs_forward":  # which the table leaves out for width
+                assert format_cell(column, row) in line, key
     assert f"{found['best']}: critical path" in table
     assert "from published errors of comparable simulators, not from our ledger" in table
     assert found["step_time_interval"]["basis"] in html.unescape(page)
