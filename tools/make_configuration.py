@@ -5,7 +5,7 @@ python tools/make_configuration.py          writes the file; tests/docs compares
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -77,6 +77,10 @@ def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _type(hint: Any) -> str:
+    """The words for what a key takes."""
+    (inner, *_) = get_args(hint) or (None,)
+    if get_origin(hint) is tuple and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+        return "list of tables"
     text = str(hint) if not isinstance(hint, type) else hint.__name__
     values = re.search(r"Literal\[(.*)\]", text)
     if values:
@@ -84,6 +88,7 @@ def _type(hint: Any) -> str:
     text = (
         text.replace("tuple[str, ...]", "list of strings")
         .replace("tuple[int, ...]", "list of integers")
+        .replace("tuple[int, int]", "list of two integers")
         .replace(" | None", " or unset")
     )
     for name, words in (("str", "string"), ("int", "integer"), ("bool", "`true`, `false`"), ("float", "number")):

@@ -72,7 +72,7 @@ class CallbackCalls:
             one = self._begun.pop(0)
             try:
                 self._call(one, "on_end", one.on_end, end)
-            except CallbackError:
+            except EvenloadError:
                 self._end_after_failure()
                 raise
 
@@ -83,7 +83,7 @@ class CallbackCalls:
             one = self._begun.pop(0)
             try:
                 self._call(one, "on_end", one.on_end, end)
-            except CallbackError as error:
+            except EvenloadError as error:
                 from evenload.cli.launch import tell
 
                 tell(f"warning: {error}")

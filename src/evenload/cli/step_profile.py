@@ -13,7 +13,7 @@ DIRECTORY = "profile"
 
 class StepProfile:
     """Records what this rank does from the end of the step before the first to the end of the last. What was recorded
-    is written on exit, also where training ends before.
+    is written on exit, also where training ends before; the file is named by the steps that ended.
 
     Args:
         rank: of the process, in the file's name.
@@ -41,8 +41,20 @@ class StepProfile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._running is not None:
+        if self._running is None:
+            return
+        try:
             self._write(self._steps_done)
+        except Exception as second:
+            if error is None:
+                raise
+            # What fails now must not hide what failed first.
+            from evenload.cli.launch import tell
+
+            tell(
+                f"warning: the profile of rank {self._rank} could not be written after the error that ends training: "
+                f"{type(second).__name__}: {second}"
+            )
 
     def _begin_at(self, step: int) -> None:
         self._steps_done = step
@@ -53,12 +65,15 @@ class StepProfile:
             self._running.start()
 
     def _write(self, end: int) -> str:
+        """A file of the steps that ended, [first, `end`); none where none did."""
         assert self._running is not None
+        recorded, self._running = self._running, None
         if self._is_cuda:
             torch.cuda.synchronize()
-        self._running.stop()
+        recorded.stop()
+        if end <= self._first:
+            return ""
         self._directory.mkdir(parents=True, exist_ok=True)
         file = self._directory / f"steps-{self._first}-to-{end - 1}-rank-{self._rank:05d}.json"
-        self._running.export_chrome_trace(str(file))
-        self._running = None
+        recorded.export_chrome_trace(str(file))
         return f"profile of steps {self._first} to {end - 1}, a file a process: {file} (open at ui.perfetto.dev)"

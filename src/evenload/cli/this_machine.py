@@ -17,13 +17,14 @@ from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 
 NAME = "this machine"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-# By what the driver calls a GPU, more special names first.
+# By all that the driver calls a GPU. The built-in ones are SXM cards; PCIe and NVL cards of the same name compute more
+# slowly and have other links, so no pattern may be met by a part of a name.
 _BUILT_IN_GPUS = (
-    (r"H100 80GB HBM3|H100 SXM", "h100"),
-    (r"\bH200\b", "h200"),
-    (r"\bB200\b", "b200"),
-    (r"A100.*80GB", "a100"),
-    (r"A100.*40GB", "a100-40"),
+    (r"(NVIDIA )?H100 (80GB HBM3|SXM5?( 80GB)?)", "h100"),
+    (r"(NVIDIA )?H200( SXM5?)?", "h200"),
+    (r"(NVIDIA )?B200( SXM6?)?", "b200"),
+    (r"(NVIDIA )?A100-SXM4?-80GB", "a100"),
+    (r"(NVIDIA )?A100-SXM4?-40GB", "a100-40"),
 )
 
 
@@ -88,11 +89,12 @@ def _gpus() -> ClusterSpec:
             f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); name "
             "the cluster that it will run on"
         )
-    kinds = {next((kind for pattern, kind in _BUILT_IN_GPUS if re.search(pattern, name)), None) for name in names}
+    kinds = {next((kind for pattern, kind in _BUILT_IN_GPUS if re.fullmatch(pattern, name)), None) for name in names}
     if len(kinds) > 1 or None in kinds:
         raise ConfigError(
             f"--cluster is missing, and this machine has {', '.join(sorted(set(names)))}, of which not all are one of "
-            f"the built-in {', '.join(BUILT_IN)}; describe them in a TOML file (docs/guide.md) and give it as --cluster"
+            f"the built-in {', '.join(BUILT_IN)}, all SXM (PCIe and NVL cards have other speeds and links); describe "
+            "the machine in a TOML file (docs/guide.md) and give it as --cluster"
         )
     (kind,) = kinds
     return cluster_from(f"{kind}x{len(names)}")

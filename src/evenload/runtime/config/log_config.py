@@ -17,8 +17,8 @@ class LogConfig(Frozen):
             resumed goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
         project: of Weights & Biases.
         name: of the run there; default: the last part of `train.output_dir`.
-        lines_every_s: a line about a step is shown at most once in so many seconds; the first and the last step always
-            have one; 0 = every step has.
+        lines_every_s: a line about a step is shown at most once in so many seconds; the first two steps and the
+            last always have one; 0 = every step has.
         profile_steps: [first, end): steps that torch's profiler records, one Chrome trace a process, in
             `output_dir`/profile. Steps that are profiled take longer.
     """
