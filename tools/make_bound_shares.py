@@ -60,18 +60,21 @@ def bound_shares() -> str:
         own = [found[model, devices, context, table] for table in TABLES]
         texts = (_text(cell) + " \\*" * (cell.commit != newest) for cell in own)
         lines.append(f"| {model}, {devices} | {context} | {' | '.join(texts)} |")
-    fractions = [cell.fraction for cell in found.values() if cell.commit == newest]
-    reached = sum(fraction >= 0.92 for fraction in fractions)
-    older = ", ".join(
-        f"`{commit}`" for commit in dict.fromkeys(cell.commit for cell in found.values()) if commit != newest
-    )
-    told = (
-        f"{reached} of {len(fractions)} cells reach 92 %; the mean is {statistics.mean(fractions):.1%}, the least "
-        f"{min(fractions):.1%}. Commit `{newest}`."
-    )
+    told = f"{_in_all([cell.fraction for cell in found.values()])}. Commit `{newest}`."
+    older = dict.fromkeys(cell.commit for cell in found.values() if cell.commit != newest)
     if older:
-        told += f" Cells with \\* are not in these numbers: they are from {older}, under the prices of then."
+        named = ", ".join(f"`{commit}`" for commit in older)
+        told += (
+            f" Cells with \\* are from older commits ({named}), planned and priced as it was then; without them "
+            f"{_in_all([cell.fraction for cell in found.values() if cell.commit == newest])}."
+        )
     return "\n".join([*lines, "", told, ""])
+
+
+def _in_all(fractions: list[float]) -> str:
+    reached = sum(fraction >= 0.92 for fraction in fractions)
+    mean, least = statistics.mean(fractions), min(fractions)
+    return f"{reached} of {len(fractions)} cells reach 92 %, the mean is {mean:.1%}, the least {least:.1%}"
 
 
 def _text(cell: Cell) -> str:
