@@ -46,8 +46,12 @@ def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
     return _curves(_of_runs(runs, "tokens_per_s"), "real tokens per second", "count", from_zero=True)
 
 
-def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
-    """Predicted and measured seconds of every step of one run. The axis starts at zero."""
+def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
+    """Predicted and measured seconds of every step of one run. The axis starts at zero.
+
+    Args:
+        run: its name, so that the page's step view opens this run's steps.
+    """
     rows = latest_per_step(rows)
     series = [
         (name, color, dash, metric_column(rows, "step"), metric_column(rows, key))
@@ -56,7 +60,8 @@ def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
             ("step_time_s", "measured", MEASURED, "solid"),
         )
     ]
-    return _curves([one for one in series if not np.isnan(one[-1]).all()], "step time", "s", from_zero=True)
+    known = [one for one in series if not np.isnan(one[-1]).all()]
+    return _curves(known, "step time", "s", from_zero=True, run=run)
 
 
 def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
@@ -67,7 +72,9 @@ def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
     return found
 
 
-def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False) -> Figure:
+def _curves(
+    series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False, run: str | None = None
+) -> Figure:
     axes = _axes(series, y_title, kind, from_zero)
     marks = []
     for _, color, dash, steps, values in series:
@@ -78,15 +85,15 @@ def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: boo
             marks += [dot(x, y, color, radius_px=2.6) for x, y in points if y is not None]
     label = f"{y_title} over {_count(series)} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + panel(axes, marks, label, _pointed(series, kind)), label=label)
+    return Figure(body=names + panel(axes, marks, label, _pointed(series, kind, run)), label=label)
 
 
 def _count(series: Sequence[Series]) -> int:
     return max((len(one[3]) for one in series), default=0)
 
 
-def _pointed(series: Sequence[Series], kind: str) -> Curves | None:
-    """All runs at the steps of any of them."""
+def _pointed(series: Sequence[Series], kind: str, run: str | None) -> Curves | None:
+    """All runs at the steps of any of them; `run` where all series are of one."""
     if not series:
         return None
     steps = np.unique(np.concatenate([one[3] for one in series]))
@@ -95,7 +102,7 @@ def _pointed(series: Sequence[Series], kind: str) -> Curves | None:
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = column
         values.append((name, color, whole.tolist()))
-    return Curves("step", steps.tolist(), kind, values)
+    return Curves("step", steps.tolist(), kind, values, {} if run is None else {"run": run})
 
 
 def _axes(series: Sequence[Series], y_title: str, kind: str, from_zero: bool) -> Axes:

@@ -81,6 +81,9 @@
     if (turn !== shown) return; // chosen again meanwhile
     panels = found;
     arrange();
+    // A link may be of a page whose steps took longer.
+    state.view = bounded(state.view, whole);
+    state.tokens = bounded(state.tokens, wholeTokens);
     draw();
     root.setAttribute("data-drawn", `${state.section}/${state.step}/${state.replica}`);
   };
@@ -248,15 +251,15 @@
   };
 
   // Moving in time (and, over documents, in tokens).
+  const bounded = (view, [low, high]) => {
+    if (!view) return null;
+    const span = Math.min(Math.max(view[1] - view[0], (high - low) * 1e-6), high - low);
+    const from = Math.min(Math.max(view[0], low), high - span);
+    return span >= (high - low) * 0.9999 ? null : [from, from + span];
+  };
   const setView = (view, kind = "timeline") => {
-    const [low, high] = kind === "documents" ? wholeTokens : whole;
-    let next = null;
-    if (view) {
-      const span = Math.min(Math.max(view[1] - view[0], (high - low) * 1e-6), high - low);
-      const from = Math.min(Math.max(view[0], low), high - span);
-      next = span >= (high - low) * 0.9999 ? null : [from, from + span];
-    }
-    state[kind === "documents" ? "tokens" : "view"] = next;
+    if (kind === "documents") state.tokens = bounded(view, wholeTokens);
+    else state.view = bounded(view, whole);
     draw();
     link();
   };
@@ -311,15 +314,19 @@
       "-": () => zoom(2), 0: () => setView(null), Home: () => setView(null),
     }[event.key];
     if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    // Documents are scrolled by these.
+    if (event.target.closest(".scroller") && /^(Home|Arrow)/.test(event.key)) return;
     event.preventDefault();
     act();
   });
 
-  // Clicked in a curve: the nearest step that is here.
-  document.addEventListener("evenload-step", ({ detail }) => {
-    const steps = sections[state.section].steps.map(({ step }) => step);
-    if (steps.length < 2) return;
-    choose("step", steps.reduce((best, step) => (Math.abs(step - detail) < Math.abs(best - detail) ? step : best)));
+  // Clicked in a curve: the nearest step of its run that is here; of a curve of several runs, of the one that is shown.
+  document.addEventListener("evenload-step", ({ detail: { step: wanted, run } }) => {
+    const section = run === undefined ? state.section : names.indexOf(run);
+    if (section < 0) return;
+    state.section = section;
+    const steps = sections[section].steps.map(({ step }) => step);
+    choose("step", steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best)));
     root.scrollIntoView();
   });
   new ResizeObserver(draw).observe(stage);

@@ -15,9 +15,9 @@ from evenload.types.scaled_units import format_bytes
 
 _READ_STEP_TIME = (
     "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "
-    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan. A click (or Enter) "
-    "shows the inside of a step."
+    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan."
 )
+_READ_CLICK = " A click (or Enter) shows the inside of a step."
 _READ_TOKENS = "Real tokens trained in a second over all devices. Padding does not count, so runs compare fairly."
 _READ_LOSS = (
     "Cross entropy over the label tokens of the whole global batch. Packing rearranges only inside of a step, so "
@@ -37,8 +37,8 @@ def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list
         figure_html(
             f"{identifier}-time",
             "Step time, predicted and measured",
-            _READ_STEP_TIME + _prediction_error(section.metrics),
-            step_time_figure(section.metrics),
+            _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics),
+            step_time_figure(section.metrics, section.name),
         )
     ]
     if is_alone:
