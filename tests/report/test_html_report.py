@@ -8,8 +8,8 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.report.comparison_html import comparison_html
-from evenload.report.headline import headline
 from evenload.report.html import render_report, write_report
+from evenload.report.measured_headline import measured_headline
 from evenload.report.run_report import RunReport, RunSection, StepView
 from report_samples import make_plan, make_row, make_split, make_timeline
 
@@ -148,9 +148,13 @@ def test_what_was_measured_is_said_in_a_sentence():
         {"name": "auto", "measured_step_time_s": 1.2},
         {"name": "padded", "feasible": False, "why": "no room"},
     ]
-    assert headline(rows, "auto") == "auto is 2.50× as fast as best_fit: 1.20 s instead of 3.00 s a step, measured"
-    assert headline(rows, "best_fit") == "best_fit takes 3.00 s a step, measured"
-    assert headline(rows, "padded") == headline((), "auto") == headline([{"name": "auto"}], "auto") == ""
+    assert measured_headline(rows, "auto") == (
+        "auto is 2.50× as fast as best_fit in the windows that it was run with: 1.20 s instead of 3.00 s a step, "
+        "measured"
+    )
+    assert measured_headline(rows, "best_fit") == "best_fit takes 3.00 s a step, measured"
+    for without, best in ((rows, "padded"), ((), "auto"), ([{"name": "auto"}], "auto")):
+        assert measured_headline(without, best) == ""
 
 
 def test_why_strategies_lose_stands_beside_their_names_and_other_columns_are_folded():

@@ -14,7 +14,6 @@ from pathlib import Path
 from evenload.errors import ConfigError
 from evenload.report.columns import is_feasible
 from evenload.report.comparison_html import comparison_html
-from evenload.report.headline import headline
 from evenload.report.layout_figure import layout_figure
 from evenload.report.length_figures import (
     READ_CUMULATIVE,
@@ -22,6 +21,7 @@ from evenload.report.length_figures import (
     length_classes_figure,
     read_classes,
 )
+from evenload.report.measured_headline import measured_headline
 from evenload.report.metrics_file import latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html
@@ -84,7 +84,7 @@ def render_report(report: RunReport) -> str:
 
 def _found(report: RunReport) -> list[str]:
     """What the page says before anything else."""
-    words = report.headline or headline(report.comparison, report.best)
+    words = report.headline or measured_headline(report.comparison, report.best)
     blocks = [f'<p class="headline">{escape(words)}.</p>'] if words else []
     trained = _trained(report)
     if len(trained) == 1:

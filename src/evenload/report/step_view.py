@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from evenload.report.headline import BASELINE
+from evenload.report.measured_headline import BASELINE
 from evenload.report.page import data_block, folded_html
 from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
