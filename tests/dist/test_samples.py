@@ -5,13 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
 from evenload.cli.start_checks import require_runnable
-from evenload.data.encoding.tokenize import ByteTokenizer
+from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
+from evenload.runtime.config.samples_config import SamplesConfig
 from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import load_config
+from evenload.runtime.stages.sampler import Sampler
 from training_cases import write_training_config
 from validation_cases import validated_run
 
@@ -65,9 +70,25 @@ def plain_text(config_file: Path, state: dict[str, np.ndarray], prompt: str) -> 
         (["parallel.pp=2"], "in layout pp=2 no process holds the whole model; samples need pp, virtual and tp 1"),
         (["parallel.tp=2"], "in layout tp=2 no process holds the whole model"),
         (["samples.every_steps=0"], "samples.every_steps is 0, must be at least 1"),
+        (["data.record=tokens"], "there is no tokeniser for the prompts"),
         (["samples.prompts=[]"], r"samples.prompts is \[\]; give at least one text"),
     ],
 )
 def test_samples_that_cannot_be_written_are_refused(config_file, settings, message):
     with pytest.raises(ConfigError, match=message):
         require_runnable(load_train_config(config_file, [*SAMPLES, *settings]))
+
+
+def test_prompts_that_the_model_cannot_write_on_from_are_refused(tmp_path):
+    settings = SamplesConfig(prompts=("abc",), every_steps=1, max_new_tokens=10)
+    with pytest.raises(
+        ConfigError, match=r"'abc' of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"
+    ):
+        Sampler(settings, ByteTokenizer(), 12)
+    Sampler(settings, ByteTokenizer(), 13)
+    words = Tokenizer(WordLevel({"abc": 0, "<eos>": 1}))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    blank = SamplesConfig(prompts=("abc", " "), every_steps=1)
+    with pytest.raises(ConfigError, match=r"prompt ' ' is no token of tokenizer 'tokenizer.json"):
+        Sampler(blank, FileTokenizer(tmp_path, "<eos>"), None)

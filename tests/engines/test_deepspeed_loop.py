@@ -1,12 +1,14 @@
 import importlib.util
 
 import pytest
+import torch
 
 from deepspeed_case import deepspeed_case, refusals_of_deepspeed
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import plain_adam
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop, require_same_ranks
+from overflowing_engine import updates_that_overflow
 from packed_cases import loader_of, write_texts
 from sweeps import sweep
 
@@ -59,16 +61,29 @@ def test_engines_that_would_train_something_else_are_refused(tmp_path):
     assert "is no checkpoint of this loop" in messages["checkpoint"]
 
 
-def test_a_checkpoint_of_other_ranks_says_how_it_goes_on(tmp_path):
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+def test_a_checkpoint_of_other_ranks_says_how_it_goes_on(tmp_path, name):
+    """By what it says: the files of other ranks lie on their own nodes."""
     (tmp_path / "step-4").mkdir()
-    for rank in range(2):
-        (tmp_path / "step-4" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    torch.save({"dp_world_size": 2, "module": {}}, tmp_path / "step-4" / name)
+    (tmp_path / "step-4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "latest").write_text("step-4")
     require_same_ranks(tmp_path, None, 2)
     for tag in (None, "step-4"):
         with pytest.raises(CheckpointError, match="was saved by 2 data-parallel ranks, and there are 1") as refused:
             require_same_ranks(tmp_path, tag, 1)
         assert "ds_to_universal --inject_missing_state --input_folder" in str(refused.value)
+
+
+def test_an_update_that_the_engine_left_out_is_told_and_not_counted(gloo_pool, tmp_path):
+    write_texts(tmp_path)
+    assert gloo_pool.run(1, updates_that_overflow, tmp_path) == [[(0, False), (1, True), (1, False), (2, True)]]
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"half of a fi")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt' cannot be read"):
+        require_same_ranks(tmp_path, None, 1)
 
 
 def test_what_is_no_engine_is_refused(tmp_path):

@@ -166,6 +166,12 @@ def test_ranks_with_other_costs_are_refused_on_all_of_them(gloo_pool, tp, pp):
         assert "read one cost file on every rank" in message
 
 
+@pytest.mark.parametrize("other", ["slowness", "keeps_short_whole"])
+def test_everything_that_costs_are_made_of_is_compared(gloo_pool, other):
+    for message in gloo_pool.run(2, run_on_ranks, 1, 1, 1, other):
+        assert "other costs on some ranks than on others" in message
+
+
 def test_released_versions_without_schedulers_are_named():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     with pytest.raises(ConfigError, match="megatron_step"):

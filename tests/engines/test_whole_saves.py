@@ -5,7 +5,7 @@ import pytest
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.engines.whole_saves import latest_place, new_place
 from packed_cases import write_texts
-from whole_save_cases import load_with_other_batches, places_of_saves, save_again_and_fail
+from whole_save_cases import errors_of_rank_zero, load_with_other_batches, places_of_saves, save_again_and_fail
 
 
 def test_a_save_that_fails_leaves_the_one_before(gloo_pool, tmp_path):
@@ -34,3 +34,10 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path):
 
 def test_a_second_save_of_a_step_goes_beside_the_first(gloo_pool, tmp_path):
     assert gloo_pool.run(2, places_of_saves, tmp_path) == [["step-3", "step-3-again", "step-3"]] * 2
+
+
+def test_what_fails_on_rank_zero_fails_on_all_ranks(gloo_pool, tmp_path):
+    """Others would wait for it."""
+    for unnamed, missing in gloo_pool.run(2, errors_of_rank_zero, tmp_path):
+        assert "could not be named the last checkpoint" in unnamed
+        assert "holds no whole checkpoint" in missing

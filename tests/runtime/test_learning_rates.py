@@ -70,10 +70,12 @@ def test_a_function_of_the_user_decides_after_warm_up(here):
 def test_what_a_function_must_not_do_is_told_with_its_name(here):
     (here / "wrong_rates.py").write_text(
         "def negative(step, steps):\n    return -1.0\ndef fails(step, steps):\n    return 1 / step\nnumber = 3\n"
+        "def truth(step, steps):\n    return step == 0\n"
     )
     (here / "broken_rates.py").write_text("import no_such_module_of_anyone\n")
     for name, message in (
         ("wrong_rates:negative", r"gave -1.0 for step 0 of 4; return what the learning rate is multiplied with"),
+        ("wrong_rates:truth", r"gave True for step 0 of 4"),
         ("wrong_rates:fails", r"failed for step 0 of 4: ZeroDivisionError"),
         ("wrong_rates:number", "which is a int and no function"),
         ("wrong_rates:absent", "'wrong_rates' has no 'absent'"),

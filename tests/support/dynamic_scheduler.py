@@ -47,8 +47,12 @@ class MegatronScheduler:
         return self.get_groups_and_subsamples(list(data_iterator))
 
 
-def run_on_ranks(tp, pp, slower_rank):
-    """As one rank: two steps of a scheduler whose costs are other ones on one rank (-1 = on none); plan, or error."""
+def run_on_ranks(tp, pp, other_rank, other="coefficients"):
+    """As one rank: two steps of a scheduler whose costs are other ones on one rank (-1 = on none); plan, or error.
+
+    Args:
+        other: what of the costs is another there.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dp = ranks // (tp * pp)
     # As Megatron numbers ranks: tensor, then data, then pipeline.
@@ -60,9 +64,13 @@ def run_on_ranks(tp, pp, slower_rank):
     model = model_from("llama-7b")
     layout = even_layout(model.num_layers, dp=dp)
     coefficients = analytic_coefficients(model, cluster_from("h100x8"), layout)
-    if rank == slower_rank:
+    options = {}
+    if rank == other_rank and other == "coefficients":
         coefficients = msgspec.structs.replace(coefficients, p2p_latency_s=1.0)
-    scheduler = scheduler_class(MegatronScheduler, PackCosts(model, coefficients, layout))(4096, 1, dp, None)
+    elif rank == other_rank:
+        options = {other: {"slowness": (2.0,), "keeps_short_whole": False}[other]}
+    costs = PackCosts(model, coefficients, layout, **options)
+    scheduler = scheduler_class(MegatronScheduler, costs)(4096, 1, dp, None)
     groups = dp_group, tp_group, pp_group, dp_group
     try:
         for _ in range(2):

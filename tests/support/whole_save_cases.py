@@ -1,7 +1,7 @@
 """Saves of a loop one after the other, as one rank of a `GlooPool`."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,15 +22,20 @@ class Saved(NamedTuple):
 
 
 def save_again_and_fail(corpus: Path, saved: Path) -> Saved:
-    """Save, fail in the middle of the next save on one rank, load, save."""
+    """Save, fail at the end of the next save on rank 1 when its files are written, load, save."""
     run = Fsdp2Run(fsdp2_case(), corpus, 0.0)
     loop = run.loop
     loop.save(saved)
     first = _names(saved)
     loop.num_steps = 1
-    # All ranks would write there.
     writing = dcp.FileSystemWriter.write_data
-    dcp.FileSystemWriter.write_data = _full_disk
+
+    def full_after_writing(*arguments: Any, **options: Any) -> None:
+        writing(*arguments, **options).wait()
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        dcp.FileSystemWriter.write_data = full_after_writing
     message = ""
     try:
         loop.save(saved)
@@ -43,10 +48,6 @@ def save_again_and_fail(corpus: Path, saved: Path) -> Saved:
     loop.save(saved)
     run.loader.close()
     return Saved(first, message, num_steps, _names(saved))
-
-
-def _full_disk(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def _names(directory: Path) -> list[str]:
@@ -81,3 +82,22 @@ def places_of_saves(directory: Path) -> list[str]:
         name_latest(place)
         names.append(latest_place(directory).name)
     return names
+
+
+def errors_of_rank_zero(directory: Path) -> tuple[str, str]:
+    """What all ranks say where rank 0 cannot write the name of a checkpoint, and where it finds none."""
+    place = new_place(directory, 3)
+    place.mkdir(exist_ok=True)
+    # A folder of that name cannot be written as a file.
+    (directory / "latest.part").mkdir(exist_ok=True)
+    dist.barrier()
+    said = []
+    # Other ranks look at a folder of their own, as they would on another machine.
+    own = directory if dist.get_rank() == 0 else directory / "elsewhere"
+    for attempt in (lambda: name_latest(place), lambda: latest_place(own)):
+        try:
+            attempt()
+        except CheckpointError as error:
+            said.append(str(error))
+    unnamed, missing = said
+    return unnamed, missing

@@ -21,6 +21,7 @@ different numbers of micro-batches under stage 2: the engine reduces at each of 
 
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
 from evenload.integrations.engines.pack_loss import PackLoss
+from evenload.integrations.engines.told_by_rank_zero import told_by_rank_zero
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep, zero_weight_pack
 
@@ -142,24 +144,39 @@ class DeepSpeedLoop(EngineLoop):
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """A `CheckpointError` where a checkpoint is of another number of data-parallel ranks.
+    """A `CheckpointError` where a checkpoint is of another number of data-parallel ranks. Collective.
 
     DeepSpeed would find out after it has loaded the weights, and not say what to do.
 
     Args:
         tag: None = that of the newest one.
     """
-    latest = directory / "latest"
-    name = tag or (latest.read_text().strip() if latest.is_file() else "")
-    # Every data-parallel rank writes its part of the optimizer's state.
-    saved = len(list((directory / name).glob("*_optim_states.pt"))) if name else 0
-    if saved not in (0, ranks):
-        folder = directory / name
+    folder, saved = told_by_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
+    if saved not in (None, ranks):
         raise CheckpointError(
             f"'{folder}' was saved by {saved} data-parallel ranks, and there are {ranks}; make it universal: python -m "
             f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
         )
+
+
+def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
+    """A checkpoint's folder, and what it says of its data-parallel ranks; None where DeepSpeed will find none itself.
+
+    The files of the other ranks are not counted: they may lie on the disks of other nodes.
+    """
+    latest = directory / "latest"
+    folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
+    # Of ZeRO-1 and 2, and of ZeRO-3.
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        if (folder / name).is_file():
+            try:
+                # DeepSpeed unpickles it next in any case; so, weights stay on the disk.
+                state = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
+            except (RuntimeError, EOFError, UnpicklingError) as error:
+                raise CheckpointError(f"'{folder / name}' cannot be read: {error}; give another tag") from error
+            return folder, state.get("dp_world_size")
+    return folder, None
 
 
 def _refuse_engine(engine: Any) -> None:

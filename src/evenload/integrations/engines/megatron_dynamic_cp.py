@@ -93,14 +93,14 @@ def scheduler_class(megatron_scheduler: type, costs: PackCosts) -> type:
             dev: Any,
             config: Any,
         ) -> Any:
-            """Megatron's, which makes a step's micro-batches on all ranks; before the first one they compare costs.
+            """Megatron's, which makes a step's micro-batches on all ranks; before its first one they compare costs.
 
             Raises:
                 ConfigError: the ranks were given different costs.
             """
-            if not type(self).ranks_agree:
+            if not self.ranks_agree:
                 require_same_costs(costs, (dp_cp_group, tp_group, pp_group), dev)
-                type(self).ranks_agree = True
+                self.ranks_agree = True
             groups = dp_group, tp_group, pp_group, dp_cp_group
             return super().run(data_iterator, num_microbatches, *groups, dev, config)
 
@@ -139,7 +139,9 @@ def require_same_costs(costs: PackCosts, groups: Sequence[Any], device: Any) -> 
             one after the other.
         device: of the groups' collectives.
     """
-    settings = msgspec.json.encode((costs.model, costs.coefficients, costs.layout))
+    settings = msgspec.json.encode(
+        (costs.model, costs.coefficients, costs.layout, costs.keeps_short_whole, costs.slowness)
+    )
     digest = int.from_bytes(hashlib.sha256(settings).digest()[:7])
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     for group in groups:

@@ -10,9 +10,9 @@ import re
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
 from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.engines.told_by_rank_zero import told_by_rank_zero
+from evenload.runtime.checkpoint.directory import sync
 
 LATEST = "latest"
 _PLACE = re.compile(r"step-\d+(-again)?")
@@ -22,38 +22,60 @@ def new_place(directory: Path, num_steps: int) -> Path:
     """A folder for the next checkpoint, which is not that of the last one. Collective.
 
     Raises:
+        CheckpointError: rank 0 cannot read there; on all ranks.
         ConfigError: an address in place of a folder.
     """
     if "://" in str(directory):
         raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
-    told: list[str] = [""]
-    if dist.get_rank() == 0:
+
+    def free_name() -> str:
         name = f"step-{num_steps}"
-        told[0] = f"{name}-again" if _latest_name(directory) == name else name
+        free = f"{name}-again" if _latest_name(directory) == name else name
         # What a killed run left there would be mixed with what is written now.
-        shutil.rmtree(directory / told[0], ignore_errors=True)
-    dist.broadcast_object_list(told, src=0)
-    return directory / told[0]
+        shutil.rmtree(directory / free, ignore_errors=True)
+        return free
+
+    return directory / told_by_rank_zero(free_name, f"'{directory}' cannot be read")
 
 
 def name_latest(place: Path) -> None:
-    """Call once all ranks have written: from now on this is the checkpoint, and earlier ones go. Collective."""
-    if dist.get_rank() == 0:
+    """Call once all ranks have written: from now on this is the checkpoint, and earlier ones go. Collective.
+
+    Raises:
+        CheckpointError: rank 0 could not write its name; on all ranks. The one before is still the last one.
+    """
+
+    def write_name() -> None:
+        # The name is on the disk before the earlier checkpoint goes, and what it names before the name.
+        sync(place)
         part = place.with_name(f"{LATEST}.part")
         part.write_text(place.name)
+        sync(part)
         part.replace(place.with_name(LATEST))
-        for other in place.parent.iterdir():
-            if other.name != place.name and _PLACE.fullmatch(other.name):
-                shutil.rmtree(other, ignore_errors=True)
-    dist.barrier()
+        sync(place.parent)
+
+    told_by_rank_zero(write_name, f"'{place}' was written, but could not be named the last checkpoint")
+    told_by_rank_zero(
+        lambda: _remove_others(place), f"'{place}' is the last checkpoint, but earlier ones still lie there"
+    )
 
 
 def latest_place(directory: Path) -> Path:
-    """The folder of the last whole checkpoint; a `CheckpointError` where there is none."""
-    name = _latest_name(directory)
+    """The folder of the last whole checkpoint, by what rank 0 reads. Collective.
+
+    Raises:
+        CheckpointError: there is none, or rank 0 cannot read there; on all ranks.
+    """
+    name = told_by_rank_zero(lambda: _latest_name(directory), f"'{directory}' cannot be read")
     if not name:
         raise CheckpointError(f"'{directory}' holds no whole checkpoint; give the folder that save wrote")
     return directory / name
+
+
+def _remove_others(place: Path) -> None:
+    for other in place.parent.iterdir():
+        if other.name != place.name and _PLACE.fullmatch(other.name):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _latest_name(directory: Path) -> str:

@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -13,8 +14,9 @@ ScheduleFunction = Callable[[int, int | None], float]
 with."""
 
 
+@cache
 def custom_schedule(name: str) -> ScheduleFunction:
-    """The function of that name; modules are looked for in the working directory first.
+    """The function of that name; modules are looked for in the working directory first. Looked up once in a process.
 
     Raises:
         ConfigError: there is none, or its module cannot be imported.
@@ -51,7 +53,7 @@ def custom_factor(name: str, step: int, steps: int | None) -> float:
             f"optimizer.schedule '{name}' failed for step {step} of {steps}: {type(error).__name__}: {error}; it is "
             "called with the step, from 0, and the number of steps (None where data.epochs ends the run)"
         ) from error
-    if not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
         raise ConfigError(
             f"optimizer.schedule '{name}' gave {factor!r} for step {step} of {steps}; return what the learning rate is "
             "multiplied with, a finite number from 0 on"

@@ -2,13 +2,15 @@
 
 Momentum is elementwise, so it lies in shards as AdamW's moments do, and checkpoints and other layouts treat it alike.
 Orthogonalising needs whole matrices: the shards of what is to be orthogonalised are gathered once a buffer, and every
-rank orthogonalises the matrices of which it owns some rows, those at the ends of its shard twice in all.
+rank orthogonalises the matrices of which it owns some elements: one that spans k shards is orthogonalised k times.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
 
 Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more gather of gradients' size a step, which
-nothing hides, and five times three products a matrix, divided over the ranks that hold it.
+nothing hides, and five times three products of every matrix of which this rank owns a part. These are divided over the
+ranks only as far as a shard holds several matrices: on many ranks, each shard a part of one matrix, every rank pays for
+at least one whole matrix a buffer, however many ranks there are.
 """
 
 import math

@@ -48,6 +48,11 @@ class Sampler:
         self._settings, self._tokenizer = settings, tokenizer
         self._prompts = [tokenizer.encode(prompt) for prompt in settings.prompts]
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
+            if not len(tokens):
+                raise ConfigError(
+                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}', and a model writes on "
+                    "from at least one; give another text in samples.prompts"
+                )
             if longest is not None and len(tokens) + settings.max_new_tokens > longest:
                 raise ConfigError(
                     f"samples: prompt '{prompt}' of {len(tokens)} tokens and samples.max_new_tokens "
