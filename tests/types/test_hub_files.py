@@ -50,6 +50,17 @@ def test_a_model_in_the_cache_is_planned_and_read_by_its_name(cache):
     assert read_train_config(tree).data.tokenizer == "some-org/small", "the settings name no folder of this machine"
 
 
+def test_a_tokenizer_without_its_settings_is_taken_with_a_warning(cache, caplog):
+    """The Hub would be asked for them first; which token ends a document is a guess without."""
+    assert local_path("some-org/small", "data.tokenizer", "tokenizer") == str(cache)
+    assert f"'some-org/small' (revision {COMMIT}) has no tokenizer_config.json" in caplog.text
+    assert "set data.eos_token" in caplog.text
+    caplog.clear()
+    (cache / "tokenizer_config.json").write_text("{}")
+    assert local_path("some-org/small", "data.tokenizer", "tokenizer") == str(cache)
+    assert "tokenizer_config" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "lacks"),
     [

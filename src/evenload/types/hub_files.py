@@ -1,12 +1,13 @@
 """`local_path`: files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B" or with "@revision".
 
 What lies here comes first: a path that exists is that path, and files that are in the Hub's local cache are taken from
-there without asking the network. Only then they are downloaded, into that cache. A name of which the first part is a
-folder here is a path that somebody mistyped, and nobody is asked about it.
+there without asking the network: of a tokeniser, both of its files. Only then they are downloaded, into that cache. A
+name of which the first part is a folder here is a path that somebody mistyped, and nobody is asked about it.
 
 Settings are small files: config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
 """
 
+import logging
 import re
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any, Literal
 from evenload.errors import ConfigError
 
 Wanted = Literal["settings", "tokenizer", "weights"]
+_log = logging.getLogger("evenload.types")
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")
 _SETTINGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "config.json", "generation_config.json", "tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "*.model",
     "additional_chat_templates/*",
 )  # fmt: skip
@@ -56,20 +59,16 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
         "revision": named["revision"],
         "allow_patterns": [*_SETTINGS, *(_WEIGHTS if wanted == "weights" else ())],
     }
-    try:
-        folder = hub.snapshot_download(**asked, local_files_only=True)
-        if _is_complete(Path(folder), wanted):
-            return folder
-    except Exception:  # not in the cache; the Hub's client has no common class for that
-        pass
     cause = None
     try:
-        # Without a network this may give what is in the cache, whole or not.
-        folder = hub.snapshot_download(**asked)
-        if _is_complete(Path(folder), wanted):
+        folder = _cached(hub, asked, wanted) or hub.snapshot_download(**asked)
+        # Without a network what was found is what is in the cache, whole or not.
+        if _is_usable(Path(folder), wanted):
+            _say_what_lacks(path, Path(folder), wanted)
+            _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)
             return folder
         why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
-    except Exception as error:
+    except Exception as error:  # the Hub's client has no common class for what it raises
         cause, why = error, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     cache = import_module("huggingface_hub.constants").HF_HUB_CACHE
     revision = f" --revision {named['revision']}" if named["revision"] else ""
@@ -81,8 +80,35 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     ) from cause
 
 
-def _is_complete(folder: Path, wanted: Wanted) -> bool:
-    """Whether everything is there that a download would bring, as far as its files tell."""
+def _cached(hub: Any, asked: dict[str, Any], wanted: Wanted) -> str | None:
+    """The folder in the local cache, where it has everything that a download would bring."""
+    try:
+        folder = hub.snapshot_download(**asked, local_files_only=True)
+    except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
+        return None
+    return folder if _is_usable(Path(folder), wanted) and not _lacking(Path(folder), wanted) else None
+
+
+def _lacking(folder: Path, wanted: Wanted) -> str | None:
+    """A file that most models have and some have not, so that the Hub is asked for it once."""
+    if wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file():
+        return _TOKENIZER_SETTINGS
+    return None
+
+
+def _say_what_lacks(path: str, folder: Path, wanted: Wanted) -> None:
+    if name := _lacking(folder, wanted):
+        _log.warning(
+            "'%s' (revision %s) has no %s: the Hub has none, or cannot be asked from here. It names the token that "
+            "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
+            path,
+            folder.name,
+            name,
+        )
+
+
+def _is_usable(folder: Path, wanted: Wanted) -> bool:
+    """Whether everything is there without which nothing can be done, as far as its files tell."""
     if wanted == "tokenizer":
         return (folder / "tokenizer.json").is_file()
     if not (folder / "config.json").is_file():
