@@ -49,7 +49,8 @@ def rows_of(gpus: int, limit_s: float, seconds: float, found: tuple[StrategyLayo
     case = f"llama-13b on {gpus:,} H100, {gpus:,} documents, at most {limit_s:g} s"
     rows = [Row("layout_search", case, "processor time", seconds, "s", "")]
     for one in found:
-        looked = f"{one.planned} planned, {one.ruled_out} ruled out, {one.not_looked_at} not looked at"
+        looked = f"{one.planned} planned, {one.too_large} too large, {one.ruled_out} ruled out, "
+        looked += f"{one.not_looked_at} not looked at"
         share = one.best.fraction_of_bound if one.best.feasible else None
         where = " ".join(f"{axis}={size}" for axis, size in one.best.layout.items() if size > 1)
         note = f"{where}; {looked}; one of {one.best.stride} replicas"

@@ -1,10 +1,11 @@
 """What docs/plan.md and docs/guide.md show and say of `evenload plan` and `evenload lengths`: output and sentences.
 
-    python tools/make_plan_pages.py [--without-search]      part of `make docs`; a minute, most of it the search
+    python tools/make_plan_pages.py [--without-search]      part of `make docs`; minutes, nearly all of them the search
 
 Every block stands between two comments of its page and is made anew from the command that the page names: the output
-as a terminal of the page's width shows it, and the sentences with figures from the same command's `--json`. A test runs
-everything but the search and compares; of the search it runs the winner.
+as a terminal of the page's width shows it, and the sentences with figures from the same command's `--json`. The search
+has two hours, so that it ends by itself on any machine and the page says the same. A test runs everything but the
+search and compares; of the search it runs the winner.
 """
 
 import fcntl
@@ -34,7 +35,9 @@ MODEL = ("--model", "llama-13b", "--cluster", "h100x64")
 CONTEXT = ("--context", "131072", "--overlong", "truncate", *SIZES)
 STRATEGIES = ("plan", TABLE, *MODEL, "--layout", "dp=4,pp=4,tp=4", *CONTEXT,
               "--strategy", "padded,best_fit,fixed_greedy,balanced,wlb,slimpack,auto")  # fmt: skip
-SEARCH = ("plan", TABLE, *MODEL, "--search-layout", *CONTEXT, "--strategy", "best_fit,slimpack,auto")
+# However slow the machine: a page does not depend on it.
+SEARCH = ("plan", TABLE, *MODEL, "--search-layout", "--search-seconds", "7200", *CONTEXT,
+          "--strategy", "best_fit,slimpack,auto")  # fmt: skip
 LENGTHS = ("lengths", TABLE, "--window", "131072")
 PLAN_WIDTH, GUIDE_WIDTH = 118, 118
 _SHOWN_LAYOUTS = 6
@@ -49,8 +52,7 @@ def main() -> None:
         output, _ = run(winner(GUIDE.read_text(encoding="utf-8")), GUIDE_WIDTH)
         put(GUIDE, {"winner output": fenced(output)})
     else:
-        # However slow the machine: a page does not depend on it.
-        put(GUIDE, search_blocks(strategies, run((*SEARCH, "--search-seconds", "7200"), GUIDE_WIDTH)))
+        put(GUIDE, search_blocks(strategies, run(SEARCH, GUIDE_WIDTH)))
         output, _ = run(winner(GUIDE.read_text(encoding="utf-8")), GUIDE_WIDTH)
         put(GUIDE, {"winner output": fenced(output)})
 
@@ -277,7 +279,7 @@ def winner(page: str) -> tuple[str, ...]:
     layout = block_of(page, "winner output").partition(", layout ")[2].partition(", ")[0].split()
     search = list(SEARCH)
     at = search.index("--search-layout")
-    return (*search[:at], "--layout", ",".join(layout), *search[at + 1 :])
+    return (*search[:at], "--layout", ",".join(layout), *search[at + 3 :])  # without --search-seconds and its number
 
 
 def put(page: Path, blocks: Mapping[str, str]) -> None:

@@ -72,6 +72,23 @@ def test_the_figures_are_those_of_the_command(tmp_path, capsys):
             write(tmp_path / "nowhere" / name)
 
 
+def test_plans_of_a_part_are_not_given_as_those_of_the_cluster(tmp_path):
+    found = evenload.plan(
+        [512, 2000] * 100,
+        model="qwen2.5-0.5b",
+        cluster="h100x1024",
+        documents=2000,
+        strategy="balanced",
+        search_layout=True,
+        search_seconds=0.001,
+    )
+    assert found.layouts[0].stride > 1
+    for call in (found.plans, lambda: found.write_trace(tmp_path / "trace.json")):
+        with pytest.raises(ConfigError, match=r"the search judged balanced on one of \d+ replicas .*--layout dp="):
+            call()
+    assert not (tmp_path / "trace.json").exists()
+
+
 class Cells(HTMLParser):
     """Text of all cells, and tags that were not closed."""
 

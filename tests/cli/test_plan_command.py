@@ -77,7 +77,7 @@ def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> 
 
 @pytest.mark.parametrize(
     ("strategies", "said"),
-    [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "in the windows that suit it best")],
+    [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "of those asked for")],
 )
 def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, said) -> None:
     assert run_plan(*inputs(table, "--strategy", strategies)) == 0
@@ -133,7 +133,7 @@ def test_every_strategy_is_judged_in_its_own_layout(table, tmp_path, capsys) -> 
         assert row["layout"].items() <= found["layouts"][0]["layout"].items()
         assert row["mean_step_time_s"] == pytest.approx(found["layouts"][0]["mean_step_time_s"])
         assert found["not_looked_at"] == 0
-        assert found["planned"] + found["ruled_out"] == len(found["layouts"])
+        assert found["planned"] + found["too_large"] + found["ruled_out"] == len(found["layouts"])
     assert content["baseline"]["mean_step_time_s"] <= content["strategies"][1]["mean_step_time_s"]
     assert "layout of each strategy: padded dp=" in shown
     assert "layouts planned: " in shown
@@ -164,7 +164,15 @@ def test_a_search_that_had_too_little_time_says_what_it_did_not_look_at(table, t
     [
         (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
         (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
-        (["--search-layout", "--cluster", "h100x1024", "--worst", "2"], "--worst and --emit-plan are of whole steps"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--worst", "2"],
+            "--worst, --emit-plan and --trace are of whole",
+        ),
+        (["--search-layout", "--cluster", "h100x1024", "--trace", "/dev/null"], "--worst, --emit-plan and --trace are"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--strategy", "auto,flexpipe"],
+            "--strategy flexpipe with --search-layout: it changes the layout of whole clusters",
+        ),
     ],
 )
 def test_searches_that_cannot_be_are_refused(table, capsys, more, message) -> None:

@@ -29,7 +29,7 @@ def test_the_guide_shows_what_its_commands_print(script):
 
 
 def test_the_layout_that_the_guide_says_wins_is_planned_as_it_says(script):
-    """The search itself takes most of a minute, so it runs in `make docs` only."""
+    """The search itself takes minutes, so it runs in `make docs` only."""
     page = script["GUIDE"].read_text(encoding="utf-8")
     output, _ = script["run"](script["winner"](page), script["GUIDE_WIDTH"])
     assert script["block_of"](page, "winner output") == script["fenced"](output)

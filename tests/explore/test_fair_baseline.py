@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.cli.plan_lines import headline_line
 from evenload.errors import ConfigError
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.fair_baseline import judged_window, with_window
@@ -41,6 +42,32 @@ def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> 
     assert window < 4096
     assert judged.mean_step_time_s == mean_s(planner, window)
     assert all(mean_s(planner, window) <= mean_s(planner, 4096 >> k) for k in range(5))
+
+
+def test_the_users_own_window_is_tried() -> None:
+    """Halvings and what lies between them never come to it."""
+    usual = judged_window(make_planner(), batches())
+    assert usual is not None
+    times_s = {window: mean_s(make_planner(), window) for window in range(150, 1300, 37)}
+    own = min(times_s, key=times_s.__getitem__)
+    assert times_s[own] < usual.mean_step_time_s
+    judged = judged_window(with_window(make_planner(), own), batches())
+    assert judged is not None
+    assert judged.mean_step_time_s <= times_s[own]
+
+
+def test_where_only_other_windows_of_best_fit_win_the_headline_says_so() -> None:
+    found = evaluate_strategies(make_planner(), batches(), ["padded", "best_fit"])
+    said = headline(found)
+    assert said is not None
+    assert said.factor is not None
+    assert said.factor < 1
+    assert found.baseline is not None
+    line = headline_line(said, found)
+    assert "is the fastest of those asked for by prediction" in line
+    assert f"(--set best_fit.window_tokens={found.baseline.window_tokens}) is faster" in line
+    assert line.endswith(f"a step, {1 / said.factor:.2f} times as fast")
+    assert "loses" not in line
 
 
 def test_the_asked_window_stays_where_none_is_faster() -> None:

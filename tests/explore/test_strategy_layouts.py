@@ -13,6 +13,7 @@ from evenload.explore.default_layout import usable_bytes
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.layout_search import layouts_of, planned_layout, search_layouts
 from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.stage_layers import balanced_layout
 from evenload.explore.strategy_layouts import fair_planners, planners_in, search_strategies
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
@@ -48,7 +49,8 @@ def test_every_strategy_is_judged_in_the_layout_that_suits_it() -> None:
     for one in found:
         alone = search_layouts(MODEL, CLUSTER, batches(), coefficients_of, strategy=one.strategy, options=OPTIONS)
         assert [msgspec.to_builtins(result) for result in one.layouts] == [msgspec.to_builtins(r) for r in alone]
-        assert (one.not_looked_at, one.planned + one.ruled_out) == (0, len(one.layouts))
+        assert (one.not_looked_at, one.planned + one.too_large + one.ruled_out) == (0, len(one.layouts))
+        assert one.too_large == sum(result.why.startswith("weights and optimizer alone") for result in one.layouts)
 
     def planners_of(result) -> StrategyPlanners:
         coefficients = coefficients_of(result.parallel_layout())
@@ -81,16 +83,18 @@ def test_what_the_bound_rules_out_is_none_of_the_best() -> None:
         strategy="best_fit",
         options=OPTIONS,
     )
-    out = [result for result in results if not result.is_planned]
+    out = [result for result in results if not result.is_planned and not result.is_too_large]
     assert out
     worst_s = [result.mean_step_time_s or 0.0 for result in results if result.feasible][7]
     for result in out:
         assert result.why.startswith("no plan in it takes less than")
-        layout = result.parallel_layout()
-        planned = planned_layout(
-            MODEL, cluster, layout, few, lambda one: coefficients_of(one, cluster), "best_fit", OPTIONS
-        )
-        assert not planned.feasible or (planned.mean_step_time_s or 0.0) > worst_s
+        sizes = result.parallel_layout()
+        tokens = [document.num_tokens for document in few[0].documents]
+        for layout in (sizes, balanced_layout(MODEL, coefficients_of(sizes, cluster), sizes, tokens)):
+            planned = planned_layout(
+                MODEL, cluster, layout, few, lambda one: coefficients_of(one, cluster), "best_fit", OPTIONS
+            )
+            assert not planned.feasible or (planned.mean_step_time_s or 0.0) > worst_s
 
 
 def test_a_search_ends_in_time_and_says_what_it_did_not_look_at() -> None:
@@ -102,7 +106,7 @@ def test_a_search_ends_in_time_and_says_what_it_did_not_look_at() -> None:
         assert one.best.feasible, "one layout that fits is always looked for"
         assert one.not_looked_at > 0
         late = [result for result in one.layouts if result.why.startswith("not looked at")]
-        assert len(late) == one.not_looked_at == len(one.layouts) - one.planned - one.ruled_out
+        assert len(late) == one.not_looked_at == len(one.layouts) - one.planned - one.too_large - one.ruled_out
         assert not any(result.is_planned or result.feasible for result in late)
     assert looks * HALF_SECONDS >= 4.0
 
@@ -121,18 +125,40 @@ def test_a_part_stands_for_a_large_cluster() -> None:
     longest = max(document.num_tokens for document in batch.documents)
     assert max(document.num_tokens for document in part.batch.documents) == longest
 
-    def planned(of_layout, documents, room):
+    def planned(of_layout, documents, raised_bytes):
         coefficients = coarse_coefficients(coefficients_of(layout, cluster), layout, of_layout)
         found = planned_layout(
-            MODEL, cluster, of_layout, [documents], lambda _: coefficients, "balanced", OPTIONS, room
+            MODEL, cluster, of_layout, [documents], lambda _: coefficients, "balanced", OPTIONS, raised_bytes
         )
         assert found.feasible, found.why
         return found
 
-    whole, small = planned(layout, batch, room_bytes), planned(part.layout, part.batch, part.room_bytes)
+    whole, small = planned(layout, batch, 0), planned(part.layout, part.batch, part.raised_bytes)
     assert small.mean_step_time_s == pytest.approx(whole.mean_step_time_s, rel=0.1)
-    free = room_bytes - (whole.peak_memory_bytes or 0), part.room_bytes - (small.peak_memory_bytes or 0)
+    assert part.raised_bytes > 0
+    free = [room_bytes - (one.peak_memory_bytes or 0) for one in (whole, small)]
     assert free[1] == pytest.approx(free[0], rel=0.1)
+
+    (row,), (of_part,) = (
+        evaluate_strategies(
+            planners_in(
+                found,
+                MODEL,
+                coefficients_of(layout, cluster),
+                [batch],
+                OPTIONS,
+                room_bytes=room_bytes,
+                host=host_memory(cluster),
+            ),
+            [batch],
+            ["balanced"],
+        ).results
+        for found in (whole, msgspec.structs.replace(small, layout=whole.layout, stride=part.stride))
+    )
+    assert of_part.peak_memory_bytes == small.peak_memory_bytes
+    assert of_part.num_packs_forward == pytest.approx(row.num_packs_forward, rel=0.1)
+    assert (row.note, of_part.layout, of_part.dropped_tokens) == ("", row.layout, row.dropped_tokens)
+    assert of_part.note.startswith("estimated on one of 8 replicas and documents")
 
 
 def test_small_clusters_and_few_documents_are_planned_whole() -> None:

@@ -115,10 +115,12 @@ class Comparison:
 
     def plans(self, strategy: str | None = None) -> tuple[StepPlan, ...]:
         """The planned steps of a strategy, the best one's by default; none where it cannot be planned at all.
-        `ConfigError` where it was not planned, or nothing fits and none is named."""
+        `ConfigError` where it was not planned, or on a part of a large cluster only, or nothing fits and none is
+        named."""
         name = strategy or self.best
         if name is None:
             raise ConfigError("no strategy fits memory, so there is no best one; name the strategy")
+        self._found.require_whole(self[name].name, f"plans of {name}")
         return tuple(proposal.plan for proposal in self._found.evaluation.proposals[self[name].name])
 
     def require_feasible(self) -> None:
@@ -136,8 +138,10 @@ class Comparison:
         write_report(Path(path), plan_report(self._found))
 
     def write_trace(self, path: str | Path) -> None:
-        """The first step of the best strategy for Perfetto; `ConfigError` where it cannot be written,
-        `InfeasiblePlanError` where nothing could be planned."""
+        """The first step of the best strategy for Perfetto; `ConfigError` where it cannot be written, or was planned on
+        a part of a large cluster only, `InfeasiblePlanError` where nothing could be planned."""
+        for name in (self.best,) if self.best else self._found.evaluation.proposals:
+            self._found.require_whole(name, f"trace {path}")
         write_output(Path(path), b"")
         write_plan_trace(Path(path), self._found.evaluation)
 

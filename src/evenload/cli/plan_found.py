@@ -14,7 +14,14 @@ from evenload.cli.length_source import LengthSource, length_source, unit_line
 from evenload.cli.plan_arguments import DEFAULT_SEARCH_S, PlanArguments
 from evenload.cli.plan_engine import engine_evaluation, engine_layout, require_engine
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
-from evenload.cli.plan_layout import SearchedLayouts, layouts_that_fit, planned_in, planners_of_search, searched_layouts
+from evenload.cli.plan_layout import (
+    SearchedLayouts,
+    layouts_that_fit,
+    option_of,
+    planned_in,
+    planners_of_search,
+    searched_layouts,
+)
 from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, inputs_said
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
@@ -59,6 +66,15 @@ class FoundPlans:
     def layouts(self) -> tuple[LayoutResult, ...]:
         """Of a search those of the fastest strategy, the best first; else none."""
         return self.searched.fastest.layouts if self.searched else ()
+
+    def require_whole(self, strategy: str, what: str) -> None:
+        """`ConfigError` where a strategy was planned on a part of a large cluster: its plans are not the cluster's."""
+        if self.searched and (best := self.searched.of(strategy).best).stride > 1:
+            raise ConfigError(
+                f"{what}: the search judged {strategy} on one of {best.stride} replicas and documents, because the "
+                f"cluster has more than {LARGE_CLUSTER} devices, so there are no plans of whole steps; plan with its "
+                f"layout instead of a search: --layout {option_of(best)}"
+            )
 
     def require_feasible(self) -> None:
         """`InfeasiblePlanError` where no strategy fits memory, or not with the batch that `--worst` found."""

@@ -164,10 +164,11 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         machines = cluster_from(asked.cluster)
     else:
         machines = this_machine(run, cost, _processes(asked, run, model))
-    if asked.search_layout and machines.num_devices > LARGE_CLUSTER and (asked.worst or asked.emit_plan):
+    whole = asked.worst or asked.emit_plan or asked.trace
+    if asked.search_layout and machines.num_devices > LARGE_CLUSTER and whole:
         raise ConfigError(
             f"--search-layout judges clusters of more than {LARGE_CLUSTER} devices on a part of a step, "
-            "--worst and --emit-plan are of whole steps; give --layout for these"
+            "--worst, --emit-plan and --trace are of whole steps; give --layout for these"
         )
     if run is not None:
         random_init = run.model.random_init

@@ -32,6 +32,8 @@ _NAMED = 3
 """Layouts that a message names."""
 _SHOWN = 12
 """Layouts in the table that fit, and as many of those that do not; the JSON file has all."""
+_COUNTS = ("planned", "too_large", "ruled_out", "not_looked_at")
+"""Of a strategy's layouts, what became of them."""
 _NUMBERS_WIDTH, _MIN_PLAN_WIDTH = 70, 20
 """Columns of the terminal that sizes, times and memory take, and at least the rest."""
 
@@ -73,14 +75,17 @@ class SearchedLayouts:
     def lines(self) -> tuple[str, ...]:
         """Every strategy's layout, and what was looked at."""
         named = "; ".join(
-            f"{one.strategy} {_option(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
+            f"{one.strategy} {option_of(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
             if one.best.feasible
             else f"{one.strategy} none"
             for one in self.found
         )
-        counts = {name: sum(getattr(one, name) for one in self.found) for name in ("planned", "ruled_out")}
-        looked = f"layouts planned: {counts['planned']}; not needed, because no plan in them can be among the best: "
-        lines = [f"layout of each strategy: {named}", looked + str(counts["ruled_out"])]
+        planned, too_large, ruled_out = (sum(getattr(one, name) for one in self.found) for name in _COUNTS[:3])
+        lines = [
+            f"layout of each strategy: {named}",
+            f"layouts planned: {planned}; too large in weights and optimizer alone: {too_large}; not needed, because "
+            f"no plan in them can be among the best: {ruled_out}",
+        ]
         late = [f"{one.strategy} {one.not_looked_at} of {len(one.layouts)}" for one in self.found if one.not_looked_at]
         if late:
             lines.append(
@@ -91,7 +96,7 @@ class SearchedLayouts:
             strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in self.found)
             lines.append(
                 f"estimates: more than {LARGE_CLUSTER} devices are judged on a part, every so many-th replica and "
-                f"document ({strides}); --layout {_option(self.fastest.best)} plans the whole"
+                f"document ({strides}); --layout {option_of(self.fastest.best)} plans the whole"
             )
         return tuple(lines)
 
@@ -101,7 +106,7 @@ class SearchedLayouts:
             "limit_s": self.limit_s,
             "strategies": {
                 one.strategy: {
-                    **{name: getattr(one, name) for name in ("planned", "ruled_out", "not_looked_at")},
+                    **{name: getattr(one, name) for name in _COUNTS},
                     "layouts": [msgspec.to_builtins(result) for result in one.layouts],
                 }
                 for one in self.found
@@ -135,7 +140,7 @@ def searched_layouts(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not fastest.best.feasible:
         raise InfeasiblePlanError(
-            f"no layout of {inputs.cluster_name} fits; the closest, {_option(fastest.best)}: {fastest.best.why}"
+            f"no layout of {inputs.cluster_name} fits; the closest, {option_of(fastest.best)}: {fastest.best.why}"
         )
     return searched
 
@@ -156,6 +161,8 @@ def planners_of_search(
             room_bytes=inputs.memory_cap_bytes,
             host=inputs.host,
         )
+        if found.stands_for is not None:
+            return found  # A part has no other layouts to change to.
         return replace(found, flexible=FlexPlanner(found.planner, costs.of, layouts=inputs.layouts))
 
     own = {one.strategy: planners_of(one.best) for one in searched.found}
@@ -192,7 +199,7 @@ def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], asked:
     if not found.layouts:
         return f"no layout was found that fits ({tried}); --search-layout tries all of them"
     named = ", ".join(
-        f"--layout {_option(result)} ({format_seconds(result.mean_step_time_s)} a step)"
+        f"--layout {option_of(result)} ({format_seconds(result.mean_step_time_s)} a step)"
         for result in found.layouts[:_NAMED]
     )
     return f"these fit by prediction ({tried}): {named}; --search-layout ranks all"
@@ -202,7 +209,7 @@ def _search_strategy(asked: tuple[str, ...] | None) -> str:
     return asked[0] if asked is not None and len(asked) == 1 else AUTO.name
 
 
-def _option(result: LayoutResult) -> str:
+def option_of(result: LayoutResult) -> str:
     """A layout as --layout takes it."""
     return ",".join(f"{axis}={size}" for axis, size in result.layout.items() if size > 1 or axis == "dp")
 

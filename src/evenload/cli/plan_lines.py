@@ -108,7 +108,8 @@ def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
     interval = f" (90 % of steps: {format_interval(found.interval_s)})" if found.interval_s else ""
     apart = found.baseline_layout not in (None, found.layout)
     where = f" in {format_layout(found.layout)}" if apart else ""
-    said = f"{found.best}{where} is the fastest by prediction: {format_seconds(found.step_time_s)} a step{interval}"
+    step = f"{format_seconds(found.step_time_s)} a step{interval}"
+    said = f"{found.best}{where} is the fastest by prediction: {step}"
     names = [result.name for result in evaluation.results]
     if found.factor is None or found.baseline_window_tokens is None:
         why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
@@ -116,6 +117,15 @@ def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
     window = format_power_of_two(found.baseline_window_tokens)
     if found.best == BEST_FIT.name and found.factor > 1 - _SAME:
         return f"{said}, and no other windows suit it better than its {window} tokens"
+    bound = f"no plan in its layout takes less than {format_percent(found.fraction_of_layout_bound)} of that"
+    if found.factor < 1 - _SAME:
+        there = f" in {format_layout(found.baseline_layout)}" if apart else ""
+        faster_s = format_seconds(found.factor * found.step_time_s)
+        return (
+            f"{found.best}{where} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
+            f"windows of {window} tokens{there} (--set best_fit.window_tokens={found.baseline_window_tokens}) is "
+            f"faster: {faster_s} a step, {1 / found.factor:.2f} times as fast"
+        )
     said += f", {found.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
     said += f" in {format_layout(found.baseline_layout)}" if apart else ""
     if found.reasons:
@@ -124,7 +134,7 @@ def headline_line(found: Headline | None, evaluation: Evaluation) -> str:
             for one in found.reasons
         )
         said += f", which loses more to {lost}"
-    return f"{said}; no plan in its layout takes less than {format_percent(found.fraction_of_layout_bound)} of that"
+    return f"{said}; {bound}"
 
 
 def comparison_rows(evaluation: Evaluation, unit: LengthUnit) -> list[dict[str, Any]]:

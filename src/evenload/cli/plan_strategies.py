@@ -20,6 +20,8 @@ STRATEGY_HELP = (
     f"{_built_in(lambda one: one.needs_one_stage)} where the layout has a pipeline."
 )
 
+_WHOLE_CLUSTERS = "it changes the layout of whole clusters, and this one is judged on a part; --layout plans it"
+
 
 def asked_strategies(text: str) -> tuple[str, ...] | None:
     """The names of `--strategy`, each once; None = all that can run."""
@@ -43,12 +45,13 @@ def chosen_strategies(
         in_part: a part of a large cluster stands for the whole, which changes of its layout cannot be planned in.
     """
     if asked is not None:
+        if in_part and (changing := [name for name in asked if strategy_named(name).changes_layout]):
+            raise ConfigError(f"--strategy {', '.join(changing)} with --search-layout: {_WHOLE_CLUSTERS}")
         return asked, ()
     left_out = []
     for one in STRATEGIES.values():
         if in_part and one.changes_layout:
-            why = "it changes the layout of whole clusters, and this one is judged on a part; --layout plans it"
-            left_out.append(LeftOutStrategy(name=one.name, why=why))
+            left_out.append(LeftOutStrategy(name=one.name, why=_WHOLE_CLUSTERS))
         if layout is not None and one.needs_one_stage and layout.num_stages > 1:
             why = f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout "
             left_out.append(LeftOutStrategy(name=one.name, why=why + "with pp=1 includes it"))

@@ -6,6 +6,10 @@
                   rates, with the tensor-parallel transfers that nothing hides; or sums its gradients, if that takes
                   longer; then the update. No plan in the layout is faster under the cost model: it may cut, share and
                   order documents as it likes, but not move layers.
+    of the sizes  the same for every split of the model's layers over the pipeline's ranks, with any number of stages a
+                  rank: some rank has the dearest layer, as the last one is with the head; at least the mean of all
+                  ranks; and as many layers as an even split's fullest. What a search over layouts may leave out by,
+                  which splits layers later.
 
 Between both lies `PackCosts.lower_bound_seconds`: all useful work at the cost model's rates on all devices evenly, in
 any layout. O(documents + units).
@@ -14,10 +18,14 @@ any layout. O(documents + units).
 import numpy as np
 from numpy.typing import ArrayLike
 
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import training_flops
+from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.tensor_halves import least_share
 from evenload.cost.unit_transfers import unit_transfers
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model import ModelSpec
 
 
 def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
@@ -41,3 +49,32 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
     )
     bound_s = max(computed_s, costs.lower_bound_seconds(num_tokens), summed_s)
     return bound_s + costs.optimizer_seconds()
+
+
+def sizes_bound_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
+) -> float:
+    """Of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
+
+    Args:
+        coefficients: of layouts of these sizes.
+    """
+    ranks, layers = layout.pp, model.num_layers
+    if ranks == 1:
+        return layout_bound_seconds(PackCosts(model, coefficients, layout), num_tokens)
+    # Every layer as a stage, embedding and head with the first and the last: a rank has the sum of its layers.
+    alone = even_layout(layers, dp=layout.dp, cp=layout.cp, pp=layers, tp=layout.tp)
+    costs = PackCosts(model, coefficients, alone)
+    layer_s = costs.useful_stage_seconds(num_tokens) * least_share(costs)
+    sum_s = np.array([unit_transfers(model, coefficients, alone, rank).sum_s.sum() for rank in range(layers)])
+    computed_s = _fullest_at_least(layer_s, ranks) / (layout.dp * layout.cp)
+    evenly_s = costs.lower_bound_seconds(num_tokens) * layers / ranks
+    trained = _fullest_at_least(trained_parameters_per_rank(model, alone), ranks)
+    updated_s = coefficients.optimizer_s_per_parameter * trained / (layout.dp * layout.cp)
+    return max(computed_s, evenly_s, _fullest_at_least(sum_s, ranks)) + updated_s
+
+
+def _fullest_at_least(of_layers: np.ndarray, ranks: int) -> float:
+    """The least that the fullest rank has of something, however layers are split."""
+    most = -(-len(of_layers) // ranks)
+    return max(float(of_layers.sum()) / ranks, float(np.sort(of_layers)[:most].sum()), float(of_layers.max()))

@@ -4,7 +4,7 @@ Replicas of a large cluster are much alike, so a step of 512 of them with 4,096 
 16 with every 32nd document. Planning the small one takes seconds where the whole takes minutes, and tells layouts
 apart. Of documents sorted by length every group of k gives the one in its middle, the first group its longest, which no
 layout gets round. What is small is only `dp`: stages, context and tensor ranks, the rest of a rank's memory, and the
-seconds of sums, gathers and updates are the whole's.
+seconds of sums, gathers and updates are the whole's. Tokens that were dropped are the whole's, too.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,17 @@ LEAST_DOCUMENTS = 64
 
 
 class CoarseProblem(NamedTuple):
-    """Every `stride`-th replica and document; `room_bytes` leaves activations the room that they have in the whole."""
+    """Every `stride`-th replica and document; `room_bytes` leaves activations the room that they have in the whole.
+
+    Args:
+        raised_bytes: by which that is more than a device has, because fewer replicas share the optimizer's state.
+    """
 
     layout: ParallelLayout
     batch: SampledBatch
     room_bytes: int
     stride: int
+    raised_bytes: int = 0
 
 
 def coarse_problem(model: ModelSpec, layout: ParallelLayout, batch: SampledBatch, room_bytes: int) -> CoarseProblem:
@@ -40,12 +45,13 @@ def coarse_problem(model: ModelSpec, layout: ParallelLayout, batch: SampledBatch
     if stride == 1:
         return CoarseProblem(layout, batch, room_bytes, 1)
     small = split_layout(layout.stage_counts, dp=layout.dp // stride, cp=layout.cp, pp=layout.pp, tp=layout.tp)
-    held = static_bytes(model, small).max() - static_bytes(model, layout).max()
+    raised = int(static_bytes(model, small).max() - static_bytes(model, layout).max())
     longest_first = sorted(batch.documents, key=lambda document: -document.num_tokens)
     taken = [longest_first[0], *longest_first[stride + stride // 2 :: stride]]
     kept = {document.doc_id for document in taken}
     documents = tuple(document for document in batch.documents if document.doc_id in kept)
-    return CoarseProblem(small, SampledBatch(documents, (), batch.dropped_tokens), room_bytes + int(held), stride)
+    part = SampledBatch(documents, (), batch.dropped_tokens)
+    return CoarseProblem(small, part, room_bytes + raised, stride, raised)
 
 
 def coarse_problems(

@@ -114,7 +114,9 @@ class StrategyPlanners:
         own: by strategy, where its layout is another.
         baseline: of `best_fit` in other windows; None = as `best_fit`.
         batches: that stand for those of the comparison, of a part of a large cluster; None = these.
-        stands_for: the layout of the whole cluster, where the planner's is of a part.
+        stands_for: the layout of the whole cluster, where the planner's is of every `stride`-th replica, in which a
+            device holds `raised_bytes` more than in the whole. Counts of packs and tokens are then times `stride`, and
+            memory is without what was raised.
     """
 
     planner: StepPlanner
@@ -123,6 +125,8 @@ class StrategyPlanners:
     baseline: "StrategyPlanners | None" = None
     batches: tuple[SampledBatch, ...] | None = None
     stands_for: ParallelLayout | None = None
+    stride: int = 1
+    raised_bytes: int = 0
 
     def of(self, name: str) -> "StrategyPlanners":
         """Of one strategy."""
@@ -203,6 +207,7 @@ def _evaluate(
     planners: StrategyPlanners, batches: Sequence[SampledBatch], name: str
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
     planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
+    stride = planners.stride
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
     layout = {axis: getattr(planners.stands_for or planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
@@ -253,23 +258,37 @@ def _evaluate(
         imbalance_backward=_mean(proposals, "imbalance_backward"),
         imbalance_dp=_mean(proposals, "imbalance_dp"),
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
-        cap_violations=sum(proposal.cap_violations for proposal in proposals),
-        peak_memory_bytes=max(proposal.plan.predicted.peak_memory_bytes for proposal in proposals),
+        cap_violations=sum(proposal.cap_violations for proposal in proposals) * stride,
+        peak_memory_bytes=max(one.plan.predicted.peak_memory_bytes for one in proposals) - planners.raised_bytes,
         peak_host_bytes_per_node=max(proposal.plan.predicted.peak_host_bytes_per_node for proposal in proposals),
-        num_packs_forward=_mean_packs(proposals, "forward"),
-        num_packs_backward=_mean_packs(proposals, "backward"),
+        num_packs_forward=_mean_packs(proposals, "forward") * stride,
+        num_packs_backward=_mean_packs(proposals, "backward") * stride,
         plan_time_s=float(np.mean(plan_time_s)),
-        deferred_tokens=deferred_tokens,
+        deferred_tokens=deferred_tokens * stride,
         dropped_tokens=dropped,
         mean_token_delay_steps=_mean_token_delay_steps(proposals),
         layout=layout,
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note or next((proposal.note for proposal in proposals if proposal.note), ""),
+        note=note or "; ".join(filter(None, (_part_note(stride), _first_note(proposals)))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
+
+
+def _part_note(stride: int) -> str:
+    """What a row says whose figures are of a part."""
+    if stride == 1:
+        return ""
+    return (
+        f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
+        f"{stride}, plan time and timelines the part's"
+    )
+
+
+def _first_note(proposals: Sequence[Proposal]) -> str:
+    return next((proposal.note for proposal in proposals if proposal.note), "")
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:

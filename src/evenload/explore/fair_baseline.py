@@ -2,9 +2,10 @@
 
 `best_fit` fills windows of `max_pack_tokens`, because that is what its users set; somebody who tunes it finds out that
 smaller windows, which are more micro-batches, often shorten a pipeline's ends or save recomputing. So a comparison
-tries half of the window, a quarter and so on, and what lies between the best one and its neighbours, on all steps, and
-takes the one with the least mean step time within memory, as one constant for the run. Halving ends behind two windows
-that are both slower than the best, where most documents are windows of their own, and after `MOST_HALVINGS`.
+tries half of the window, a quarter and so on, the one that the user set (`best_fit.window_tokens`), and what lies
+between the best one and its neighbours, on all steps, and takes the one with the least mean step time within memory, as
+one constant for the run. Halving ends behind two windows that are both slower than the best, where most documents are
+windows of their own, and after `MOST_HALVINGS`.
 O(windows) plans of every step.
 """
 
@@ -50,6 +51,9 @@ def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> Judg
         return JudgedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
 
     tried = _halvings(limit, max(1, median), judge)
+    own = planner.options.own(BestFitOptions).window_tokens
+    if own is not None and own not in {one.window_tokens for one in tried}:
+        tried.append(judge(own))
     best = min(tried, key=_by_time)
     between = {best.window_tokens * 3 // 4, best.window_tokens * 3 // 2}
     known = {one.window_tokens for one in tried}

@@ -5,11 +5,11 @@ Layout decides more than any packer: up to 2-3x in simulations, and no pipeline 
 with two virtual stages a rank, again on all batches with the whole search.
 Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
-Layouts come by the least time that any plan in them takes (`cost.step_bounds`), then with most replicas, which plan
-fastest; before all those in which another strategy was fast. One is left out unplanned only where that least time is
-more than as many others take as go on, which is exact, or where time is up, which the result says. Above
-`coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents
-(`explore.coarse_batch`).
+Layouts come by the least time that any plan in them takes, whichever stages have its layers (`cost.step_bounds`), then
+with most replicas, which plan fastest; before all those in which another strategy was fast. One is left out unplanned
+only where that least time is more than as many others take as go on, which is exact, or where time is up, which the
+result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents
+(`explore.coarse_batch`), and what is left out is as much an estimate as the times are.
 
     tp        powers of two inside a node that divide the heads      cp        powers of two
     pp        divisors of the devices up to the number of layers     virtual   1; 2 for the best where pp > 1
@@ -30,8 +30,7 @@ import numpy as np
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import host_memory
 from evenload.cost.memory import static_bytes
-from evenload.cost.pack_cost import PackCosts
-from evenload.cost.step_bounds import layout_bound_seconds
+from evenload.cost.step_bounds import sizes_bound_seconds
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.coarse_batch import coarse_coefficients, coarse_problems
@@ -56,6 +55,8 @@ FINAL_CANDIDATES = 768
 """Schedules of the second pass, at least: a layout is chosen once for a run."""
 RATING_SHARE = 0.7
 """Of a limited time, for rating layouts; the rest is for the finalists."""
+BOUND_STEP = 0.02
+"""Of the least bound: bounds that are closer say nothing about which layout is faster."""
 VIRTUAL_STAGES = 2
 """Stages a rank that the best layouts are tried with."""
 
@@ -70,7 +71,8 @@ class LayoutResult(Frozen):
         mean_step_time_s, fraction_of_bound: over the batches it was planned on.
         num_batches: all, or 1 where the first batch showed that others are faster, or the cluster is large.
         stride: figures are of every so many-th replica and document of a large cluster.
-        is_planned: false where it was left out unplanned, by `why`.
+        is_planned: false where it was left out unplanned, by `why`; where weights and optimizer alone exceed memory,
+            `peak_memory_bytes` is theirs.
         label: how the slowest replica of the first batch is cut and scheduled.
     """
 
@@ -85,6 +87,11 @@ class LayoutResult(Frozen):
     stage_layers: tuple[int, ...]
     stride: int = 1
     is_planned: bool = True
+
+    @property
+    def is_too_large(self) -> bool:
+        """Refused for its weights and optimizer, before anything was planned."""
+        return not self.is_planned and self.peak_memory_bytes is not None
 
     def parallel_layout(self) -> ParallelLayout:
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
@@ -170,12 +177,12 @@ def _by_least_time(
     found = []
     for layout in layouts:
         try:
-            costs = PackCosts(model, coefficients_of(layout), layout)
-            found.append((layout_bound_seconds(costs, tokens), layout))
+            found.append((sizes_bound_seconds(model, coefficients_of(layout), layout, tokens), layout))
         except ConfigError:
             found.append((0.0, layout))
-    # The bound is of whole layers, and layers by cost come later: equal bounds to a few percent are equal.
-    return sorted(found, key=lambda pair: (round(pair[0] / (found[0][0] or 1.0), 1), -pair[1].dp))
+    # What is within a few percent is decided by what no bound sees: equal bounds to `BOUND_STEP` are equal.
+    least_s = min((bound_s for bound_s, _ in found if bound_s > 0), default=1.0)
+    return sorted(found, key=lambda pair: (round(pair[0] / least_s / BOUND_STEP), -pair[1].dp))
 
 
 def _unplanned(sizes: ParallelLayout, why: str) -> LayoutResult:
@@ -214,7 +221,7 @@ def _coarsely_planned(
         lambda _: coefficients,
         strategy,
         options,
-        parts[0].room_bytes,
+        parts[0].raised_bytes,
     )
     return msgspec.structs.replace(found, layout=layout_sizes(layout), stride=parts[0].stride)
 
@@ -273,19 +280,25 @@ def planned_layout(
     coefficients_of: Callable[[ParallelLayout], CostCoefficients],
     strategy: str,
     options: PlanOptions,
-    room_bytes: int | None = None,
+    raised_bytes: int = 0,
 ) -> LayoutResult:
-    """One layout planned with one strategy; `room_bytes` of a device, by default what the cluster's offers."""
+    """One layout planned with one strategy.
+
+    Args:
+        raised_bytes: what a device holds more of here than in the whole that this layout is a part of: it has as much
+            more room, and memory is said without it.
+    """
     result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
-    room = usable_bytes(cluster) if room_bytes is None else room_bytes
-    held = static_bytes(model, layout)
+    room = usable_bytes(cluster)
+    held = static_bytes(model, layout) - raised_bytes
     if held.max() > room:
         why = f"weights and optimizer alone: {_over(held, room)}"
-        return result(feasible=False, why=why, peak_memory_bytes=int(held.max()))
+        return result(feasible=False, why=why, peak_memory_bytes=int(held.max()), is_planned=False)
     proposals: list[Proposal] = []
     bounds_s: list[float] = []
     try:
-        planner = StepPlanner(model, coefficients_of(layout), layout, room, options, host_memory(cluster))
+        coefficients, host = coefficients_of(layout), host_memory(cluster)
+        planner = StepPlanner(model, coefficients, layout, room + raised_bytes, options, host)
         for step, batch in enumerate(batches):
             proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
             tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
@@ -293,7 +306,7 @@ def planned_layout(
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         return result(feasible=False, why=str(error))
     peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
-    peak = np.max(peaks, axis=0)
+    peak = np.max(peaks, axis=0) - raised_bytes
     step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
     fits = all(proposal.feasible for proposal in proposals)

@@ -35,12 +35,14 @@ class StrategyLayouts(Frozen):
 
     Args:
         layouts: the fastest that fit first, then those that are out.
-        planned: of them; ruled_out: known not to be among the best without a plan; not_looked_at: time was up.
+        planned: of them; too_large: weights and optimizer alone exceed memory; ruled_out: known not to be among the
+            best without a plan; not_looked_at: time was up.
     """
 
     strategy: str
     layouts: tuple[LayoutResult, ...]
     planned: int
+    too_large: int
     ruled_out: int
     not_looked_at: int
 
@@ -84,12 +86,13 @@ def search_strategies(
             first=_fast_before(tuple(found.values())),
         )
         late = sum(result.why == NOT_LOOKED_AT for result in layouts)
-        planned = sum(result.is_planned for result in layouts)
+        planned, too_large = (sum(getattr(one, name) for one in layouts) for name in ("is_planned", "is_too_large"))
         found[name] = StrategyLayouts(
             strategy=name,
             layouts=layouts,
             planned=planned,
-            ruled_out=len(layouts) - planned - late,
+            too_large=too_large,
+            ruled_out=len(layouts) - planned - too_large - late,
             not_looked_at=late,
         )
     return tuple(found[name] for name in strategies)
@@ -129,7 +132,13 @@ def planners_in(
     parts = coarse_problems(model, layout, batches, room_bytes)
     coefficients = coarse_coefficients(coefficients, layout, parts[0].layout)
     planner = StepPlanner(model, coefficients, parts[0].layout, parts[0].room_bytes, options, host)
-    return StrategyPlanners(planner=planner, batches=tuple(part.batch for part in parts), stands_for=layout)
+    return StrategyPlanners(
+        planner=planner,
+        batches=tuple(part.batch for part in parts),
+        stands_for=layout,
+        stride=found.stride,
+        raised_bytes=parts[0].raised_bytes,
+    )
 
 
 def fair_planners(
