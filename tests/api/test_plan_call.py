@@ -127,7 +127,7 @@ def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
     found = evenload.plan([100, 2000] * 20, **WHERE, documents=16, strategy="balanced")
     page = Cells(found._repr_html_())
     assert page.open == []
-    assert "balanced" in page.texts
+    assert "▶ balanced" in page.texts
     assert repr(found) == "Comparison(1 strategies, best='balanced', factor=None)"
 
 

@@ -19,13 +19,19 @@ from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.strategy import LeftOutStrategy
-from evenload.report.columns import TEXT_COLUMNS, format_cell, is_feasible, shown_columns
+from evenload.report.columns import is_feasible, shown_columns
+from evenload.report.comparison_html import strategies_table
 from evenload.report.html import write_report
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
 
 SHOWN_WIDTH = 140
 """Columns of `str(comparison)`."""
+# A notebook has no style for the table of a page.
+_STYLE = (
+    "<style>.evenload th, .evenload td {text-align: right} .evenload th:first-child, .evenload .text {text-align: left}"
+    " .evenload .best {font-weight: bold}</style>"
+)
 
 
 class Comparison:
@@ -157,22 +163,8 @@ class Comparison:
         """A table for notebooks: strategies that fit, the best one marked, then why the others do not."""
         rows = [row for row in self._found.rows if is_feasible(row)]
         columns = shown_columns(rows, self.unit)
-        cells = "".join(
-            f'<th style="text-align:{"left" if one.key in TEXT_COLUMNS else "right"}" title="{escape(one.meaning)}">'
-            f"{escape(one.heading).replace(chr(10), '<br>')}</th>"
-            for one in columns
-        )
         lines = [f"<p>{escape(self.headline)}</p>"] if self.headline else []
-        lines += [f"<table><thead><tr><th>strategy</th>{cells}</tr></thead><tbody>"]
-        for row in rows:
-            bold = ' style="font-weight:bold"' if row["name"] == self.best else ""
-            cells = "".join(
-                f'<td style="text-align:{"left" if one.key in TEXT_COLUMNS else "right"}">'
-                f"{escape(format_cell(one, row))}</td>"
-                for one in columns
-            )
-            lines.append(f"<tr{bold}><td>{escape(row['name'])}</td>{cells}</tr>")
-        lines.append("</tbody></table>")
+        lines.append(f'{_STYLE}<div class="evenload">{strategies_table(rows, (), columns, self.best)}</div>')
         lines += [
             f"<p>{escape(row['name'])}: not feasible: {escape(row['why'])}</p>"
             for row in self._found.rows

@@ -1,4 +1,5 @@
-"""The comparison of strategies on a page: what decides beside the names, everything else folded below."""
+"""The comparison of strategies on a page: what decides beside the names, everything else folded below; its table also
+in notebooks."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -34,19 +35,20 @@ def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: Lengt
     columns = {column.key: column for column in shown_columns(feasible, unit)}
     first = [columns[key] for key in _FIRST if key in columns]
     others = [column for column in columns.values() if column not in first]
-    table = scrolled_html("Comparison of strategies", _table(feasible, refused, first, best))
+    table = scrolled_html("Comparison of strategies", strategies_table(feasible, refused, first, best))
     if not others or not feasible:
         return table
-    more = scrolled_html("Further columns of the comparison", _table(feasible, (), others, best))
+    more = scrolled_html("Further columns of the comparison", strategies_table(feasible, (), others, best))
     return table + folded_html("more", "More columns", more)
 
 
-def _table(
+def strategies_table(
     feasible: Sequence[Mapping[str, object]],
     refused: Sequence[Mapping[str, object]],
     columns: Sequence[Column],
-    best: str,
+    best: str | None,
 ) -> str:
+    """Rows of strategies without a style, in classes; those that cannot run last, with the reason."""
     heads = "".join(
         f'<th scope="col" title="{escape(column.meaning)}"{_text_class(column.key)}>'
         f"{escape(column.heading).replace(chr(10), '<br>')}</th>"
