@@ -18,6 +18,7 @@ from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_ring import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.stages.same_revision import require_same_revision
 from evenload.types.hub_files import local_path
 from evenload.types.model import ModelSpec
 
@@ -69,6 +70,9 @@ def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None
     """The modules of `build_rank_stages`; errors as there."""
     hf_config, model = load_config(config.model.path), model_spec(config)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
+    path, is_random = config.model.path, config.model.random_init
+    folder = local_path(path, "model.path", "settings" if is_random else "weights")
+    require_same_revision(path, folder, mesh)
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(model.windows))
     build = partial(
@@ -76,7 +80,7 @@ def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None
         tp_rank=mesh.tp_rank,
         dtype=dtype,
         device=mesh.device,
-        weights=None if config.model.random_init else local_path(config.model.path, "model.path", "weights"),
+        weights=None if is_random else folder,
         seed=config.train.seed,
         lora=config.model.lora,
         router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
