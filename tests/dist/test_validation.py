@@ -12,7 +12,7 @@ from evenload.types.validation import LossOf, Validation
 from flex_training import write_phases
 from sweeps import sweep
 from training_cases import write_training_config
-from validation_cases import PlainLoss, ValidatedRun, plain_validation, validated_run
+from validation_cases import PlainLoss, ValidatedRun, left_out_passes, plain_validation, start_error, validated_run
 
 STEPS = 4
 VALIDATION = """
@@ -127,3 +127,28 @@ def test_what_overlong_documents_lose_is_told_and_a_resumed_run_validates_alike(
     again = [*first.validations, *rest.validations]
     assert [one.whole for one in again] == [one.whole for one in whole.validations]
     assert [one.by_source for one in again] == [one.by_source for one in whole.validations]
+
+
+def test_a_pass_that_a_stop_or_an_error_leaves_out_is_made_up_and_costs_no_step(gloo_pool, config_file):
+    arguments = str(config_file), ["parallel.dp=2"], str(config_file.parent), STEPS
+    found, other = gloo_pool.run(2, left_out_passes, *arguments)
+    assert found.leaving_off == [], "the run goes on, so no step was its last"
+    assert found.in_last_step == []
+    assert found.made_up == [[STEPS - 1], []], "once"
+    assert found.abandoned == (1, 15, [], [0])
+    assert other.abandoned[:2] == (1, 15), "every rank leaves the pass that one was asked to leave"
+    assert found.failed[1] == 3, "the step before the pass that failed is saved"
+    assert "held_out" in found.failed[0]
+    assert "[validation], or what it takes over from [data], has changed" in found.forgotten
+    assert found.is_forgotten
+
+
+def test_validation_data_without_documents_is_refused_before_the_first_step(gloo_pool, config_file):
+    empty = config_file.parent / "empty"
+    empty.mkdir()
+    (empty / "nothing.jsonl").write_text("")
+    errors = gloo_pool.run(
+        2, start_error, str(config_file), ["parallel.dp=2", "validation.mixture=[]", f"validation.sources=['{empty}']"]
+    )
+    assert len(set(errors)) == 1
+    assert "no document" in errors[0]

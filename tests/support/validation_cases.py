@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from checkpoint_cases import make_trainer
 from dist_training import COSTS
 from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.errors import DataError
+from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.train_config import load_train_config
@@ -100,3 +104,80 @@ def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
     path = trainer.export_average()
     after = whole_state(trainer)
     return str(path), all(np.array_equal(before[name], after[name]) for name in before)
+
+
+class LeftOutPasses(NamedTuple):
+    """Of runs in which passes are left out, steps of the passes made in one start after the other; and errors.
+
+    Args:
+        leaving_off: of a start that ends before the run does; in_last_step: of one stopped in the last step.
+        made_up: of starts after it.
+        abandoned: steps done and signal of a start in whose first pass one rank is asked to stop; then what the next
+            start makes up.
+        failed: what ended a pass, and the steps of the newest checkpoint then.
+        forgotten: what a start with other validation data says.
+    """
+
+    leaving_off: list[int]
+    in_last_step: list[int]
+    made_up: list[list[int]]
+    abandoned: tuple[int, int, list[int], list[int]]
+    failed: tuple[str, int]
+    forgotten: str
+    is_forgotten: bool
+
+
+def left_out_passes(config_file: str, overrides: list[str], directory: str, last_step: int) -> LeftOutPasses:
+    at_end = [*overrides, "validation.every_steps=0", f"train.output_dir={directory}/at_end"]
+
+    def start(settings: list[str]) -> Trainer:
+        trainer, _ = make_trainer(config_file, settings)
+        trainer.resume()
+        return trainer
+
+    def passes(trainer: Trainer, asked_in_step: int = -1, stop_after: int | None = None) -> tuple[list[int], list[int]]:
+        """In steps, and made up; asked on rank 1."""
+        made_up: list[Validation] = []
+        is_asked = lambda: 15 if trainer.mesh.rank == 1 and trainer.steps_done == asked_in_step else 0  # noqa: E731
+        reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked, on_made_up=made_up.append))
+        found = [report.validation.step for report in reports if report is not None and report.validation is not None]
+        return found, [one.step for one in made_up]
+
+    first = start(at_end)
+    leaving_off = passes(first, stop_after=last_step - 1)[0]
+    in_last_step = passes(first, asked_in_step=last_step - 1)[0]
+    first.save()
+    made_up = [passes(start(at_end))[1] for _ in range(2)]
+
+    every = [*overrides, "validation.every_steps=1", "train.keep_best=1", f"train.output_dir={directory}/every"]
+    stopped = start(every)
+    in_steps = passes(stopped, asked_in_step=1)[0]
+    stopped.save()
+    going_on = start(every)
+    abandoned = stopped.steps_done, stopped.stop_signal, in_steps, passes(going_on, stop_after=2)[1]
+    going_on.save()
+    other = start([*every, "validation.batches=1"])
+
+    failing, error = start(every), ""
+    dist.barrier(group=failing.mesh.control)
+    if failing.mesh.rank == 0:
+        for path in Path(directory, "held_out").rglob("*.txt"):
+            path.unlink()
+    dist.barrier(group=failing.mesh.control)
+    try:
+        passes(failing)
+    except DataError as caught:
+        error = str(caught)
+    newest = latest_checkpoint(checkpoints_of(f"{directory}/every"))
+    assert newest is not None
+    forgotten = other.resume_warning, not other._between.best and len(going_on._between.best) > 0
+    return LeftOutPasses(leaving_off, in_last_step, made_up, abandoned, (error, steps_in_name(newest)), *forgotten)
+
+
+def start_error(config_file: str, overrides: list[str]) -> str:
+    """What refuses validation data before the first step, or ""."""
+    try:
+        make_trainer(config_file, overrides)
+    except DataError as error:
+        return str(error)
+    return ""

@@ -13,6 +13,7 @@ from evenload.integrations.wandb_log import WandbLog
 from evenload.runtime.config.log_config import LogConfig, Tracker, require_trackers
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
+from evenload.types.validation import Validation
 
 _TRACKERS: dict[Tracker, Callable[[], Callback]] = {"wandb": WandbLog, "tensorboard": TensorBoardLog}
 
@@ -57,10 +58,13 @@ class CallbackCalls:
         for one in self._callbacks:
             self._call(one, "on_step", one.on_step, report)
         if report.validation is not None:
-            for one in self._callbacks:
-                self._call(one, "on_validation", one.on_validation, report.validation)
+            self.validation(report.validation)
         if report.saved is not None:
             self.checkpoint(report.saved.path)
+
+    def validation(self, validation: Validation) -> None:
+        for one in self._callbacks:
+            self._call(one, "on_validation", one.on_validation, validation)
 
     def checkpoint(self, path: Path) -> None:
         for one in self._callbacks:

@@ -54,6 +54,7 @@ from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 from evenload.types.timeline_file import read_timeline, write_timeline
+from evenload.types.validation import Validation
 
 
 class RunFacts(Frozen):
@@ -115,6 +116,11 @@ class RunWriter:
             self.write(report, newest=_STEPS_MEANWHILE)
             now_s = time.monotonic()
             self._next_s = now_s + max(every_s, (now_s - from_s) / _WRITING_SHARE)
+
+    def add_validation(self, validation: Validation) -> None:
+        """Append a pass that was made before the first step of this start, so after one of an earlier start."""
+        drop_torn_line(self._validations)
+        append_validation(self._validations, validation)
 
     def _begin(self) -> StepFile:
         directory, steps = self._directory, self._directory / "steps.jsonl"

@@ -57,6 +57,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.scaled_units import format_bytes
+from evenload.types.validation import Validation
 
 _OTHERS_CAME = "others are let in"
 
@@ -260,7 +261,14 @@ def _run_steps(
     config, (stop, pause) = trainer.config, asked
     lines = StepLines(console, config.log.lines_every_s, trainer.steps_done, config.train.steps)
     with lines.moving(), StepProfile(config, trainer.mesh.rank, trainer.steps_done) as profile:
-        for report in trainer.train(costs, memory_cap_bytes, asked_to_stop=lambda: stop.signal, asked_to_pause=pause):
+        steps = trainer.train(
+            costs,
+            memory_cap_bytes,
+            asked_to_stop=lambda: stop.signal,
+            asked_to_pause=pause,
+            on_made_up=partial(_tell_made_up, told, console),
+        )
+        for report in steps:
             profiled = profile.after_step(trainer.steps_done)
             if report is not None:
                 files.add_step(report)
@@ -279,6 +287,15 @@ def _run_steps(
     if held := interval_line(ratios, interval):
         console.print(held, soft_wrap=True)
     return last
+
+
+def _tell_made_up(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+    """A pass that an earlier start left out."""
+    files, calls = told
+    files.add_validation(validation)
+    for line in validation_lines(validation, shows_left_out=True):
+        console.print(line, soft_wrap=True, markup=False)
+    calls.validation(validation)
 
 
 def warn(text: str, console: Console | None = None) -> None:
@@ -361,6 +378,7 @@ def _show_start(
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     warn(position_warning(trainer.hf_config, config.data.max_document_tokens), console)
+    warn(trainer.resume_warning, console)
     if not isinstance(resumed, KeptStep):
         for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
             warn(line, console)

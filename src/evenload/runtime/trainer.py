@@ -15,6 +15,7 @@ import torch.distributed as dist
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
@@ -56,6 +57,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run_totals import RunTotals
 from evenload.types.timeline import Timeline
+from evenload.types.validation import Validation
 
 
 class Trainer:
@@ -93,7 +95,12 @@ class Trainer:
         self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
         self._writer = CheckpointWriter(
-            self._checkpoints, self.state.buffers, self.state.optimizer, mesh, keep=config.train.keep_checkpoints
+            self._checkpoints,
+            self.state.buffers,
+            self.state.optimizer,
+            mesh,
+            keep=config.train.keep_checkpoints,
+            keep_best=config.train.keep_best,
         )
         self._saves = Saves(config.train, self._writer, self._position)
         self._is_time_to_save = False
@@ -102,6 +109,8 @@ class Trainer:
         self._process = ProcessMemory(self.model, mesh.device, self.survivors.num_bytes // 2)
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
+        self.resume_warning = ""
+        """What people should know of the checkpoint that was resumed."""
         self.stop_signal = 0
         """The signal because of which all ranks agreed to end after the last step; 0 = none."""
         self.is_paused = False
@@ -148,7 +157,7 @@ class Trainer:
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
-        self._between.take_over(progress.best)
+        self.resume_warning = self._between.take_over(progress)
         self._non_finite.num_skipped = progress.skipped_steps
         if isinstance(where, Path):
             self._saves.note_resumed(self.steps_done)
@@ -161,6 +170,7 @@ class Trainer:
         stop_after: int | None = None,
         asked_to_stop: Callable[[], int] = lambda: 0,
         asked_to_pause: Callable[[], bool] = lambda: False,
+        on_made_up: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
 
@@ -169,10 +179,13 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
-            asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step; when any rank
-                was asked, all end after that step, and `stop_signal` says which signal it was.
+            asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
+                every batch of validation data, the rest of which is then left out; when any rank was asked, all end
+                after that step, and `stop_signal` says which signal it was.
             asked_to_pause: whether this rank wants all to leave off; likewise, with `is_paused`, unless it was the last
                 step.
+            on_made_up: told on rank 0 of a pass over the validation data that was due after the last step of an earlier
+                start, and is made before the first one here.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -196,6 +209,8 @@ class Trainer:
         self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
+        is_last = partial(self._is_last, source, last_step)
+        self._make_up(planner, is_last, asked_to_stop, on_made_up)
         is_first, ended_s = True, time.perf_counter()
         while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
@@ -227,32 +242,73 @@ class Trainer:
             self.steps_done += 1
             self._loader_state = self._non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
-            yield self._validated_and_saved(report, planner, source)
+            yield self._validated_and_saved(report, planner, is_last, asked_to_stop)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         self.state.optimizer.gathers.finish()
         source.close()
 
-    def _validated_and_saved(
-        self, report: StepReport | None, planner: StepPlanner | FlexPlanner, source: StepSource
-    ) -> StepReport | None:
-        """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
-        looked = self._between.look(
+    def _make_up(
+        self,
+        planner: StepPlanner | FlexPlanner,
+        is_last: Callable[[], bool],
+        asked_to_stop: Callable[[], int],
+        on_made_up: Callable[[Validation], None],
+    ) -> None:
+        """Before the first step, the pass over the validation data that an earlier start left out. Collective."""
+        looked = self._between.make_up(
             self.steps_done,
             self.state,
             planner,
-            is_last=partial(self._is_last, source),
-            is_stopping=bool(self.stop_signal),
-            is_paused=self.is_paused,
+            is_last=is_last,
+            asked_to_stop=asked_to_stop,
+            settle_saves=self._saves.settle,
         )
+        self.stop_signal = looked.stop_signal
+        if looked.validation is None:
+            return
+        if is_last():  # no later save says that it was made
+            self._saves.save(self.steps_done, again=True)
+        elif looked.is_best:
+            self.save()
+        if self.mesh.rank == 0:
+            on_made_up(looked.validation)
+
+    def _validated_and_saved(
+        self,
+        report: StepReport | None,
+        planner: StepPlanner | FlexPlanner,
+        is_last: Callable[[], bool],
+        asked_to_stop: Callable[[], int],
+    ) -> StepReport | None:
+        """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
+        try:
+            looked = self._between.look(
+                self.steps_done,
+                self.state,
+                planner,
+                is_last=is_last,
+                is_stopping=bool(self.stop_signal),
+                is_paused=self.is_paused,
+                asked_to_stop=asked_to_stop,
+                settle_saves=self._saves.settle,
+            )
+        except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
+            # Of the validation data, on every rank: the steps that were trained are whole.
+            self.save()
+            raise
+        self.stop_signal = self.stop_signal or looked.stop_signal
         is_time = self._is_time_to_save or looked.is_best
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
         return report and replace(
             report, saved=saved, failed_save=failed_save, validation=looked.validation, samples=looked.samples
         )
 
-    def _is_last(self, source: StepSource) -> bool:
-        """No step of the run comes after those that are done."""
-        return self.steps_done == self.config.train.steps or not source.has_next()
+    def _is_last(self, source: StepSource, last_step: int | None) -> bool:
+        """No step of the run comes after those that are done. Of one that leaves off at `last_step` nobody knows."""
+        run_steps = self.config.train.steps
+        if run_steps is not None and self.steps_done >= run_steps:
+            return True
+        return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
     def _source(self, planner: StepPlanner | FlexPlanner, feedback: StepFeedback, left: StepsLeft) -> StepSource:
         """Of the steps from here on."""
@@ -302,6 +358,8 @@ class Trainer:
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
             best=self._between.best,
+            validated_steps=self._between.validated_steps,
+            validation_digest=self._between.digest,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

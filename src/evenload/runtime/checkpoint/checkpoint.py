@@ -43,7 +43,7 @@ from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
 from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
 from evenload.types.run_totals import RunTotals
@@ -65,7 +65,10 @@ class Progress(Frozen):
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
         totals: of tokens and seconds until then.
         layouts_known: what trained steps said of layouts, after each of the last steps.
-        best: passes over the validation data with the smallest losses, best first.
+        best: passes over the validation data with the smallest losses, best first; those count whose checkpoints are
+            there.
+        validated_steps: steps done when the validation data was last gone through; 0 = never.
+        validation_digest: of the settings under which losses in `best` were found; "" = there is no validation.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
@@ -78,6 +81,8 @@ class Progress(Frozen):
     flex: FlexState | None = None
     layouts_known: tuple[KnownAfter, ...] = ()
     best: tuple[BestPass, ...] = ()
+    validated_steps: int = 0
+    validation_digest: str = ""
     loader_digest: str = ""
 
 
@@ -132,10 +137,17 @@ def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[s
         found = there.get(parameter, set())
         if kinds == found or f"model.{parameter}" not in saved:
             continue
+        causes = {
+            "it was saved under another model.dtype, since only 16-bit weights have masters": {"master"},
+            "train.ema_decay is set in one of both only": {AVERAGE},
+        }
+        known = [cause for cause, of_cause in causes.items() if (kinds ^ found) & of_cause]
+        if (kinds ^ found) - set().union(*causes.values()):
+            known.append("it was saved under another optimizer.name")
         raise ConfigError(
-            f"checkpoint {path} has {sorted(found)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: it was "
-            "saved under another optimizer.name, or train.ema_decay is set in one of both only. Go on with the "
-            "settings that it was saved under, or start anew from its weights in another train.output_dir"
+            f"checkpoint {path} has {sorted(found)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: "
+            f"{', and '.join(known)}. Go on with the settings that it was saved under, or start anew from its weights "
+            "in another train.output_dir"
         )
 
 

@@ -23,6 +23,7 @@ class Saves:
         self._directory = checkpoints_of(settings.output_dir)
         self._saved_steps = -1
         self._saved_at_s = time.monotonic()
+        self._settled: tuple[SavedCheckpoint | None, str] | None = None
 
     def note_resumed(self, steps_done: int) -> None:
         """A checkpoint holds the steps done."""
@@ -52,10 +53,19 @@ class Saves:
         self._start(from_s)
         return outcome if self._settings.background_checkpoints else self._end()
 
-    def save(self, steps_done: int) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case. Collective."""
+    def settle(self) -> None:
+        """Wait for the save under way, so that the directory stays as it is; the next `after_step` tells what became
+        of it. Collective. Raises as `after_step`."""
+        self._settled = self._end()
+
+    def save(self, steps_done: int, *, again: bool = False) -> Path:
+        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case. Collective.
+
+        Args:
+            again: write it although there is one: what goes with the weights has changed.
+        """
         self._end()
-        if self._saved_steps != steps_done:
+        if again or self._saved_steps != steps_done:
             self._start(time.perf_counter())
             self._writer.wait()
         return checkpoint_path(self._directory, steps_done)
@@ -72,6 +82,9 @@ class Saves:
         self._saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
 
     def _end(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
+        if self._settled is not None:
+            outcome, self._settled = self._settled, None
+            return outcome
         try:
             return self._writer.wait(only_if_done=only_if_done), ""
         except CheckpointError as error:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenload.cost.coefficients import write_coefficients
 from evenload.errors import CheckpointError
-from evenload.runtime.checkpoint.best_checkpoints import BestPass, note_best
+from evenload.runtime.checkpoint.best_checkpoints import BestPass, note_best, saved_passes
 from evenload.runtime.checkpoint.checkpoint import (
     COST_FILE,
     LOADER_FILE,
@@ -78,12 +78,19 @@ class SavedCheckpoint:
 
 class CheckpointWriter:
     """Saves of one run to a directory that all ranks see. All calls are collective: every rank makes them at the same
-    steps. `keep` complete checkpoints stay; 0 = all."""
+    steps. `keep` complete checkpoints stay, 0 = all, and `keep_best` with the smallest validation losses."""
 
     def __init__(
-        self, directory: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh, *, keep: int
+        self,
+        directory: Path,
+        buffers: list[FlatBuffer],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        *,
+        keep: int,
+        keep_best: int,
     ) -> None:
-        self._directory, self._mesh, self._keep = directory, mesh, keep
+        self._directory, self._mesh, self._keep, self._keep_best = directory, mesh, keep, keep_best
         self._buffers, self._optimizer = buffers, optimizer
         self._staged: dict[str, TensorPieces] = {}
         self._thread: threading.Thread | None = None
@@ -191,8 +198,9 @@ class CheckpointWriter:
         put_in_place(partial, checkpoint_path(self._directory, position.progress.steps_done))
 
     def _prune(self, best: tuple[BestPass, ...]) -> None:
-        note_best(self._directory, best)
-        prune_checkpoints(self._directory, self._keep, {one.steps_done for one in best})
+        saved = saved_passes(self._directory, best, self._keep_best)
+        note_best(self._directory, saved)
+        prune_checkpoints(self._directory, self._keep, {one.steps_done for one in saved})
 
     def _together(self, work: Callable[[], None], partial: Path | None, local_bytes: int, num_bytes: int) -> list[int]:
         """Rank 0 does `work`; all ranks learn whether it failed. Returns `local_bytes` of every rank."""

@@ -1,5 +1,7 @@
 """`ValidationConfig`: the section `[validation]`, and the data settings that follow from it. Needs no torch."""
 
+import hashlib
+
 import msgspec
 
 from evenload.data.config import DataConfig, Format, LossOn, MixturePart, RecordKind
@@ -87,3 +89,9 @@ def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfi
         return msgspec.structs.replace(data, **own, mixture_end="once", epochs=1, workers=0, prefetch_steps=0)
     except ConfigError as error:
         raise ConfigError(f"[validation]: {error}") from error
+
+
+def validation_digest(data: DataConfig, validation: ValidationConfig) -> str:
+    """Of all that decides which losses a model has; losses under different ones are not to be compared."""
+    decides = (validation_data(data, validation), validation.batches, validation.of_average)
+    return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.runtime.checkpoint.best_checkpoints import BestPass, with_pass
-from evenload.runtime.comm.mesh import Meshes
+from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes, with_pass
+from evenload.runtime.checkpoint.checkpoint import Progress
+from evenload.runtime.checkpoint.directory import checkpoints_of
+from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.config.train_config import TrainConfig
+from evenload.runtime.config.validation_config import validation_digest
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.validator import Validator
@@ -27,14 +30,16 @@ class Looked(NamedTuple):
     """What was found after a step.
 
     Args:
-        validation: None = no pass was due.
+        validation: None = no pass was due, or it was abandoned.
         is_best: the pass is among the best, so its checkpoint is kept.
         samples: of rank 0; () = none were due.
+        stop_signal: that came during the pass, as all ranks agreed; 0 = none.
     """
 
     validation: Validation | None = None
     is_best: bool = False
     samples: tuple[Sample, ...] = ()
+    stop_signal: int = 0
 
 
 class BetweenSteps:
@@ -48,20 +53,37 @@ class BetweenSteps:
         self, config: TrainConfig, tokenizer: DocumentTokenizer | None, model: ModelSpec, meshes: Meshes
     ) -> None:
         require_whole_model(config, meshes.layouts)
-        self._keep_best = config.train.keep_best
+        self._keep_best, self._directory = config.train.keep_best, checkpoints_of(config.train.output_dir)
         self._validator: Validator | None = None
         self._sampler: Sampler | None = None
+        self.digest = ""
+        """Of the settings that decide losses of the validation data; "" = there are none."""
         if config.validation is not None:
+            self.digest = validation_digest(config.data, config.validation)
             self._validator = Validator(config, tokenizer, model.vocab_size, meshes)
         if config.samples is not None:
             assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused above where there is none"
             self._sampler = Sampler(config.samples, tokenizer, model.position_rows or None)
         self.best: tuple[BestPass, ...] = ()
-        """Passes over the validation data with the smallest losses, best first; as many as `train.keep_best`."""
+        """Passes over the validation data with the smallest losses, best first. Where the last one is among the best
+        `train.keep_best`, also the one that it drives out as soon as its checkpoint is there."""
+        self.validated_steps = 0
+        """Steps done when the validation data was last gone through; 0 = never."""
 
-    def take_over(self, best: tuple[BestPass, ...]) -> None:
-        """Of a checkpoint that is resumed."""
-        self.best = best[: self._keep_best]
+    def take_over(self, progress: Progress) -> str:
+        """Of a checkpoint that is resumed; what people should know of it, or ""."""
+        self.validated_steps = progress.validated_steps
+        if not progress.best or not self._keep_best:
+            return ""
+        if progress.validation_digest == self.digest:
+            self.best = progress.best
+            return ""
+        best = progress.best[0]
+        return (
+            "[validation], or what it takes over from [data], has changed, so losses of earlier passes cannot be "
+            f"compared with coming ones and are forgotten: the best was {best.loss:.4f} after {best.steps_done} steps. "
+            "Checkpoints that were kept for them are removed at the next save like any older one"
+        )
 
     def validates_after(self, steps_done: int) -> bool:
         """Whether weights are read after so many steps, whether or not they are the last."""
@@ -76,25 +98,62 @@ class BetweenSteps:
         is_last: Callable[[], bool],
         is_stopping: bool,
         is_paused: bool,
+        asked_to_stop: Callable[[], int],
+        settle_saves: Callable[[], None],
     ) -> Looked:
         """After a step. Collective.
 
         Args:
             planner: that plans the run's steps.
             is_last: no step of the run comes after those done; asked where that decides.
-            is_stopping, is_paused: all ranks have agreed to end, and the run goes on later.
+            is_stopping, is_paused: all ranks have agreed to end, and the run goes on later; then it makes the pass.
+            asked_to_stop: the signal that this rank got, or 0; all abandon the pass where any got one.
+            settle_saves: waits until no checkpoint is being written; collective.
 
         Raises:
             DataError, InfeasiblePlanError: as `Validator.run`.
         """
         samples = () if is_stopping else self._write_samples(steps_done, state)
-        if self._validator is None or is_stopping or is_paused:
+        if is_stopping or is_paused:
             return Looked(samples=samples)
-        validation = self._validator.after_step(steps_done, is_last, state, planner)
+        found = self.make_up(
+            steps_done, state, planner, is_last=is_last, asked_to_stop=asked_to_stop, settle_saves=settle_saves
+        )
+        return found._replace(samples=samples)
+
+    def make_up(
+        self,
+        steps_done: int,
+        state: RankState,
+        planner: StepPlanner | FlexPlanner,
+        *,
+        is_last: Callable[[], bool],
+        asked_to_stop: Callable[[], int],
+        settle_saves: Callable[[], None],
+    ) -> Looked:
+        """The pass that is due after so many steps and was not made yet, also by the run that did them: it may have
+        been stopped, or have left off. Collective; arguments as `look`."""
+        if self._validator is None or steps_done in (0, self.validated_steps):
+            return Looked()
+        if not self._validator.is_due_or_last(steps_done, is_last):
+            return Looked()
+        validation, stop_signal = self._validator.run(steps_done - 1, state, planner, asked_to_stop)
         if validation is None:
-            return Looked(samples=samples)
-        self.best = with_pass(self.best, steps_done, validation.loss, self._keep_best)
-        return Looked(validation, any(one.steps_done == steps_done for one in self.best), samples)
+            return Looked(stop_signal=stop_signal)
+        self.validated_steps = steps_done
+        is_best = bool(self._keep_best) and self._note_pass(steps_done, validation.loss, state.mesh, settle_saves)
+        return Looked(validation, is_best, stop_signal=stop_signal)
+
+    def _note_pass(self, steps_done: int, loss: float | None, mesh: Mesh, settle_saves: Callable[[], None]) -> bool:
+        """Whether the pass is among the best whose checkpoints are there. Collective."""
+        settle_saves()  # which may write or remove one of them
+        told = [self.best]
+        if mesh.rank == 0:
+            told = [saved_passes(self._directory, self.best, self._keep_best)]
+        with mesh.watch.waiting("which of the best checkpoints are there"):
+            dist.broadcast_object_list(told, src=0, group=mesh.control)
+        self.best, is_best = with_pass(told[0], steps_done, loss, self._keep_best)
+        return is_best
 
     def _write_samples(self, steps_done: int, state: RankState) -> tuple[Sample, ...]:
         """What the model writes, where that is due; rank 0 writes, the others wait."""

@@ -13,16 +13,20 @@ validation takes its share of a run's time by `validation.every_steps` and the s
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
 from evenload.data.encoding.tokenize import DocumentTokenizer
+from evenload.errors import DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
@@ -36,8 +40,16 @@ from evenload.stepplan.forward_only import forward_only
 from evenload.types.validation import LossOf, Validation
 
 
+class EndedPass(NamedTuple):
+    """Losses, None where the pass was abandoned; the signal to stop that any rank got until then, 0 = none."""
+
+    validation: Validation | None
+    stop_signal: int
+
+
 class Validator:
-    """Of a run with `[validation]`, on one rank; `tokenizer` is the run's."""
+    """Of a run with `[validation]`, on one rank; `tokenizer` is the run's. Collective; `DataError` where the data has
+    no document, or its first ones cannot be read."""
 
     def __init__(
         self, config: TrainConfig, tokenizer: DocumentTokenizer | None, vocab_size: int, meshes: Meshes
@@ -48,23 +60,44 @@ class Validator:
         peers = TorchPeers(meshes.start.control)
         self._loader = GlobalBatchLoader(data, tokenizer, peers=peers, vocab_size=vocab_size)
         self._begin, self._sources = self._loader.state(), _sources_of(data)
+        with meshes.start.watch.waiting("the first validation documents"):
+            self._require_documents()
+
+    def _require_documents(self) -> None:
+        """Before the first step: a mistake that a pass would find costs nothing yet."""
+        try:
+            first = self._loader.next_batch()
+        except DataError as error:
+            raise DataError(f"[validation]: {error}") from error
+        finally:
+            self._loader.close()
+        if first is None:
+            raise DataError(
+                f"the validation data ({', '.join(self._sources)}) has no document, so there is no loss to compute; "
+                "give validation.sources others, or leave [validation] out"
+            )
 
     def is_due(self, steps_done: int) -> bool:
         """After so many steps, whether or not they are the last."""
         return self._settings.is_due(steps_done)
 
-    def after_step(
-        self, steps_done: int, is_last: Callable[[], bool], state: RankState, planner: StepPlanner | FlexPlanner
-    ) -> Validation | None:
-        """`run` where it is due after so many steps; `is_last` is asked where that decides."""
-        is_due = self.is_due(steps_done) or (self._settings.at_end and is_last())
-        return self.run(steps_done - 1, state, planner) if is_due else None
+    def is_due_or_last(self, steps_done: int, is_last: Callable[[], bool]) -> bool:
+        """After so many steps; `is_last` is asked where that decides."""
+        return self.is_due(steps_done) or (self._settings.at_end and is_last())
 
-    def run(self, step: int, state: RankState, planner: StepPlanner | FlexPlanner) -> Validation:
+    def run(
+        self,
+        step: int,
+        state: RankState,
+        planner: StepPlanner | FlexPlanner,
+        asked_to_stop: Callable[[], int] = lambda: 0,
+    ) -> EndedPass:
         """The losses after a step, the same on every rank. Collective.
 
         Args:
             planner: that plans the run's steps.
+            asked_to_stop: signal that this rank got, or 0; asked before every batch, when all abandon the pass if any
+                got one, and at the end.
 
         Raises:
             DataError: a record cannot be read; InfeasiblePlanError: a document does not fit into a pack.
@@ -75,11 +108,15 @@ class Validator:
         maker = self._maker(inside, mesh)
         self._loader.load_state(self._begin)
         with state.optimizer.average_as_weights() if self._settings.of_average else nullcontext():
-            found = list(self._batches(maker, state))
-        account = self._loader.ledger.state
-        self._loader.close()
+            try:
+                found, stop_signal = self._batches(maker, state, asked_to_stop)
+                account = self._loader.ledger.state
+            finally:
+                self._loader.close()
+        if found is None:
+            return EndedPass(None, stop_signal)
         columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*(one.columns for one in found), strict=True)))
-        return Validation(
+        validation = Validation(
             step=step,
             whole=columns.loss_of("all", np.ones(len(columns.losses), np.bool_)),
             by_length=tuple(columns.by_length()),
@@ -88,14 +125,20 @@ class Validator:
             of_average=self._settings.of_average,
             left_out=tuple((reason, one.documents, one.tokens) for reason, one in account.dropped.items()),
         )
+        return EndedPass(validation, stop_signal)
 
-    def _batches(self, maker: StepMaker, state: RankState) -> Iterator["_BatchLosses"]:
-        count = 0
-        while self._settings.batches is None or count < self._settings.batches:
+    def _batches(
+        self, maker: StepMaker, state: RankState, asked_to_stop: Callable[[], int]
+    ) -> tuple[list["_BatchLosses"] | None, int]:
+        """None where ranks agreed to abandon the pass; the signal."""
+        found: list[_BatchLosses] = []
+        while self._settings.batches is None or len(found) < self._settings.batches:
             if (planned := maker.next()) is None:
-                return
-            yield self._losses(planned, state, state.mesh)
-            count += 1
+                break
+            if stop_signal := _agreed(asked_to_stop(), state.mesh):
+                return None, stop_signal
+            found.append(self._losses(planned, state, state.mesh))
+        return found, _agreed(asked_to_stop(), state.mesh)
 
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
@@ -161,6 +204,14 @@ class _BatchLosses:
     def by_source(self, names: Sequence[str]) -> Iterable[LossOf]:
         for part, name in enumerate(names):
             yield self.loss_of(name, self.parts == part)
+
+
+def _agreed(stop_signal: int, mesh: Mesh) -> int:
+    """The largest signal of any rank. Collective."""
+    told = torch.tensor([stop_signal])
+    with mesh.watch.waiting("whether to stop validating"):
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+    return int(told)
 
 
 def _sources_of(data: DataConfig) -> tuple[str, ...]:

@@ -1,0 +1,106 @@
+"""Which checkpoints stay for their validation losses: ties, passes that are made again, saves that fail."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.runtime.checkpoint.best_checkpoints import BestPass, note_best, saved_passes, with_pass
+from evenload.runtime.checkpoint.checkpoint import _require_same_state
+from evenload.runtime.checkpoint.directory import checkpoint_path, prune_checkpoints, steps_in_name
+
+SAVED = (BestPass(steps_done=2, loss=1.0), BestPass(steps_done=4, loss=2.0))
+
+
+def steps(best: tuple[BestPass, ...]) -> list[int]:
+    return [one.steps_done for one in best]
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "loss", "keep", "expected", "is_best"),
+    [
+        (6, 0.5, 2, [6, 2, 4], True),
+        (6, 1.0, 2, [2, 6, 4], True),  # of equal losses the earlier counts
+        (6, 1.0, 1, [2], False),
+        (6, 2.0, 2, [2, 4], False),
+        (6, 3.0, 3, [2, 4, 6], True),
+        (6, math.nan, 2, [2, 4], False),
+        (6, None, 2, [2, 4], False),
+        (2, 3.0, 2, [4, 2], True),  # made again, with another loss
+        (2, None, 2, [4], False),
+    ],
+)
+def test_a_pass_among_the_best_stands_before_the_one_that_it_drives_out(steps_done, loss, keep, expected, is_best):
+    best, told = with_pass(SAVED, steps_done, loss, keep)
+    assert (steps(best), told) == (expected, is_best)
+
+
+class Run:
+    """Saves as the writer and the trainer do them, one newest and one best checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.best: tuple[BestPass, ...] = ()
+
+    def validate(self, steps_done: int, loss: float) -> None:
+        self.best, _ = with_pass(saved_passes(self.directory, self.best, 1), steps_done, loss, 1)
+
+    def save(self, steps_done: int) -> None:
+        path = checkpoint_path(self.directory, steps_done)
+        path.mkdir()
+        (path / "progress.json").write_text("{}")
+        saved = saved_passes(self.directory, self.best, 1)
+        note_best(self.directory, saved)
+        prune_checkpoints(self.directory, 1, set(steps(saved)))
+
+    @property
+    def there(self) -> list[int]:
+        return sorted(steps_in_name(path) for path in self.directory.glob("step-*"))
+
+    @property
+    def named(self) -> int | None:
+        path = self.directory / "best.json"
+        return json.loads(path.read_text())["steps_done"] if path.exists() else None
+
+
+def test_a_best_pass_whose_save_fails_drives_no_older_one_out(tmp_path):
+    run = Run(tmp_path)
+    run.validate(1, 1.0)
+    run.save(1)
+    run.validate(2, 0.5)  # and its save fails
+    run.save(3)
+    assert (run.there, run.named) == ([1, 3], 1)
+    run.validate(4, 0.8)  # better than any that is there
+    run.save(4)
+    assert (run.there, run.named) == ([4], 4)
+    run.validate(5, 0.9)
+    run.save(5)
+    assert (run.there, run.named) == ([4, 5], 4)
+
+
+def test_without_a_best_checkpoint_no_file_names_one(tmp_path):
+    run = Run(tmp_path)
+    run.validate(1, 1.0)
+    run.save(1)
+    run.best = ()  # other validation data
+    run.save(2)
+    assert (run.there, run.named) == ([2], None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "saved", "cause"),
+    [
+        (["exp_avg", "master"], ["exp_avg"], "another model.dtype"),
+        (["exp_avg"], ["average", "exp_avg"], "train.ema_decay is set in one"),
+        (["momentum"], ["exp_avg"], "another optimizer.name"),
+    ],
+)
+def test_a_checkpoint_of_other_state_is_refused_with_the_setting_that_differs(tmp_path, wanted, saved, cause):
+    with pytest.raises(ConfigError) as refused:
+        _require_same_state(
+            tmp_path, [f"optimizer.w.{kind}" for kind in wanted], ["model.w", *(f"optimizer.w.{k}" for k in saved)]
+        )
+    causes = ["another model.dtype", "train.ema_decay is set in one", "another optimizer.name"]
+    assert [one for one in causes if one in str(refused.value)] == [cause]
