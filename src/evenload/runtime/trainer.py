@@ -197,14 +197,7 @@ class Trainer:
         planner = self.planner(coefficients, memory_cap_bytes)
         run_steps = self.config.train.steps
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
-        feedback = StepFeedback(
-            planner,
-            self.layout,
-            follows_speeds=self.config.plan.feedback,
-            steps_ahead=self.config.data.prefetch_steps,
-            known=self._layouts_known,
-            last_step=last_step,
-        )
+        feedback = self._feedback(planner, last_step)
         source = self._source(planner, feedback, StepsLeft.after(self.steps_done, last_step, run_steps))
         self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
@@ -322,6 +315,17 @@ class Trainer:
             planner_state=self._planner_state,
             track=feedback.speeds,
             layouts=feedback.layouts,
+        )
+
+    def _feedback(self, planner: StepPlanner | FlexPlanner, last_step: int | None) -> StepFeedback:
+        """Of the steps from here on."""
+        return StepFeedback(
+            planner,
+            self.layout,
+            follows_speeds=self.config.plan.feedback,
+            steps_ahead=self.config.data.prefetch_steps,
+            known=self._layouts_known,
+            last_step=last_step,
         )
 
     def _noted(self, report: StepReport, planned: PlannedStep, feedback: StepFeedback) -> StepReport:
