@@ -1,5 +1,6 @@
 """Every check passes on a right run and fails on one that is broken in the way it looks for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_documents_are_isolated_to_the_bit(gloo_pool, config_file, more):
     verdict = agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, False))
     assert verdict.outcome == "pass"
     assert "unchanged to the bit" in verdict.found
+
+
+def test_labels_that_carry_no_loss_are_not_given_one(gloo_pool, config_file):
+    """Prompts are masked; a document that others changed would else be trained on other tokens than before."""
+    records = [{"prompt": "ask " * (1 + i % 5), "completion": "answer " * (1 + i % 3)} for i in range(40)]
+    file = config_file.parent / "pairs.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in records))
+    more = [*PIPELINE, f"data.sources=['{file}']", "data.format=jsonl", "data.record=prompt_completion"]
+    for leaky, outcome in ((False, "pass"), (True, "fail")):
+        assert agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, leaky)).outcome == outcome
 
 
 @pytest.mark.parametrize("more", [PIPELINE, TENSOR], ids=" ".join)

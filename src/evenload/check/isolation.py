@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from evenload.check.step_runner import Seen, StepRunner
 from evenload.check.verdict import Verdict, failed, passed, skipped
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoding.token_table import TokenTable
 from evenload.runtime.comm.mesh import Mesh
 from evenload.types.plan import StepPlan
 
@@ -42,11 +44,12 @@ def check_isolation(
     for parity in (0, 1):
         changed = set(order[parity::2])
         others = set(order) - changed
-        perturbed = {doc: (row + 1) % vocab_size if doc in changed else row for doc, row in tokens.items()}
-        after = runner.run(plan, perturbed).seen
+        after = runner.run(plan, _with_other_tokens(tokens, changed, vocab_size)).seen
         leak = max(leak, _largest_difference(before, after, others))
         moved = {key[:2] for key, rows in before.items() if not torch.equal(rows, after[key])}
-        blind += sum(key not in moved for key in {key[:2] for key in before if key[1] in changed})
+        # A document without any label has no gradient, whatever its tokens are.
+        alive = {key[:2] for key, rows in before.items() if key[1] in changed and rows.any()}
+        blind += sum(key not in moved for key in alive)
     everyone: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * mesh.layout.world_size
     dist.all_gather_object(everyone, (leak, noise, blind, len({key[:2] for key in before})), group=mesh.control)
     leaks, noises, blinds, counts = zip(*everyone, strict=True)
@@ -65,6 +68,22 @@ def check_isolation(
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
         return failed("isolation", found, why)
     return passed("isolation", found)
+
+
+def _with_other_tokens(
+    tokens: Mapping[int, NDArray[np.int32]], changed: set[int], vocab_size: int
+) -> Mapping[int, NDArray[np.int32]]:
+    """Every token of these documents is the next one of the vocabulary, and so is its label, where it has one: as many
+    tokens are trained as before."""
+    if not isinstance(tokens, TokenTable):
+        return {doc: (row + 1) % vocab_size if doc in changed else row for doc, row in tokens.items()}
+    of_changed = np.repeat(np.isin(tokens.doc_ids, list(changed)), np.diff(tokens.edges))
+
+    def next_ids(ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.where(of_changed & (ids != IGNORE_INDEX), (ids + 1) % vocab_size, ids).astype(np.int32)
+
+    labels = None if tokens.labels is None else next_ids(tokens.labels)
+    return TokenTable(tokens.doc_ids, tokens.edges, next_ids(tokens.tokens), labels)
 
 
 def _num_shared_packs(plan: StepPlan) -> int:
