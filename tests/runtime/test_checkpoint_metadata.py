@@ -94,7 +94,7 @@ def test_incomplete_directories_are_named_where_they_would_have_been_taken(tmp_p
 
 
 def test_nothing_else_reads_pickles():
-    """But a worker process, from the one that started it, and DeepSpeed's loop: a file that DeepSpeed unpickles next."""
+    """But a worker process, from the one that started it, and DeepSpeed's loop, what DeepSpeed unpickles next."""
     sources = Path(evenload.__file__).parent
     pattern = re.compile(r"pickle\.loads?\(|torch\.load\(|allow_pickle=True|weights_only=False|Unpickler\(")
     found = {file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())}
