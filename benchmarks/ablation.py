@@ -34,6 +34,7 @@ from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (
     _merged_above,  # one threshold alone; `merge_documents` goes on to smaller ones
@@ -52,7 +53,6 @@ from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import search_with_merging
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from results import Row, append_rows
 
 HERE = Path(__file__).parent

@@ -25,11 +25,11 @@ from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.projection import StepShape
 from evenload.explore.evaluate import planned_steps
 from evenload.explore.sampled_batches import BatchRule, SampledBatch
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model_catalog import model_from
 from results import Row, run_benchmark
 
 LENGTHS = Path(__file__).parent.parent / "examples" / "lengths"

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
+from evenload.hub.model_files import model_from
 from evenload.plan.packing.bin_packing import assign_replicas, longest_first
 from evenload.plan.packing.exact import exact_groups
 from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
@@ -48,7 +49,6 @@ from evenload.plan.sharing.gds import StepDocuments, assign_micro_batches
 from evenload.plan.strategies.skrull import step_documents
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.work import causal_pairs
 from results import commit_name, cpu_name
 

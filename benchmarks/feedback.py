@@ -158,7 +158,7 @@ def run_rank(rank: int, directory: str, longest: int, rounds: int) -> None:
             row = []
             for planned in steps[name]:
                 prepared = PreparedStep(planned, prepare_step(planned.plan, planned.tokens, mesh))
-                report = trainer.run_step(prepared, costs, learning_rate=0.0)
+                report = trainer.step_trainer.run(prepared, costs, learning_rate=0.0).report
                 row.append(0.0 if report is None else report.measured.step_time_s)
             if turn:
                 seconds[name].append(row)

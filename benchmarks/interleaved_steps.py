@@ -74,10 +74,11 @@ class BenchRank:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
         for turn in range(rounds + 1):
             for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
-                self.trainer.config = config
+                self.trainer.step_trainer.config = config
                 for repeat in range(repeats):
                     prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, self.trainer.mesh))
-                    report = self.trainer.run_step(prepared, costs, learning_rate=0.0, goes_on=goes_on)
+                    trained = self.trainer.step_trainer.run(prepared, costs, learning_rate=0.0, goes_on=goes_on)
+                    report = trained.report
                     if report is not None and turn and repeat == repeats - 1:
                         found[name].append({key: report.row[key] for key in keys})
         return found

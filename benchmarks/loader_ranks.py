@@ -22,12 +22,12 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.feed.collate import collate_pack
 from evenload.feed.step_maker import StepMaker
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.plan import encode_plan
 from loader_rates import PACK_WINDOW, WARM_UP_STEPS, token_config
 from loader_rows import LoaderRow, median_and_spread, run_benchmark

@@ -28,6 +28,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoding.tokenize import FileTokenizer
 from evenload.feed.collate import collate_pack
 from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.hub.model_files import model_from
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
 from evenload.plan.planner import StepPlanner
@@ -36,7 +37,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.plan import decode_plan, encode_plan
 from loader_peers import STREAM_PACKERS, PackAll, TokenFile
 from loader_rows import LoaderRow, median_and_spread, ratio_row, run_benchmark

@@ -40,6 +40,7 @@ from rich.table import Table
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
@@ -49,7 +50,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 from results import Row, append_rows
 
 RESULTS = Path(__file__).parent / "results" / "paper_flexpipe.csv"

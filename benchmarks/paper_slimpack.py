@@ -30,13 +30,13 @@ from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import LayoutResult, search_layouts
 from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.explore.time_split import split_step_time
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 from evenload.types.time_split import CAUSE_LABELS
 from results import Row, append_rows
 

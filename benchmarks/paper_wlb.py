@@ -40,6 +40,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.candidate import imbalance
@@ -49,7 +50,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 from results import Row, append_rows
 
 Sharding = Literal["per_sequence", "per_document", "adaptive", "mixed"]

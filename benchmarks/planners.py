@@ -36,6 +36,7 @@ from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.packing.bin_packing import best_fit_decreasing
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -44,7 +45,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model_catalog import model_from
 from peers import PEERS, Batch, Calls, Replicas, deal
 from planner_score import Score, score_choices, whole_document_choices, whole_documents_within
 from results import commit_name, cpu_name

@@ -14,13 +14,13 @@ import time
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from planners import HERE, MODEL, NEED_SOLVER, lognormal_lengths, median_ms
 from results import Row, append_rows
 

@@ -15,11 +15,11 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
 TABLES = Path(__file__).parent.parent / "examples" / "lengths"

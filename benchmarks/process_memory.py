@@ -30,11 +30,11 @@ from transformers import LlamaConfig
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.hub.model_files import model_from
 from evenload.report.metrics_file import read_metrics
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.scaled_units import format_bytes
 from results import commit_name, cpu_name
 from token_runs import save_tokens

@@ -118,7 +118,7 @@ class Rank:
         meshes = create_meshes(layouts_of(config, 8), torch.device("cpu"), timeout_s=300)
         warm_up(meshes)
         self.trainer = Trainer(config, meshes.start, meshes)
-        self.trainer.memory_cap_bytes = MEMORY_BYTES
+        self.trainer.step_trainer.memory_cap_bytes = MEMORY_BYTES
         alone = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, twin_bytes=0))
         self.without_twins = Trainer(alone, meshes.start, meshes)
         assert self.trainer.live is not None
@@ -158,8 +158,8 @@ class Rank:
         planned = replace(planned, plan=seal(msgspec.structs.replace(planned.plan, layout=layout)))
         prepared = prepared_step(planned, trainer.meshes, "all_gather")
         coming = trainer.meshes.layouts[then]
-        report = trainer.run_step(prepared, self.costs, learning_rate=0.0, coming_layout=lambda: coming)
-        return None if report is None else report.switch
+        trained = trainer.step_trainer.run(prepared, self.costs, learning_rate=0.0, coming_layout=lambda: coming)
+        return None if trained.report is None else trained.report.switch
 
     def stop_and_transfer(self, index: int) -> float:
         """Seconds until weights and optimizer state are in place, on the slowest rank."""
@@ -170,7 +170,7 @@ class Rank:
         trainer.state.change_layout(
             msgspec.structs.replace(layout, generation=trainer.layout.generation + 1), self.costs
         )
-        trainer._settled()
+        trainer.step_trainer.settle()
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)
         return float(seconds)

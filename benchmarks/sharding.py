@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import read_lengths
+from evenload.hub.model_files import model_from
 from evenload.plan.sharing.cp_sharding import share_packs
 from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
 
 LENGTHS = Path(__file__).parent.parent / "examples" / "lengths" / "github_dirs.npy.gz"

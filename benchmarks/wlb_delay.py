@@ -21,6 +21,7 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
+from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState, arrivals_of, state_after, trained_documents
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -28,7 +29,6 @@ from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.strategies.wlb import WlbOptions, delay_wlb
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from results import Row, append_rows
 
 HERE = Path(__file__).parent

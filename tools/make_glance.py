@@ -17,11 +17,11 @@ from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.timeline import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

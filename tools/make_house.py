@@ -28,6 +28,7 @@ PURPOSE = {
     "schedule": "orders of packs, proof against deadlock",
     "cost": "seconds and bytes",
     "data": "documents from files, exactly once",
+    "hub": "models by name: here, in the cache, on the Hub",
     "types": "plain data",
     "errors": "every error raised on purpose",
     "report": "tables, pages, traces: sees types only",

@@ -11,11 +11,11 @@ from evenload.cli import this_machine
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.errors import ConfigError
+from evenload.hub.model_files import model_from
 from evenload.runtime.config.machine_memory import machine_memory_bytes
 from evenload.runtime.config.train_config import load_train_config
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from plan_calls import run_plan
 
 MODEL = {

@@ -14,10 +14,11 @@ from evenload.cli.main import main
 from evenload.cost.coefficients import BesideCompute, BesideHalves, MeasuredOn, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import FitError, Profile, digest_of
+from evenload.hub.model_files import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS, model_from
+from evenload.types.model_catalog import MODELS
 from small_run import write_small_run
 
 SETTINGS = """

@@ -2,9 +2,9 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
+from evenload.hub.model_files import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 
 
 def test_analytic_coefficients_equal_hand_arithmetic_for_llama_7b() -> None:

@@ -10,11 +10,11 @@ from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_secon
 from evenload.explore.layout_search import layouts_of
 from evenload.explore.sampled_batches import BatchRule
 from evenload.explore.stage_layers import balanced_layout
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
-from evenload.types.model_catalog import model_from
 
 MODEL, CLUSTER = model_from("qwen2.5-0.5b"), cluster_from("h100x8")
 LAYOUTS = [

@@ -7,11 +7,11 @@ from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import FINAL_CANDIDATES, FINALISTS, layout_sizes, layouts_of, search_layouts
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.model_catalog import model_from
 from evenload.types.scaled_units import format_bytes
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")

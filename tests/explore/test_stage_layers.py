@@ -15,12 +15,12 @@ from evenload.errors import ConfigError
 from evenload.explore.default_layout import STATIC_SHARE, usable_bytes
 from evenload.explore.sampled_batches import BatchRule
 from evenload.explore.stage_layers import balanced_layout
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 
 
 def balanced(model, coefficients, lengths, memory_bytes: int | None = None, **sizes: int) -> ParallelLayout:

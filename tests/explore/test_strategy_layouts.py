@@ -15,11 +15,11 @@ from evenload.explore.layout_search import layouts_of, planned_layout, search_la
 from evenload.explore.sampled_batches import BatchRule
 from evenload.explore.stage_layers import balanced_layout
 from evenload.explore.strategy_layouts import fair_planners, planners_in, search_strategies
+from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
 OPTIONS = PlanOptions(max_pack_tokens=8192, candidates=3, strategies=(AutoOptions(max_candidates=16),))

@@ -12,6 +12,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
@@ -22,7 +23,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from predicted_timeline import predicted_timeline
 from sweeps import spread
 

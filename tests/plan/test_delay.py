@@ -9,6 +9,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
 from evenload.errors import DataError
+from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState, Waiting
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -18,7 +19,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from plan_stream import plan_stream
 
 STEPS = 300

@@ -7,6 +7,7 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import BesideHalves
 from evenload.explore.time_split import split_planned_step
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import StepProblem
@@ -18,7 +19,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from halved_plans import num_halved
 
 LENGTHS = [30_000, 9_000, 9_000, 4_000, 4_000, 2_000, 600, 300, 100] * 3

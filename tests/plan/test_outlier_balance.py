@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan
@@ -14,7 +15,6 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 
 EVEN = 1.05
 TIMES_THE_MEAN = 20

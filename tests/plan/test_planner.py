@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
@@ -18,7 +19,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.plan import LeftOut, plan_digest
 
 PIPELINED = [one.name for one in STRATEGIES.values() if not one.needs_one_stage]

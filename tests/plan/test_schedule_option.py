@@ -6,6 +6,7 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
@@ -16,7 +17,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 
 MODEL = model_from("qwen2.5-0.5b")
 EVEN = (1500,) * 8

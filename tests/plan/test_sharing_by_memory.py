@@ -9,6 +9,7 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.packing.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -22,7 +23,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.columns import whole_document_columns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import model_from
 from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
 
 TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))

@@ -8,13 +8,14 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec, DeviceSpec
 from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import MODELS, model_from
+from evenload.types.model_catalog import MODELS
 
 
 @pytest.mark.parametrize(

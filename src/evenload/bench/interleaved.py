@@ -203,7 +203,7 @@ def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator
 
 def _run(trainer: Trainer, step: PlannedStep, coefficients: CostCoefficients) -> StepReport | None:
     rank_step = prepare_step(step.plan, step.tokens, trainer.mesh, trainer.config.parallel.cp_exchange)
-    return trainer.run_step(PreparedStep(step, rank_step), coefficients, learning_rate=0.0)
+    return trainer.step_trainer.run(PreparedStep(step, rank_step), coefficients, learning_rate=0.0).report
 
 
 def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, coefficients: CostCoefficients) -> int:

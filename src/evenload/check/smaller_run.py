@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 
 from evenload.check.scope import STEPS, Scope
+from evenload.hub.hub_files import local_path
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
 from evenload.types.architectures.architecture import ModuleNames
-from evenload.types.hub_files import local_path
 
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10

@@ -25,6 +25,7 @@ from evenload.explore.coarse_batch import LARGE_CLUSTER
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.sampled_batches import BatchRule
+from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import options_of_settings
 from evenload.runtime.config.lora_config import with_adapters
@@ -35,7 +36,6 @@ from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 
 _UNMEASURED_PARTS = (
     "what several parts cost in which keys and values of shared documents travel was not measured: they travel in one; "

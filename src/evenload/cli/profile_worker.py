@@ -20,6 +20,7 @@ from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
+from evenload.hub.model_files import model_from
 from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
 from evenload.runtime.device import require_device
@@ -34,7 +35,6 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
 from evenload.types.scaled_units import format_bytes
 
 # More layers of a stage than these say nothing new; fewer fit caches that a model's do not.

@@ -15,6 +15,7 @@ from evenload.cost.survivor_memory import survivor_bytes_of_all
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError
+from evenload.hub.hub_files import local_path
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.checkpoint.kept_steps import SURVIVOR_MEMORY
 from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
@@ -30,7 +31,6 @@ from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
 from evenload.runtime.stages.sampler import require_whole_model
-from evenload.types.hub_files import local_path
 from evenload.types.layout import ParallelLayout
 
 

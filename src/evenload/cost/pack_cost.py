@@ -1,13 +1,11 @@
 """`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
 
-Every pack is reduced to a few features (`cost.slice_features`); a stage is a row of coefficients; seconds are one small
-matrix product. O(slices) numpy per direction, no Python loop.
+Every pack is reduced to a few features (`cost.slice_features`); a stage is a row of rates (`cost.stage_rates`); seconds
+are one small matrix product. O(slices) numpy per direction, no Python loop.
 
 Details that matter:
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
-- The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head.
-- Tensor parallelism divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`).
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
   pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.context_waiting`). That is
   what searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
@@ -27,11 +25,11 @@ from evenload import _native
 from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.context_waiting import ContextWork, context_parts, most_parts, waiting_seconds
-from evenload.cost.flops import recomputed_share
-from evenload.cost.group_comm import context_seconds, recompute_seconds, tensor_seconds
+from evenload.cost.group_comm import context_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
 from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
+from evenload.cost.stage_rates import StageRates
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -77,21 +75,22 @@ class PackCosts:
             causal=model.causal,
             keeps_short_whole=keeps_short_whole,
         )
+        self._rates = StageRates(model, coefficients, layout, self.windows)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
-            "forward": self._stage_matrix("forward"),
-            "backward": self._stage_matrix("backward"),
+            "forward": self._rates.features("forward"),
+            "backward": self._rates.features("backward"),
         }
         # Per stage: seconds a token and a pack of the forward's linear work that recomputing a document pays again, and
         # what recomputed layers pay for every document.
         stored = self.layers() - np.array(layout.recomputed_counts, np.int64)
-        self.linear_again_s = self._linear_again_seconds(stored)
+        self.linear_again_s = self._rates.linear_again(stored)
         if any(layout.recomputed_counts):
-            token_s, pack_s = self._linear_again_seconds(self.layers() - stored)
+            token_s, pack_s = self._rates.linear_again(self.layers() - stored)
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
         self.host_seconds: dict[Direction, NDArray[np.float64]] = {
-            "forward": self._host_matrix("forward"),
-            "backward": self._host_matrix("backward"),
+            "forward": self._rates.host("forward"),
+            "backward": self._rates.host("backward"),
         }
         if slowness is not None:
             of_stage = np.array([slowness[rank] for rank in layout.stage_to_rank])
@@ -287,13 +286,13 @@ class PackCosts:
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
         cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it, and
         halves may hide them."""
-        whole = self._stage_matrix("forward", tp=1) + self._stage_matrix("backward", tp=1)
+        whole = self._rates.features("forward", tp=1) + self._rates.features("backward", tp=1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
     def useful_stage_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
         """As `lower_bound_seconds`, of every virtual stage on one tensor-parallel group, with its transfers;
         float64[P]."""
-        return self._useful_features(num_tokens) @ (self._stage_matrix("forward") + self._stage_matrix("backward"))
+        return self._useful_features(num_tokens) @ (self._rates.features("forward") + self._rates.features("backward"))
 
     def _useful_features(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
         """Of all documents together, whole, without tiles and constants."""
@@ -301,45 +300,6 @@ class PackCosts:
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
         return features.sum(axis=0)
-
-    def _stage_matrix(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
-        """Seconds per feature; float64[3 + 2·num_windows, P]. `tp` 1 gives the whole work, without transfers."""
-        tp = self.layout.tp if tp is None else tp
-        layer = self.coefficients.of_pass(direction)
-        stages = self.layout.stage_layers
-        matrix = np.zeros((3 + 2 * len(self.windows), len(stages)))
-        matrix[0], matrix[2] = self._linear_seconds(direction, tp)
-        for stage, (first, last) in enumerate(stages):
-            matrix[1, stage] = (last - first) * layer.slice_s
-            for index, window in enumerate(self.windows):
-                count = self.model.windows[first:last].count(window)
-                matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp
-                matrix[prefix_column(index), stage] = count * layer.prefix_s_per_token / tp
-        # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
-        matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
-        if direction == "backward":
-            matrix[0, -1] += self.coefficients.head_s_per_token / tp
-            matrix[2, -1] += self.coefficients.head_pack_s
-        return matrix
-
-    def _host_matrix(self, direction: Direction) -> NDArray[np.float64]:
-        """Seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its own."""
-        layer = self.coefficients.of_pass(direction)
-        return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
-
-    def _linear_seconds(self, direction: Direction, tp: int | None = None) -> tuple[NDArray, NDArray]:
-        """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
-        tp = self.layout.tp if tp is None else tp
-        layer, layers = self.coefficients.of_pass(direction), self.layers()
-        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
-        return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
-
-    def _linear_again_seconds(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """As `_linear_seconds`, of what recomputing makes again in so many layers of every stage."""
-        model, tp = self.model, self.layout.tp
-        layer, share = self.coefficients.forward, recomputed_share(model)
-        token_s, pack_s = recompute_seconds(model, self.coefficients, tp)
-        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
 
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a bidirectional model, by a `ConfigError`."""
@@ -361,7 +321,7 @@ class PackCosts:
 
     def layers(self) -> NDArray[np.int64]:
         """Layers of every virtual stage."""
-        return np.array(self.layout.stage_counts, np.int64)
+        return self._rates.layers()
 
     def _travelling_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None

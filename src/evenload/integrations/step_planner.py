@@ -15,13 +15,14 @@ from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
 from evenload.errors import ConfigError
+from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS, model_from
+from evenload.types.model_catalog import MODELS
 
 ASSUMED_MODEL = "llama-7b"
 _log = logging.getLogger("evenload.loader")

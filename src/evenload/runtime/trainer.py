@@ -1,4 +1,5 @@
-"""`Trainer`: one rank's training loop. Prepared step in, gradients, optimizer, metrics out.
+"""`Trainer`: one rank's training loop. Steps come from `StepSource`, `StepTrainer` trains them, and between them are
+checkpoints, losses of the validation data and samples.
 
 Everything about *what* to train comes in the plan; the loop only follows it. The caller (the command
 line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
@@ -9,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
@@ -34,29 +33,17 @@ from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_flex_planner, run_planner
 from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
 from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
-from evenload.runtime.optim.non_finite import NonFiniteSteps
-from evenload.runtime.optim.overlaps import overlaps_of
+from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.between_steps import BetweenSteps
-from evenload.runtime.stages.live_stages import LiveStages, Switch
-from evenload.runtime.stages.process_memory import ProcessMemory
-from evenload.runtime.stages.rank_state import RankState, StepGradients
+from evenload.runtime.stages.between_steps import BetweenSteps, RunUnderWay
+from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.step_feedback import StepFeedback
-from evenload.runtime.step_metrics import (
-    DevicePeaks,
-    RankEnd,
-    SecondsAround,
-    StepReport,
-    gather_timeline,
-    no_label_warning,
-    step_row,
-)
-from evenload.runtime.step_source import PreparedStep, StepsLeft, StepSource
+from evenload.runtime.step_metrics import StepReport
+from evenload.runtime.step_source import StepsLeft, StepSource
+from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import ParallelLayout
-from evenload.types.plan import StepPlan
 from evenload.types.run_totals import RunTotals
-from evenload.types.timeline import Timeline
 from evenload.types.validation import Validation
 
 
@@ -90,11 +77,8 @@ class Trainer:
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
-        self.memory_cap_bytes = 0
-        """Of this process; a switch is prepared in what a step leaves of it."""
-        self._non_finite = NonFiniteSteps(config.train.on_nonfinite, mesh)
         self._checkpoints = checkpoints_of(config.train.output_dir)
-        self._writer = CheckpointWriter(
+        writer = CheckpointWriter(
             self._checkpoints,
             self.state.buffers,
             self.state.optimizer,
@@ -102,11 +86,9 @@ class Trainer:
             keep=config.train.keep_checkpoints,
             keep_best=config.train.keep_best,
         )
-        self._saves = Saves(config.train, self._writer, self._position)
-        self._is_time_to_save = False
+        self._saves = Saves(config.train, writer, self._position)
         self.survivors = SurvivorState(kept, self.model, self.meshes.layouts)
-        # Of two steps that are kept for survivors, one is there before the first.
-        self._process = ProcessMemory(self.model, mesh.device, self.survivors.num_bytes // 2)
+        self.step_trainer = StepTrainer(config, self.model, self.state, self._saves, self.survivors)
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.resume_warning = ""
@@ -158,7 +140,7 @@ class Trainer:
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
         self.resume_warning = self._between.take_over(progress)
-        self._non_finite.num_skipped = progress.skipped_steps
+        self.step_trainer.non_finite.num_skipped = progress.skipped_steps
         if isinstance(where, Path):
             self._saves.note_resumed(self.steps_done)
         return where
@@ -193,7 +175,7 @@ class Trainer:
             RankLostError: another rank died or is stuck.
             InfeasiblePlanError: a resumed run's way back into the layout of its checkpoint has no room.
         """
-        self.coefficients, self.memory_cap_bytes = coefficients, memory_cap_bytes
+        self.coefficients, self.step_trainer.memory_cap_bytes = coefficients, memory_cap_bytes
         planner = self.planner(coefficients, memory_cap_bytes)
         run_steps = self.config.train.steps
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
@@ -202,8 +184,14 @@ class Trainer:
         self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
         self.survivors.mark(self.steps_done, self._position, self.mesh)
         self._saves.begin()
-        is_last = partial(self._is_last, source, last_step)
-        self._make_up(planner, is_last, asked_to_stop, on_made_up)
+        run = RunUnderWay(
+            self.state,
+            planner,
+            is_last=partial(self._is_last, source, last_step),
+            asked_to_stop=asked_to_stop,
+            settle_saves=self._saves.settle,
+        )
+        self._make_up(run, on_made_up)
         is_first, ended_s = True, time.perf_counter()
         while not (self.stop_signal or self.is_paused):
             wait_from_s = time.perf_counter()
@@ -216,8 +204,8 @@ class Trainer:
             step = prepared.planned.plan.step
             if is_first and isinstance(planner, FlexPlanner):
                 planner.require_room(self.layout, prepared.planned.plan)
-            is_first, num_skipped = False, self._non_finite.num_skipped
-            report = self.run_step(
+            is_first = False
+            report, agreed, is_skipped = self.step_trainer.run(
                 prepared,
                 coefficients,
                 learning_rate=self.config.optimizer.rate(step, run_steps),
@@ -228,38 +216,25 @@ class Trainer:
                 coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
-            is_skipped = self._non_finite.num_skipped > num_skipped
+            self.stop_signal, self.is_paused = agreed.stop_signal, agreed.wants_pause
             self.totals = self.totals.after(prepared.planned.plan, ended_s - before_s, is_skipped=is_skipped)
             if report is not None:
                 report = self._noted(report, prepared.planned, feedback)
             self.steps_done += 1
-            self._loader_state = self._non_finite.account(prepared.planned.loader_state)
+            self._loader_state = self.step_trainer.non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
-            yield self._validated_and_saved(report, planner, is_last, asked_to_stop)
+            yield self._validated_and_saved(report, run, is_time_to_save=agreed.is_time_to_save)
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         self.state.optimizer.gathers.finish()
         source.close()
 
-    def _make_up(
-        self,
-        planner: StepPlanner | FlexPlanner,
-        is_last: Callable[[], bool],
-        asked_to_stop: Callable[[], int],
-        on_made_up: Callable[[Validation], None],
-    ) -> None:
+    def _make_up(self, run: RunUnderWay, on_made_up: Callable[[Validation], None]) -> None:
         """Before the first step, the pass over the validation data that an earlier start left out. Collective."""
-        looked = self._between.make_up(
-            self.steps_done,
-            self.state,
-            planner,
-            is_last=is_last,
-            asked_to_stop=asked_to_stop,
-            settle_saves=self._saves.settle,
-        )
+        looked = self._between.make_up(self.steps_done, run)
         self.stop_signal = looked.stop_signal
         if looked.validation is None:
             return
-        if is_last():  # no later save says that it was made
+        if run.is_last():  # no later save says that it was made
             self._saves.save(self.steps_done, again=True)
         elif looked.is_best:
             self.save()
@@ -267,30 +242,19 @@ class Trainer:
             on_made_up(looked.validation)
 
     def _validated_and_saved(
-        self,
-        report: StepReport | None,
-        planner: StepPlanner | FlexPlanner,
-        is_last: Callable[[], bool],
-        asked_to_stop: Callable[[], int],
+        self, report: StepReport | None, run: RunUnderWay, *, is_time_to_save: bool
     ) -> StepReport | None:
         """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
         try:
             looked = self._between.look(
-                self.steps_done,
-                self.state,
-                planner,
-                is_last=is_last,
-                is_stopping=bool(self.stop_signal),
-                is_paused=self.is_paused,
-                asked_to_stop=asked_to_stop,
-                settle_saves=self._saves.settle,
+                self.steps_done, run, is_stopping=bool(self.stop_signal), is_paused=self.is_paused
             )
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
             # Of the validation data, on every rank: the steps that were trained are whole.
             self.save()
             raise
         self.stop_signal = self.stop_signal or looked.stop_signal
-        is_time = self._is_time_to_save or looked.is_best
+        is_time = is_time_to_save or looked.is_best
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
         return report and replace(
             report, saved=saved, failed_save=failed_save, validation=looked.validation, samples=looked.samples
@@ -356,7 +320,7 @@ class Trainer:
             steps_done=self.steps_done,
             layout=self.mesh.layout.describe(),
             strategy=self.config.plan.strategy,
-            skipped_steps=self._non_finite.num_skipped,
+            skipped_steps=self.step_trainer.non_finite.num_skipped,
             totals=self.totals,
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
@@ -382,129 +346,3 @@ class Trainer:
             return None
         with self.state.optimizer.average_as_weights():
             return export_run(self.config, self.hf_config, self.state.buffers, self.mesh, "-average")
-
-    def run_step(
-        self,
-        prepared: PreparedStep,
-        coefficients: CostCoefficients,
-        *,
-        learning_rate: float,
-        data_wait_s: float = 0.0,
-        stop_signal: int = 0,
-        wants_pause: bool = False,
-        goes_on: bool = False,
-        coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
-    ) -> StepReport | None:
-        """Train one step; a report on rank 0, None elsewhere. Collective.
-
-        Args:
-            learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
-            data_wait_s: that this rank waited for the step.
-            stop_signal: of this rank; all ranks learn of it.
-            wants_pause: likewise.
-            goes_on: another step follows, so updated weights may still be on their way on return; who reads them
-                otherwise takes them from `state`, which waits.
-            coming_layout: of the next step, once it is known; asked often.
-
-        Raises:
-            NonFiniteStepError, RankLostError: as `train`.
-        """
-        planned, plan = prepared.planned, prepared.planned.plan
-        watch = self.mesh.watch
-        watch.step = plan.step
-        came_s = time.perf_counter()
-        with watch.waiting("the barrier at the start"):
-            dist.barrier(group=self.mesh.control)
-        zero_s = seconds_now(self.mesh.device)
-        forget_peak_bytes(self.mesh.device)
-        self._process.begin_step(self.state.static_bytes())
-        if plan.layout != self.layout:
-            self.state.change_layout(plan.layout, coefficients)
-            self._non_finite.mesh = self.mesh
-        mesh, state = self.mesh, self.state
-        look_ahead = state.looking_ahead(coming_layout, self._room_bytes(plan))
-        look_ahead()
-        beside = overlaps_of(self.config, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=beside.sums)
-        switch, warning = self._settled(), ""
-        if found.is_finite:
-            self._non_finite.note_finite()
-            ended = state.update(found, learning_rate, is_overlapped=beside.gathers)
-            found = replace(found, gathers=[*found.gathers, *ended])
-        else:
-            warning = self._non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
-        self.survivors.write(self.steps_done + 1, state.held.buffers, state.optimizer, mesh)
-        warning = warning if plan.num_label_tokens else no_label_warning(plan)
-        own = self._rank_end(found, (came_s, zero_s), (data_wait_s, stop_signal, wants_pause))
-        end, measured = self._tell(own, found, zero_s)
-        if measured is None:
-            return None
-        row = step_row(
-            plan,
-            measured,
-            self.model,
-            loss=found.loss,
-            grad_norm=found.grad_norm,
-            learning_rate=learning_rate,
-            peaks=DevicePeaks.of(coefficients, self.model, mesh.num_ranks),
-            around=SecondsAround(
-                plan_s=planned.plan_time_s,
-                data_wait_s=end.data_wait_s,
-                exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
-            ),
-            memory=end.memory(self._process.predicted_bytes(plan, end.fixed_bytes)),
-        )
-        lines = self._non_finite.ledger_lines(planned)
-        return StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
-
-    def _rank_end(self, found: StepGradients, start_s: tuple[float, float], asked: tuple[float, int, bool]) -> RankEnd:
-        """What this rank says at the end of a step.
-
-        Args:
-            start_s: its clock before and behind the barrier at the step's start.
-            asked: `data_wait_s`, `stop_signal` and `wants_pause` of `run_step`.
-        """
-        device = self.mesh.device
-        return RankEnd(
-            step_time_s=seconds_now(device) - start_s[1],
-            barrier_s=start_s[1] - start_s[0],
-            # On a CPU the store's own count, without temporary buffers.
-            peak_bytes=measured_peak_bytes(device) or self.state.static_bytes() + found.run.peak_bytes,
-            data_wait_s=asked[0],
-            stop_signal=asked[1],
-            # Rank 0 looks at its clock; the others do as it says.
-            is_time_to_save=self.mesh.rank == 0 and self._saves.is_time(),
-            process_bytes=peak_process_bytes(device) or 0,
-            fixed_bytes=self._process.fixed_bytes or 0,
-            wants_pause=asked[2],
-        )
-
-    def _room_bytes(self, plan: StepPlan) -> int:
-        """What a step leaves for a switch that is prepared beside it."""
-        return self.memory_cap_bytes - self.survivors.num_bytes - plan.predicted.peak_memory_bytes
-
-    def _settled(self) -> Switch | None:
-        """`RankState.settle`, and checkpoints are of that state from now on."""
-        if (switch := self.state.settle()) is not None:
-            self._writer.move_to(self.state.buffers, self.state.optimizer, self.mesh)
-        return switch
-
-    def _tell(self, own: RankEnd, found: StepGradients, zero_s: float) -> tuple[RankEnd, Timeline | None]:
-        """What all ranks say of a step together, and its timeline on rank 0, None elsewhere. Collective.
-
-        Args:
-            zero_s: this rank's clock at the step's start.
-        """
-        with self.mesh.watch.waiting("the loss and the timeline"):
-            end = own.joined(self.mesh)
-            measured = gather_timeline(
-                found.run.trace,
-                found.sums,
-                found.gathers,
-                zero_s=zero_s,
-                step_time_s=end.step_time_s,
-                static_bytes=self.state.static_bytes(),
-                mesh=self.mesh,
-            )
-        self.stop_signal, self._is_time_to_save, self.is_paused = end.stop_signal, end.is_time_to_save, end.wants_pause
-        return end, measured

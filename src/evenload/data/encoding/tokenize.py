@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from evenload.errors import ConfigError
-from evenload.types.hub_files import local_path
+from evenload.hub.hub_files import local_path
 
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")

@@ -12,7 +12,10 @@ from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint.checkpoint import RunPosition
 from evenload.runtime.checkpoint.directory import checkpoint_path, checkpoints_of, latest_checkpoint
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.run_config import RunConfig
+from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
 class Saves:
@@ -28,6 +31,10 @@ class Saves:
     def note_resumed(self, steps_done: int) -> None:
         """A checkpoint holds the steps done."""
         self._saved_steps = steps_done
+
+    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+        """Saves are of that state from now on."""
+        self._writer.move_to(buffers, optimizer, mesh)
 
     def begin(self) -> None:
         self._saved_at_s = time.monotonic()

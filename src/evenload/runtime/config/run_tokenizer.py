@@ -19,7 +19,7 @@ from evenload.data.encoding.tokenize import (
     open_tokenizer,
 )
 from evenload.errors import ConfigError
-from evenload.types.hub_files import is_hub_name, local_path
+from evenload.hub.hub_files import is_hub_name, local_path
 
 TOKENIZER_FILE = "tokenizer.json"
 

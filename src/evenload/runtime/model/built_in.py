@@ -8,12 +8,13 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from evenload.hub.model_files import model_from
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.supported import check_supported
 from evenload.types.architectures.registry import ARCHITECTURES
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODEL_TYPES, MODELS, model_from
+from evenload.types.model_catalog import MODEL_TYPES, MODELS
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from evenload.data.config import DataConfig, trains_given_ids
 from evenload.data.encoding.tokenize import BYTES, FileTokenizer, open_tokenizer
 from evenload.errors import ConfigError
+from evenload.hub.hub_files import local_path
 from evenload.runtime.config.run_tokenizer import TOKENIZER_FILE, model_directory
-from evenload.types.hub_files import local_path
 
 GENERATION_FILE = "generation_config.json"
 _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"

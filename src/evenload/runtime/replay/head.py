@@ -28,6 +28,8 @@ from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
+from evenload.runtime.replay.linear import linear_with_known_output
+from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen
 from evenload.types.token_range import Range
 
@@ -89,6 +91,46 @@ def head_blocks(
         exchange = RowExchange(group, block_owners, targets.device, "normed rows of the head")
         chosen = to_device(torch.from_numpy(np.concatenate(in_block)), targets.device)
         yield slice(first, first + num_own), exchange, chosen
+
+
+def head_gradient(
+    model: StageModel,
+    hidden: Tensor,
+    targets: Tensor,
+    num_label_tokens: int,
+    ranges: tuple[Range, ...],
+    group: TensorGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Gradient [n, hidden] of the final hidden states of own rows, and the pack's loss (fp64 scalar); adds to the
+    `main_grad` of final norm and head. Collective with a group, of which every rank then knows the loss.
+
+    Args:
+        targets: int64[T] of the pack, -100 = no loss.
+        num_label_tokens: of the whole global batch, the loss's denominator.
+    """
+    norm, head = model.norm, model.head
+    assert norm is not None
+    assert head is not None
+    grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
+    # A batch without any label has a zero loss and zero gradients, not 0/0.
+    scale = 1 / max(1, num_label_tokens)
+    for own, exchange, block in head_blocks(targets, ranges, group):
+        block_targets = targets[block]
+        rows = hidden[own].detach().requires_grad_()
+        with torch.enable_grad():
+            normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
+            with torch.no_grad():
+                logits = nn.functional.linear(normed, head.weight, head.bias)
+            logits = model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
+        if group is None:
+            loss, grad = cross_entropy_and_gradient(logits, block_targets, scale)
+        else:
+            loss, grad = divided_cross_entropy(logits, head.weight, block_targets, scale, group)
+        logits.backward(grad)
+        assert rows.grad is not None
+        grads.append(rows.grad)
+        total += loss
+    return torch.cat(grads), total
 
 
 def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,26 +18,15 @@ from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchang
 from evenload.runtime.comm.turns import Half, Turns
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.blocks import StoredBlock
-from evenload.runtime.replay.context_attention import (
-    LocalAttention,
-    rows_of,
-)
-from evenload.runtime.replay.head import (
-    add_embedding_gradient,
-    cross_entropy_and_gradient,
-    divided_cross_entropy,
-    embed,
-    head_blocks,
-    row_losses,
-)
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
+from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
 from evenload.runtime.replay.joined_transfers import join_backward, join_forward
-from evenload.runtime.replay.linear import linear_with_known_output
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
 from evenload.runtime.replay.router_balance import RouterBalance
 from evenload.runtime.replay.state import ReplayState, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
-from evenload.runtime.replay.tensor_parallel import gather_rows, make_tensor_parallel
+from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.architectures.architecture import Architecture
 from evenload.types.token_range import Range
@@ -346,31 +335,12 @@ class PipelineStage:
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Loss and gradient of the final hidden states [T, hidden] of `ranges`, in row blocks. Last stage only."""
-        norm, head, group = self.model.norm, self.model.head, self._tensor
-        assert norm is not None
-        assert head is not None
-        grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
-        # A batch without any label has a zero loss and zero gradients, not 0/0.
-        scale = 1 / max(1, num_label_tokens)
-        for own, exchange, block in head_blocks(targets, ranges, group):
-            block_targets = targets[block]
-            rows = hidden[own].detach().requires_grad_()
-            with torch.enable_grad():
-                normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
-                with torch.no_grad():
-                    logits = nn.functional.linear(normed, head.weight, head.bias)
-                logits = self.model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-            if group is None:
-                loss, grad = cross_entropy_and_gradient(logits, block_targets, scale)
-            else:
-                loss, grad = divided_cross_entropy(logits, head.weight, block_targets, scale, group)
-            logits.backward(grad)
-            assert rows.grad is not None
-            grads.append(rows.grad)
-            total += loss
+        """Gradient of the final hidden states [T, hidden] of `ranges`, and this rank's share of the loss. Last stage
+        only."""
+        grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor)
         # All ranks of a group know the loss, and one reports it.
-        return torch.cat(grads), total if group is None or group.shard.rank == 0 else torch.zeros_like(total)
+        is_told = self._tensor is None or self._tensor.shard.rank == 0
+        return grad, loss if is_told else torch.zeros_like(loss)
 
     def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
         return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)

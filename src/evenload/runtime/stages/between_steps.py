@@ -5,6 +5,7 @@ All ranks come here together after every step. Results are rank 0's to tell; who
 """
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes, with_pass
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import checkpoints_of
-from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.config.validation_config import validation_digest
 from evenload.runtime.stages.rank_state import RankState
@@ -40,6 +41,26 @@ class Looked(NamedTuple):
     is_best: bool = False
     samples: tuple[Sample, ...] = ()
     stop_signal: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RunUnderWay:
+    """What passes between steps take from the run, the same from its first step to its last.
+
+    Args:
+        state: whose weights are read.
+        planner: that plans the run's steps.
+        is_last: no step of the run comes after those done; asked where that decides.
+        asked_to_stop: the signal that this rank got, or 0; all abandon a pass where any got one.
+        settle_saves: waits until no checkpoint is being written; collective.
+    """
+
+    state: RankState
+    planner: StepPlanner | FlexPlanner
+    _: KW_ONLY
+    is_last: Callable[[], bool]
+    asked_to_stop: Callable[[], int]
+    settle_saves: Callable[[], None]
 
 
 class BetweenSteps:
@@ -89,65 +110,38 @@ class BetweenSteps:
         """Whether weights are read after so many steps, whether or not they are the last."""
         return self._validator is not None and self._validator.is_due(steps_done)
 
-    def look(
-        self,
-        steps_done: int,
-        state: RankState,
-        planner: StepPlanner | FlexPlanner,
-        *,
-        is_last: Callable[[], bool],
-        is_stopping: bool,
-        is_paused: bool,
-        asked_to_stop: Callable[[], int],
-        settle_saves: Callable[[], None],
-    ) -> Looked:
+    def look(self, steps_done: int, run: RunUnderWay, *, is_stopping: bool, is_paused: bool) -> Looked:
         """After a step. Collective.
 
         Args:
-            planner: that plans the run's steps.
-            is_last: no step of the run comes after those done; asked where that decides.
             is_stopping, is_paused: all ranks have agreed to end, and the run goes on later; then it makes the pass.
-            asked_to_stop: the signal that this rank got, or 0; all abandon the pass where any got one.
-            settle_saves: waits until no checkpoint is being written; collective.
 
         Raises:
             DataError, InfeasiblePlanError: as `Validator.run`.
         """
-        samples = () if is_stopping else self._write_samples(steps_done, state)
+        samples = () if is_stopping else self._write_samples(steps_done, run.state)
         if is_stopping or is_paused:
             return Looked(samples=samples)
-        found = self.make_up(
-            steps_done, state, planner, is_last=is_last, asked_to_stop=asked_to_stop, settle_saves=settle_saves
-        )
-        return found._replace(samples=samples)
+        return self.make_up(steps_done, run)._replace(samples=samples)
 
-    def make_up(
-        self,
-        steps_done: int,
-        state: RankState,
-        planner: StepPlanner | FlexPlanner,
-        *,
-        is_last: Callable[[], bool],
-        asked_to_stop: Callable[[], int],
-        settle_saves: Callable[[], None],
-    ) -> Looked:
+    def make_up(self, steps_done: int, run: RunUnderWay) -> Looked:
         """The pass that is due after so many steps and was not made yet, also by the run that did them: it may have
-        been stopped, or have left off. Collective; arguments as `look`."""
+        been stopped, or have left off. Collective; raises as `look`."""
         if self._validator is None or steps_done in (0, self.validated_steps):
             return Looked()
-        if not self._validator.is_due_or_last(steps_done, is_last):
+        if not self._validator.is_due_or_last(steps_done, run.is_last):
             return Looked()
-        validation, stop_signal = self._validator.run(steps_done - 1, state, planner, asked_to_stop)
+        validation, stop_signal = self._validator.run(steps_done - 1, run.state, run.planner, run.asked_to_stop)
         if validation is None:
             return Looked(stop_signal=stop_signal)
         self.validated_steps = steps_done
-        is_best = bool(self._keep_best) and self._note_pass(steps_done, validation.loss, state.mesh, settle_saves)
+        is_best = bool(self._keep_best) and self._note_pass(steps_done, validation.loss, run)
         return Looked(validation, is_best, stop_signal=stop_signal)
 
-    def _note_pass(self, steps_done: int, loss: float | None, mesh: Mesh, settle_saves: Callable[[], None]) -> bool:
+    def _note_pass(self, steps_done: int, loss: float | None, run: RunUnderWay) -> bool:
         """Whether the pass is among the best whose checkpoints are there. Collective."""
-        settle_saves()  # which may write or remove one of them
-        told = [self.best]
+        run.settle_saves()  # a save may write or remove one of them
+        told, mesh = [self.best], run.state.mesh
         if mesh.rank == 0:
             told = [saved_passes(self._directory, self.best, self._keep_best)]
         with mesh.watch.waiting("which of the best checkpoints are there"):

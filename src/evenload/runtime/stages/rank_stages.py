@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
+from evenload.hub.hub_files import local_path
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
@@ -19,7 +20,6 @@ from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, fr
 from evenload.runtime.replay.context_ring import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.same_revision import require_same_revision
-from evenload.types.hub_files import local_path
 from evenload.types.model import ModelSpec
 
 Stage = TypeVar("Stage", bound=PipelineStage)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from evenload.errors import ConfigError
 
 Wanted = Literal["settings", "tokenizer", "weights"]
-_log = logging.getLogger("evenload.types")
+_log = logging.getLogger("evenload.hub")
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")
