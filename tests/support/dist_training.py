@@ -9,8 +9,9 @@ import torch
 
 from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
 from evenload.plan.feedback.measured_factors import rank_work_s
-from evenload.runtime.comm.mesh import create_mesh
-from evenload.runtime.config.train_config import layout_of, load_train_config
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.config.run_layouts import layouts_of
+from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.rank_packs import RankStep
@@ -81,19 +82,32 @@ def train_steps(config_file: str, overrides: list[str], stop_after: int, export:
     return _train(config_file, overrides, stop_after, lambda report: report.row["loss"], export)
 
 
-def _train(config_file: str, overrides: list[str], stop_after: int, of_report, export: bool = False) -> list:
+class TrainedRun(NamedTuple):
+    """Of one rank: its trainer, which has saved, and reports of the steps it did, on rank 0."""
+
+    trainer: Trainer
+    reports: list[StepReport]
+
+
+def trained_to(
+    stop_after: int, config_file: str, overrides: list[str], memory_cap_bytes: int | None = None
+) -> TrainedRun:
+    """Resume if there is a checkpoint, train until `stop_after` steps are done, save; in all layouts of the run."""
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, mesh)
+    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    trainer = Trainer(config, meshes.start, meshes)
     trainer.resume()
-    found = []
-    for report in trainer.train(COSTS, config.plan.memory_bytes or 2**34, stop_after):
-        if report is not None:
-            found.append(of_report(report))
+    memory_cap_bytes = memory_cap_bytes or config.plan.memory_bytes or 2**34
+    reports = [report for report in trainer.train(COSTS, memory_cap_bytes, stop_after) if report is not None]
     trainer.save()
+    return TrainedRun(trainer, reports)
+
+
+def _train(config_file: str, overrides: list[str], stop_after: int, of_report, export: bool = False) -> list:
+    trainer, reports = trained_to(stop_after, config_file, overrides)
     if export:
         trainer.export()
-    return found
+    return [of_report(report) for report in reports]
 
 
 class SpeedStep(NamedTuple):

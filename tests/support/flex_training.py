@@ -5,17 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from dist_training import COSTS
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.model.configured import model_spec
+from dist_training import trained_to
 from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.trainer import Trainer
 from evenload.types.layout_decision import LayoutDecision
-from gloo_pool import TIMEOUT_S
 from switch_cases import whole_state
 
 BATCH = 8
@@ -44,14 +37,8 @@ class FlexRun(NamedTuple):
 
 
 def flex_run(config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int) -> FlexRun | None:
-    """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
-    config = load_train_config(Path(config_file), overrides)
-    layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
-    trainer.resume()
-    reports = [report for report in trainer.train(COSTS, memory_cap_bytes, stop_after) if report is not None]
-    trainer.save()
+    """As `trained_to`."""
+    trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
     state = whole_state(trainer)
     if trainer.mesh.rank != 0:
         return None

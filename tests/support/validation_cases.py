@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoint_cases import make_trainer
-from dist_training import COSTS
+from dist_training import COSTS, trained_to
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
@@ -41,14 +41,8 @@ class ValidatedRun(NamedTuple):
 def validated_run(
     config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int
 ) -> ValidatedRun | None:
-    """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
-    config = load_train_config(Path(config_file), overrides)
-    layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
-    trainer.resume()
-    reports = [report for report in trainer.train(COSTS, memory_cap_bytes, stop_after) if report is not None]
-    trainer.save()
+    """As `trained_to`."""
+    trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
     state = whole_state(trainer)
     if trainer.mesh.rank != 0:
         return None
